@@ -1,0 +1,152 @@
+"""The private torch API that zerograph needs, and nothing else: one wrapper each, with the reason.
+
+Supported: torch 2.11 to 2.13. When torch moves, this is the only file to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "annotated",
+    "backward_sequence_number",
+    "compiling",
+    "decompositions",
+    "fake_mode",
+    "forward_sequence_number",
+    "functional_trace",
+    "group_by_name",
+    "inductor",
+    "mark_step_called",
+    "preserved_metadata",
+    "single_process_store",
+    "trace",
+    "with_tensors",
+]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors with shape and dtype but no data. The shape environment lets ``lr.item()`` of an update be a node."""
+    return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    decomposition_table: Mapping[Any, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
+    """``make_fx`` over fake arguments: the only tracer that runs real autograd and real optimizers whole."""
+    tracer = make_fx(
+        function,
+        dict(decomposition_table or {}),
+        # Constants that a model makes (masks, tables of positions) are real tensors among fake ones.
+        _allow_non_fake_inputs=True,
+        # item() in build() is refused by our own mode, with the user's line; the optimizer's lr may be one.
+        _error_on_data_dependent_ops=False,
+    )
+    return tracer(*arguments)
+
+
+def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """Trace an already captured graph again without mutation; writes to arguments stay, as final ``copy_`` nodes.
+
+    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators.
+    """
+    with fx_traceback.preserve_node_meta(), torch.no_grad():
+        return trace(torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), arguments)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true: optimizers and models then take their traceable branches."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def preserved_metadata() -> contextlib.AbstractContextManager[None]:
+    """Nodes made inside carry what ``annotated`` says of them, also through a second trace."""
+    return fx_traceback.preserve_node_meta()
+
+
+def annotated(values: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Nodes made inside get ``values`` in ``node.meta["custom"]``, the one field of ours that fx copies along."""
+    return fx_traceback.annotate(values)
+
+
+def forward_sequence_number() -> int:
+    """Number of the autograd node that the running forward operator made last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def backward_sequence_number() -> int | None:
+    """Number of the autograd node whose backward is running: that of its forward operator; None in forward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """``module`` with ``tensors`` in place of its parameters and buffers, by qualified name, restored at exit.
+
+    ``torch.func.functional_call`` does the same around one ``forward``; ``build()`` is not one.
+    """
+    context: contextlib.AbstractContextManager[None] = _reparametrize_module(module, tensors)
+    return context
+
+
+def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own decompositions of the named operators (``torch._decomp`` has no public name)."""
+    return dict(get_decompositions(operators))
+
+
+def inductor(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor on a graph that holds collectives and in-place writes (``torch.compile`` would retrace it)."""
+    from torch._inductor.compile_fx import compile_fx  # seconds to import: only for those who use it
+
+    with torch.no_grad():
+        compiled: Callable[..., Any] = compile_fx(graph, list(example_inputs))
+    return compiled
+
+
+def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the update ran: they warn when they are stepped before the optimizer."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def single_process_store() -> dist.Store:
+    """A store without a socket, so that one process needs no address and no free port."""
+    return dist.HashStore()
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective's ``group_name`` argument means."""
+    return torch._C._distributed_c10d._resolve_process_group(name)

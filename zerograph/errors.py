@@ -1,0 +1,39 @@
+"""Every error that zerograph raises on purpose: one root, one child per kind of mistake."""
+
+from __future__ import annotations
+
+
+class ZeroGraphError(RuntimeError):
+    """Root of all errors raised by zerograph; its message says what happened, where, and what to do."""
+
+
+class ConfigError(ZeroGraphError):
+    """An option, mode, stage or backend that does not exist or cannot hold the given value."""
+
+
+class CaptureError(ZeroGraphError):
+    """``build()`` or an optimizer does something that cannot be one graph for all values."""
+
+
+class InputError(ZeroGraphError):
+    """What was given to a graph is not what it takes."""
+
+
+class PlacementError(ZeroGraphError):
+    """A placement, an SBP or a global tensor that does not fit the graph or the job."""
+
+
+class SplitParameterError(ZeroGraphError):
+    """A parameter was used eagerly while its values are split between the ranks."""
+
+
+class RankMismatchError(ZeroGraphError):
+    """Ranks were about to do different things: other inputs, another graph, or one of them failed."""
+
+
+class CommunicationError(ZeroGraphError):
+    """A collective failed or timed out, usually because another rank died or stalls."""
+
+
+class VerificationError(ZeroGraphError):
+    """A pass left the step graph in a state that breaks one of its invariants: a bug in the pass."""

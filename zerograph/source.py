@@ -1,0 +1,62 @@
+"""Which line of the user's code is running: for node origins and for messages."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_PACKAGE = Path(__file__).parent
+# Not the user's: torch, ourselves (also through the links passes/ and runtime/) and the standard library.
+_NOT_USER = tuple(
+    str(path) + os.sep
+    for path in (
+        Path(torch.__file__).parent,
+        _PACKAGE,
+        (_PACKAGE / "passes").resolve(),
+        (_PACKAGE / "runtime").resolve(),
+    )
+)
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's, nor ours, nor the standard library's; installed models are the user's."""
+    if filename.startswith("<") or filename.startswith(_NOT_USER):
+        return False
+    return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
+
+
+def running_line() -> tuple[str, str]:
+    """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return _describe(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return "", ""
+
+
+def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
+    """As :func:`running_line`, of the innermost user's frame that an exception passed through."""
+    found = ("", "")
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if is_users(filename):
+            found = _describe(filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+@functools.cache
+def _describe(filename: str, line: int) -> tuple[str, str]:
+    relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
+    return f"{relative}:{line}", linecache.getline(filename, line).strip()

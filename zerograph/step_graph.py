@@ -1,0 +1,119 @@
+"""The step as a graph: the words that nodes carry in ``node.meta`` and what surrounds the graph.
+
+Keys that zerograph puts into ``node.meta``:
+
+========== ================================================================================================
+``val``    fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
+``role``   :class:`Role` of a placeholder
+``origin`` :class:`Origin`: phase, module path and source line
+``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
+``global`` global shape, from ``localize`` on
+``boxing`` :class:`Boxing` of a node that changes an SBP
+========== ================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from zerograph.sbp import NdSbp
+
+Phase = Literal["forward", "backward", "update"]
+RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "lr", "output", "gradient"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an input or output of the graph is: ``Role("parameter", "model.fc.weight")``."""
+
+    kind: RoleKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from: the phase of the step, the module's qualified name, the user's source line."""
+
+    phase: Phase
+    module: str = ""
+    source: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Boxing:
+    """A change of SBP: from what to what, of which global tensor (``tensor`` names it, ``bytes`` is its size)."""
+
+    source: NdSbp
+    target: NdSbp
+    tensor: str
+    bytes: int
+    phase: Phase
+
+
+@dataclass
+class Captured:
+    """A traced ``build()``: its graph and how its flat outputs become what the user returned.
+
+    ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
+    name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
+    entry for each leaf of ``output_spec``: None where a tensor goes, else the Python value itself.
+    """
+
+    graph: fx.GraphModule
+    output_spec: pytree.TreeSpec
+    returned: tuple[Any, ...]
+    gradients: tuple[str, ...]
+
+
+def origin(node: fx.Node) -> Origin:
+    """The node's origin; nodes that passes made without one belong to the forward phase."""
+    found = node.meta.get("origin")
+    return found if isinstance(found, Origin) else Origin("forward")
+
+
+def role(node: fx.Node) -> Role | None:
+    found = node.meta.get("role")
+    return found if isinstance(found, Role) else None
+
+
+def placeholders(graph: fx.Graph, *kinds: RoleKind) -> list[fx.Node]:
+    """Placeholders in order, those of the given kinds only if any are given."""
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if not kinds or ((found := role(node)) is not None and found.kind in kinds)
+    ]
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the graph returns, in order."""
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, (list, tuple))
+    return [node for node in returned if isinstance(node, fx.Node)]
+
+
+def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """(copy_ node, placeholder, new value) for each state that the step writes."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[0], node.args[1]
+        if isinstance(target, fx.Node) and isinstance(value, fx.Node) and target.op == "placeholder":
+            yield node, target, value
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of the node: a tensor, or a tuple of tensors, or None for what has no value."""
+    return node.meta.get("val")
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

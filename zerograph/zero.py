@@ -1,0 +1,45 @@
+"""The stages of ZeRO as choices of placements (arXiv 1910.02054, section 5): the one table that knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerograph.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """What a stage decides; every pass asks this and none asks for the stage.
+
+    Attributes:
+        split: parameters, optimizer state and master weights at rest are S(0), else B.
+        regather: gathered parameters are freed after forward and gathered again for backward.
+        reduce_early: a bucket's gradient is reduced as soon as it is complete, else when backward has ended.
+    """
+
+    name: str
+    split: bool
+    regather: bool
+    reduce_early: bool
+
+
+OFF = ZeroPolicy("off", split=False, regather=False, reduce_early=True)
+STAGES = {
+    1: ZeroPolicy("stage 1", split=True, regather=False, reduce_early=False),
+    2: ZeroPolicy("stage 2", split=True, regather=False, reduce_early=True),
+    3: ZeroPolicy("stage 3", split=True, regather=True, reduce_early=True),
+}
+MODES = ("distributed_split", "off")
+
+
+def policy(mode: str, stage: int) -> ZeroPolicy:
+    """The policy of a mode and stage.
+
+    Raises:
+        ConfigError: no such mode or stage.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"unknown ZeRO mode {mode!r}; choose one of {', '.join(map(repr, MODES))}")
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ConfigError(f"unknown ZeRO stage {stage!r}; choose 1, 2 or 3, or the mode 'off' for data parallel")
+    return OFF if mode == "off" else STAGES[stage]
