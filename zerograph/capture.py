@@ -1,0 +1,231 @@
+"""capture: ``build()`` and its ``backward()`` become one functional graph of ATen operators on global tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from zerograph import _torch, decompositions, source
+from zerograph.errors import CaptureError
+from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
+
+aten = torch.ops.aten
+
+_ONE_GRAPH = (
+    "A traced step is one graph for all values. Use torch.where, or return the tensor and branch outside build()."
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Global shape, dtype and device of a tensor that enters the step."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    def fake(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def capture(
+    build: Callable[..., Any],
+    root: nn.Module,
+    parameters: Mapping[str, TensorSpec],
+    buffers: Mapping[str, TensorSpec],
+    aliases: Mapping[str, str],
+    inputs: Sequence[TensorSpec],
+    input_spec: pytree.TreeSpec,
+    *,
+    train: bool,
+) -> Captured:
+    """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
+
+    Args:
+        build: called once, with fake tensors of global shape.
+        root: holds every module that ``build`` uses.
+        parameters: each distinct parameter of ``root`` by qualified name; the graph's first inputs.
+        buffers: likewise, its next inputs.
+        aliases: further names of the same tensors (tied weights), to the name above.
+        inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
+        train: optimizers are registered, so some parameter must get a gradient.
+
+    Raises:
+        CaptureError: ``build`` reads a value while it is traced, runs ``backward()`` on a non-scalar or, with
+            ``train``, not at all, or computes with a parameter that belongs to no module of the graph.
+    """
+    mode = _torch.fake_mode()
+    with mode:
+        state = {name: _parameter(spec) for name, spec in parameters.items()}
+        state |= {name: spec.fake() for name, spec in buffers.items()}
+        batch = [spec.fake() for spec in inputs]
+    gradients: list[str] = []
+    returned: list[Any] = []
+    output_spec: list[pytree.TreeSpec] = []
+
+    def step(*tensors: Tensor) -> list[Tensor]:
+        own = dict(zip(state, tensors, strict=False))
+        args, kwargs = pytree.tree_unflatten(list(tensors[len(own) :]), input_spec)
+        swapped = own | {alias: own[name] for alias, name in aliases.items()}
+        with _torch.with_tensors(root, swapped), _module_paths(root) as path, _Recorder(path), torch.enable_grad():
+            flat, spec = pytree.tree_flatten(build(*args, **kwargs))
+        output_spec.append(spec)
+        returned.extend(None if isinstance(value, Tensor) else value for value in flat)
+        found = {name: own[name].grad for name in parameters}
+        gradients.extend(name for name, gradient in found.items() if gradient is not None)
+        return [value.detach() for value in flat if isinstance(value, Tensor)] + [
+            gradient for gradient in found.values() if gradient is not None
+        ]
+
+    with mode, _torch.compiling(), _torch.preserved_metadata(), _explained():
+        traced = _torch.trace(step, [*state.values(), *batch], decompositions.table())
+        if train and not gradients:
+            raise CaptureError(
+                "an optimizer is registered, but build() gave no parameter a gradient\n"
+                "Call loss.backward() inside build(), on a loss that depends on the model's parameters."
+            )
+        _refuse_foreign_parameters(traced)
+        graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
+    roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
+    _name_roles(graph, roles, gradients)
+    _strip_detaches(graph.graph)
+    _own_outputs(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients))
+
+
+def _parameter(spec: TensorSpec) -> Tensor:
+    return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
+
+
+class _Recorder(_torch.TorchDispatchMode):
+    """Notes each operator's phase, module and source line, and refuses to read values."""
+
+    def __init__(self, module_path: Callable[[], str]) -> None:
+        super().__init__()
+        self._module_path = module_path
+        self._forward: dict[int, Origin] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_VALUES:
+            line, code = source.running_line()
+            raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")
+        with _torch.annotated({"origin": self._origin()}):
+            return func(*args, **(kwargs or {}))
+
+    def _origin(self) -> Origin:
+        backward = _torch.backward_sequence_number()
+        if backward is not None:
+            # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
+            forward = self._forward.get(backward, Origin("forward"))
+            return Origin("backward", forward.module, forward.source, forward.code)
+        here = Origin("forward", self._module_path(), *source.running_line())
+        self._forward.setdefault(_torch.forward_sequence_number(), here)
+        return here
+
+
+_READS_VALUES = {
+    aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
+    aten.equal.default: "build() compared two tensors' values while the step was being traced",
+    aten.nonzero.default: "build() asked which elements are not zero: a shape that depends on values",
+    aten.masked_select.default: "build() selected by a mask: a shape that depends on values",
+}
+
+
+@contextlib.contextmanager
+def _module_paths(root: nn.Module) -> Iterator[Callable[[], str]]:
+    """Yields what tells the qualified name of the module whose forward is running."""
+    names = {id(module): name for name, module in root.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        stack.append(names.get(id(module), stack[-1] if stack else ""))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        stack.pop()
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield lambda: stack[-1] if stack else ""
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Torch's errors about what cannot be traced, in the user's terms."""
+    try:
+        yield
+    except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{_ONE_GRAPH}") from None
+    except RuntimeError as error:
+        if "grad can be implicitly created only for scalar outputs" not in str(error):
+            raise
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(
+            f"backward() was called on a tensor that is not a scalar\n  {line}   {code}\n"
+            "Reduce the loss first, with .mean() or .sum()."
+        ) from None
+
+
+def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
+    for node in graph.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph, str(node.target))
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise CaptureError(
+                f"build() computes with a parameter of shape {tuple(constant.shape)} that belongs to no module of the "
+                "graph\nAssign the module that holds it to an attribute of the graph in __init__ (a plain list or dict "
+                "hides modules: use nn.ModuleList or nn.ModuleDict)."
+            )
+
+
+def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequence[str]) -> None:
+    for index, node in enumerate(placeholders(graph.graph)):
+        node.meta["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
+    output = graph.graph.output_node()
+    returned = len(output_nodes(graph.graph)) - len(gradients)
+    output.meta["roles"] = [Role("output", str(i)) for i in range(returned)] + [Role("gradient", n) for n in gradients]
+    for node in graph.graph.nodes:
+        custom = node.meta.pop("custom", {})
+        if "origin" in custom:
+            node.meta["origin"] = custom["origin"]
+    for _, target, _ in writes(graph.graph):
+        if target.meta["role"].kind == "parameter":
+            raise CaptureError(
+                f"build() changes the {target.meta['role']} in place\n"
+                "Parameters change through optimizers only; make it a buffer, or change it outside build()."
+            )
+
+
+def _strip_detaches(graph: fx.Graph) -> None:
+    """Autograd is over: a detached tensor is the tensor."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        source = node.all_input_nodes[0]
+        if source.op == "call_function":
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _own_outputs(graph: fx.Graph) -> None:
+    """Outputs that are views of a weight or buffer get memory of their own: the step is about to overwrite it."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        base = node
+        while base.op == "call_function" and getattr(base.target, "is_view", False):
+            base = base.all_input_nodes[0]
+        if base.op == "placeholder":
+            with graph.inserting_before(output):
+                clone = graph.call_function(aten.clone.default, (node,))
+            clone.meta.update({"val": node.meta["val"], "origin": origin(node)})
+            output.replace_input_with(node, clone)
