@@ -1,0 +1,51 @@
+"""Making nodes: every node that a pass makes has a value, an origin and, if its SBP is known, that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import FakeTensor, FakeTensorMode
+from zerograph.step_graph import Origin, value
+
+aten = torch.ops.aten
+
+
+def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: Origin, **kwargs: Any) -> fx.Node:
+    """A ``call_function`` node at the graph's insertion point, its value computed on fake tensors."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["origin"] = origin
+    node.meta["val"] = evaluate(node)
+    return node
+
+
+def evaluate(node: fx.Node) -> Any:
+    """The node's value from its inputs' values, in their fake mode."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    with mode_of(node.graph), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the graph's values live in."""
+    for node in graph.nodes:
+        found = value(node)
+        if isinstance(found, FakeTensor):
+            return found.fake_mode
+    raise ValueError("the graph has no tensors")
+
+
+def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with mode_of(graph):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def first_computed(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Place of every node in execution order."""
+    return {node: index for index, node in enumerate(graph.nodes)}

@@ -1,0 +1,137 @@
+"""flatten: parameters of one group lie end to end in buckets; their gradients and updates are the buckets'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerograph.buckets import Bucket
+from zerograph.passes.boxing import boxing
+from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.edit import emit, fake, first_computed, positions
+from zerograph.sbp import show
+from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
+
+aten = torch.ops.aten
+_UPDATE = Origin("update")
+
+
+def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Parameters are views of bucket inputs, and each bucket's gradient, reduced, updates it in one go."""
+    graph = module.graph
+    gradients = _take_gradients(graph)
+    flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
+    for bucket in context.buckets:
+        _view_parameters(graph, bucket, flat[bucket.name])
+    for bucket in context.buckets:
+        update = context.updates.get(bucket.name)
+        if update is not None:
+            own = [gradients[slot.name] for slot in bucket.slots]
+            ready = own if context.policy.reduce_early else list(gradients.values())
+            reduced = _bucket_gradient(graph, bucket, own, ready)
+            _update(graph, bucket, flat[bucket.name], reduced, update)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _take_gradients(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Gradients stop being outputs: from here on they feed the update."""
+    output = graph.output_node()
+    roles: list[Role] = output.meta["roles"]
+    nodes = output_nodes(graph)
+    output.args = (tuple(node for node, r in zip(nodes, roles, strict=True) if r.kind == "output"),)
+    output.meta["roles"] = [r for r in roles if r.kind == "output"]
+    return {r.name: node for node, r in zip(nodes, roles, strict=True) if r.kind == "gradient"}
+
+
+def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
+    return _input(graph, Role("bucket", bucket.name), (bucket.padded,), bucket.dtype, bucket.device)
+
+
+def _input(
+    graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> fx.Node:
+    with graph.inserting_before(first_computed(graph)):
+        node = graph.placeholder(found.name.replace(".", "_"))
+    node.meta |= {"role": found, "val": fake(graph, shape, dtype, device)}
+    return node
+
+
+def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> None:
+    named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
+    order = positions(graph)
+    for slot in bucket.slots:
+        parameter = named.get(slot.name)
+        if parameter is None:
+            continue
+        if parameter.users:
+            first = min(parameter.users, key=order.__getitem__)
+            # Just before its first use, so that the gathered bucket lives no longer than needed.
+            with graph.inserting_before(first):
+                part = emit(graph, aten.slice.Tensor, (flat, 0, slot.offset, slot.offset + slot.numel), origin(first))
+                view = emit(graph, aten.view.default, (part, list(slot.shape)), origin(first))
+            view.meta["parameter"] = slot.name
+            parameter.replace_all_uses_with(view)
+        graph.erase_node(parameter)
+
+
+def _bucket_gradient(
+    graph: fx.Graph, bucket: Bucket, gradients: Sequence[fx.Node], ready: Sequence[fx.Node]
+) -> fx.Node:
+    """The gradients end to end, reduced to the bucket's own SBP, right behind the last of ``ready``."""
+    order = positions(graph)
+    last = max(ready, key=order.__getitem__)
+    backward = replace(origin(last), phase="backward")
+    with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
+        flat = [emit(graph, aten.reshape.default, (gradient, [-1]), backward) for gradient in gradients]
+        joined = emit(graph, aten.cat.default, (flat,), backward)
+        if bucket.padded > bucket.numel:
+            padding = [0, bucket.padded - bucket.numel]
+            joined = emit(graph, aten.constant_pad_nd.default, (joined, padding, 0.0), backward)
+        joined.meta["gradient"] = bucket.name
+        reduced = emit(graph, boxing, (joined, show(bucket.sbp)), backward)
+    reduced.meta["target_sbp"] = bucket.sbp
+    reduced.meta["tensor"] = f"gradient of {bucket.name}"
+    return reduced
+
+
+def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
+    """The update program once over the whole bucket; new values go to the bucket's inputs at the graph's end."""
+    program = update.program.first if update.first and update.program.first else update.program.graph
+    inputs = {"param": flat, "grad": gradient, "lr": _lr_input(graph, update.lr)}
+    for name, spec in update.program.state.items():
+        shape = () if spec.scalar else (bucket.padded,)
+        device = torch.device("cpu") if spec.scalar else bucket.device
+        inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
+    copies: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(graph.output_node()):
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = inputs[node.meta["update_input"]]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = emit(graph, node.target, args, _UPDATE, **kwargs)
+            elif node.op == "output":
+                _write_new_state(graph, update, node, copies, inputs)
+
+
+def _write_new_state(
+    graph: fx.Graph, update: BucketUpdate, output: fx.Node, copies: dict[fx.Node, fx.Node], inputs: dict[str, fx.Node]
+) -> None:
+    """The first update returns the state that it made, in the order of the names."""
+    returned = output.args[0]
+    assert isinstance(returned, (list, tuple))
+    for name, node in zip(update.program.state, returned, strict=False):
+        made = copies[node] if isinstance(node, fx.Node) else node
+        emit(graph, aten.copy_.default, (inputs[name], made), _UPDATE)
+
+
+def _lr_input(graph: fx.Graph, name: str) -> fx.Node:
+    for node in placeholders(graph, "lr"):
+        if role(node) == Role("lr", name):
+            return node
+    return _input(graph, Role("lr", name), (), torch.float64, torch.device("cpu"))

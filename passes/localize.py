@@ -1,0 +1,186 @@
+"""localize: every shape is this rank's, and every boxing node a collective of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import errors
+from zerograph.passes import rules
+from zerograph.passes.boxing import boxing
+from zerograph.passes.context import Context
+from zerograph.passes.edit import emit, evaluate, fake
+from zerograph.sbp import Broadcast, NdSbp, PartialSum, Split, show
+from zerograph.step_graph import Boxing, origin
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Values, and arguments that are sizes, are those of this rank; collectives stand where boxing nodes stood."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            _enter(node, context)
+        elif node.target is boxing:
+            _lower(graph, node, context)
+        elif node.op == "call_function":
+            _compute_locally(node, context)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def local_shape(shape: Sequence[int], sbp: NdSbp, ranks: int) -> tuple[int, ...]:
+    """This rank's shape of a global tensor of ``shape``; split dimensions divide by the number of ranks."""
+    local = [int(size) for size in shape]
+    for one in sbp:
+        if isinstance(one, Split):
+            local[one.dim] //= ranks
+    return tuple(local)
+
+
+def _enter(node: fx.Node, context: Context) -> None:
+    value = node.meta["val"]
+    node.meta["global"] = tuple(value.shape)
+    if any(isinstance(one, Split) for one in node.meta["sbp"]):
+        shape = local_shape(value.shape, node.meta["sbp"], context.ranks)
+        node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
+
+
+def _compute_locally(node: fx.Node, context: Context) -> None:
+    outputs = rules.output_values(node)
+    sbps = [node.meta["sbp"]] if isinstance(node.meta["val"], Tensor) else list(node.meta.get("sbp", ()))
+    shapes = [local_shape(value.shape, sbp, context.ranks) for value, sbp in zip(outputs, sbps, strict=True)]
+    if isinstance(node.meta["val"], Tensor):
+        node.meta["global"] = tuple(node.meta["val"].shape)
+    if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
+        node.update_arg(_SIZE_ARGUMENT[node.target], list(shapes[0]))
+    elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
+        _bound_slice(node)
+    node.meta["val"] = evaluate(node)
+    found = [tuple(value.shape) for value in rules.output_values(node)]
+    if found != shapes:
+        raise errors.VerificationError(
+            f"{node.target} yields local shapes {found} where its SBP {node.meta['sbp']} says {shapes}: "
+            f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
+        )
+
+
+# Operators that are told the size of their result, and where.
+_SIZE_ARGUMENT: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+}
+
+
+def _bound_slice(node: fx.Node) -> None:
+    """A slice of a split tensor cuts another dimension, or takes all of the split one: then up to its local end."""
+    arguments = rules.arguments(node)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    size = source.meta["val"].shape[arguments["dim"]]
+    if node.target is aten.slice.Tensor and arguments["end"] is not None and arguments["end"] > size:
+        node.update_arg(3, torch.iinfo(torch.int64).max)
+
+
+@dataclass(frozen=True)
+class _Lowering:
+    """Emits the nodes of one boxing node, all with its origin; ``waited`` is what asynchronous collectives yield."""
+
+    graph: fx.Graph
+    node: fx.Node
+    context: Context
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = emit(self.graph, target, args, origin(self.node), **kwargs)
+        made.meta["sbp"] = self.node.meta["sbp"]
+        made.meta["global"] = tuple(self.node.meta["val"].shape)
+        return made
+
+    def collective(self, target: Any, *args: Any) -> fx.Node:
+        start = self.emit(target, *args, self.context.group)
+        start.meta["boxing"] = self.node.meta["boxing"]
+        return self.emit(c10d.wait_tensor.default, start)
+
+    def contiguous(self, source: fx.Node) -> fx.Node:
+        if source.meta["val"].is_contiguous():
+            return source
+        return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
+
+    def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
+        """As many equal parts as ranks along ``cut``, laid end to end along ``join``."""
+        if cut == join:
+            return source
+        size = source.meta["val"].shape[cut] // self.context.ranks
+        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.context.ranks)]
+        return self.emit(aten.cat.default, parts, join)
+
+
+def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
+    found: Boxing = node.meta["boxing"]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    with graph.inserting_before(node):
+        if context.ranks == 1:
+            result = source
+        else:
+            lowering = _Lowering(graph, node, context)
+            result = _LOWERINGS[type(found.source[0]), type(found.target[0])](lowering, source, found)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _all_reduce(lower: _Lowering, source: fx.Node, _: Boxing) -> fx.Node:
+    return lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
+
+
+def _reduce_scatter(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(found.target), join=0))
+    ranks = lower.context.ranks
+    return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", ranks)
+
+
+def _all_gather(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.context.ranks)
+    return lower.rearranged(whole, cut=0, join=_dim(found.source))
+
+
+def _all_to_all(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(found.target), join=0))
+    sizes = [parts.meta["val"].shape[0] // lower.context.ranks] * lower.context.ranks
+    received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
+    return lower.rearranged(received, cut=0, join=_dim(found.source))
+
+
+def _slice(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    dim = _dim(found.target)
+    size = source.meta["val"].shape[dim] // lower.context.ranks
+    start = lower.context.rank * size
+    part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
+    part.meta["boxing"] = found
+    return lower.contiguous(part)
+
+
+_LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Boxing], fx.Node]] = {
+    (PartialSum, Broadcast): _all_reduce,
+    (PartialSum, Split): _reduce_scatter,
+    (Split, Broadcast): _all_gather,
+    (Split, Split): _all_to_all,
+    (Broadcast, Split): _slice,
+}
+
+
+def _dim(sbp: NdSbp) -> int:
+    assert isinstance(sbp[0], Split), show(sbp)
+    return sbp[0].dim

@@ -1,0 +1,111 @@
+"""regather: a bucket is freed after forward and gathered again for backward, where the stage says so.
+
+A gathered weight that backward reads stays alive from its first use on, and so do its views, casts and
+transposes. So all of them are derived again from a second gather. A bucket is gathered at most twice: between
+its uses the widest gap is where it is freed. For most layers that gap lies between forward and backward; for
+a weight tied between the first and the last layer, between those two, which keeps the traffic at 3 Psi.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerograph._torch import OpOverload
+from zerograph.passes.boxing import boxing
+from zerograph.passes.context import Context
+from zerograph.passes.edit import positions
+from zerograph.sbp import Split
+from zerograph.step_graph import origin, role
+
+aten = torch.ops.aten
+
+
+def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """No gathered bucket lives through the widest gap between its uses, if the policy says so."""
+    if not context.policy.regather:
+        return module
+    graph = module.graph
+    gathers = bucket_gathers(graph)
+    order = positions(graph)
+    uses = {gather: sorted(_uses(gather), key=order.__getitem__) for gather in gathers}
+    for gather in gathers:
+        others = [order[use] for other in gathers if other is not gather for use in uses[other]]
+        later = _after_widest_gap(uses[gather], order, others)
+        if later:
+            _derive_again(graph, gather, later)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that gather a split bucket whole, in order."""
+    return [
+        node
+        for node in graph.find_nodes(op="call_function", target=boxing)
+        if (found := role(node.all_input_nodes[0])) is not None
+        and found.kind == "bucket"
+        and isinstance(node.all_input_nodes[0].meta["sbp"][0], Split)
+    ]
+
+
+def _uses(gather: fx.Node) -> set[fx.Node]:
+    """The nodes that compute with the bucket: they read it, or what is only another form of it."""
+    found: set[fx.Node] = set()
+    stack = [gather]
+    while stack:
+        for user in stack.pop().users:
+            if _is_form(user):
+                stack.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def _is_form(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _COPIES)
+
+
+_COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
+
+
+def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], others: list[int]) -> list[fx.Node]:
+    """The uses behind the widest gap, measured in uses of other buckets, then in nodes."""
+    best, behind = (0, 0), 0
+    for index, (before, after) in enumerate(itertools.pairwise(uses)):
+        left, right = order[before], order[after]
+        crosses = origin(before).phase == "forward" and origin(after).phase == "backward"
+        between = sum(left < other < right for other in others)
+        if (crosses or between) and (between, right - left) > best:
+            best, behind = (between, right - left), index + 1
+    return uses[behind:] if behind else []
+
+
+def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None:
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node, reader: fx.Node) -> fx.Node:
+        if node is not gather and not (_is_form(node) and _comes_from(node, gather)):
+            return node
+        if node not in copies:
+            inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
+            with graph.inserting_before(reader):
+                copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
+            copies[node].meta["origin"] = origin(reader)
+            if node is gather:
+                copies[node].meta["boxing"] = replace(gather.meta["boxing"], phase=origin(reader).phase)
+        return copies[node]
+
+    for use in uses:
+        for source in use.all_input_nodes:
+            use.replace_input_with(source, copy(source, use))
+
+
+def _comes_from(node: fx.Node, gather: fx.Node) -> bool:
+    while _is_form(node):
+        node = node.all_input_nodes[0]
+    return node is gather

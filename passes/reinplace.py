@@ -1,0 +1,132 @@
+"""reinplace: gradients are written into their bucket as they are made, and updates into the state they replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload
+from zerograph.passes.context import Context
+from zerograph.passes.edit import emit, positions
+from zerograph.step_graph import origin, writes
+
+aten = torch.ops.aten
+
+
+def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """No gradient is copied twice, and a step never holds two copies of its state."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if "gradient" in node.meta:
+            _fill(graph, node)
+    for write, state, new in list(writes(graph)):
+        _update_in_place(graph, write, state, new)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _fill(graph: fx.Graph, joined: fx.Node) -> None:
+    """An empty bucket before the first gradient; each gradient is copied in where it is made, and freed."""
+    cat = joined if joined.target is aten.cat.default else joined.all_input_nodes[0]
+    flat = list(cat.all_input_nodes)
+    if len(flat) == 1 and cat is joined:
+        joined.replace_all_uses_with(flat[0])
+        flat[0].meta["gradient"] = joined.meta.pop("gradient")
+        return
+    gradients = [node.all_input_nodes[0] for node in flat]
+    order = positions(graph)
+    first = min(gradients, key=order.__getitem__)
+    bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
+    bucket.update_kwarg("dtype", joined.meta["val"].dtype)
+    bucket.update_kwarg("device", joined.meta["val"].device)
+    bucket.meta["val"] = joined.meta["val"]
+    offset = 0
+    for gradient in gradients:
+        value: Tensor = gradient.meta["val"]
+        with graph.inserting_before(_behind(gradient, bucket)):
+            part = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(gradient)), joined)
+            view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(gradient)), joined)
+            _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(gradient)), joined)
+        offset += value.numel()
+    if offset < joined.meta["val"].numel():
+        with graph.inserting_before(_behind(bucket, bucket)):
+            tail = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, offset, joined.meta["val"].numel()), origin(joined)), joined)
+            _tagged(emit(graph, aten.zero_.default, (tail,), origin(joined)), joined)
+    joined.replace_all_uses_with(bucket)
+    bucket.meta["gradient"] = joined.meta.pop("gradient")
+
+
+def _emit_like(graph: fx.Graph, before: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    node.meta["origin"] = origin(like)
+    return _tagged(node, like)
+
+
+def _tagged(node: fx.Node, like: fx.Node) -> fx.Node:
+    node.meta["sbp"] = like.meta["sbp"]
+    return node
+
+
+def _behind(node: fx.Node, bucket: fx.Node) -> fx.Node:
+    """The place right behind ``node``, or behind the bucket's own allocation for a gradient that is an input."""
+    return bucket.next if node.op == "placeholder" else node.next
+
+
+def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.Node) -> None:
+    """Turn the operators that lead from the state to its new value into their in-place forms, if nobody notices."""
+    chain: list[fx.Node] = []
+    node = new
+    while node is not state:
+        source = node.args[0] if node.args else None
+        if node.op != "call_function" or not isinstance(source, fx.Node) or _in_place_form(node, source) is None:
+            return
+        chain.append(node)
+        node = source
+    order = positions(graph)
+    for node in chain:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if any(order[reader] >= order[node] for reader in _readers(source) if reader not in (node, write)):
+            return
+        if source in node.all_input_nodes and list(_occurrences(node)).count(source) > 1:
+            return
+    for node in chain:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node.target = _in_place_form(node, source)  # type: ignore[assignment]
+    graph.erase_node(write)
+
+
+def _in_place_form(node: fx.Node, source: fx.Node) -> OpOverload | None:
+    target, value, old = node.target, node.meta.get("val"), source.meta.get("val")
+    if not isinstance(target, OpOverload) or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return None
+    if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
+        return None
+    name = target._schema.name.split("::")[1]
+    packet = getattr(aten, f"{name}_", None)
+    form = getattr(packet, target._overloadname, None)
+    return form if isinstance(form, OpOverload) else None
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Everything that reads the node's memory: its users, and those of its views."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            found.add(user)
+            if isinstance(user.target, OpOverload) and user.target.is_view:
+                stack.append(user)
+    return found
+
+
+def _occurrences(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found

@@ -1,0 +1,35 @@
+"""Rules: which SBPs an operator's inputs and outputs may have together.
+
+``factors``    the notation and how signatures follow from it
+``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
+``pointwise``, ``matmul``, ``shape``, ``reduction``, ``indexing``, ``nn``   the rules, one line an operator
+"""
+
+from zerograph.passes.rules import indexing, matmul, nn, pointwise, reduction, shape
+from zerograph.passes.rules.factors import Signature
+from zerograph.passes.rules.registry import (
+    all_broadcast,
+    arguments,
+    find,
+    of_node,
+    output_values,
+    rule,
+    tensor_arguments,
+)
+
+__all__ = [
+    "Signature",
+    "all_broadcast",
+    "arguments",
+    "find",
+    "indexing",
+    "matmul",
+    "nn",
+    "of_node",
+    "output_values",
+    "pointwise",
+    "reduction",
+    "rule",
+    "shape",
+    "tensor_arguments",
+]

@@ -1,0 +1,171 @@
+"""Factor notation: an operator's index space as a string, from which every signature follows.
+
+``"m k, k n -> m n"`` names one factor per dimension of each operand. To split a factor is to split every
+operand that carries it; an output that lacks it is then a partial sum, an input that lacks it is broadcast.
+
+=========== ===================================================================================
+``m``       a factor; the same letter is the same index everywhere
+``m!``      cannot be split (a normalised dimension, a convolution window)
+``1``       a dimension of size one that is not an index (a kept reduced dimension)
+``(b t)``   one dimension that runs over two factors, the first one slowest
+``b:4``     a factor of size 4, where no dimension of its own tells
+``...``     any number of leading or trailing factors, aligned at the right as in broadcasting
+=========== ===================================================================================
+
+The precedent is the sharding rule of Shardy (OpenXLA): pass-through, reduction and need-replication factors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerograph.sbp import Sbp, Split, broadcast, partial_sum
+
+Shape = tuple[int, ...]
+Linear = tuple[int | tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One legal assignment of an SBP, along one mesh dimension, to each tensor operand and each output."""
+
+    inputs: tuple[Sbp, ...]
+    outputs: tuple[Sbp, ...]
+
+
+@dataclass(frozen=True)
+class _Factor:
+    name: str
+    splittable: bool
+
+
+# One dimension of an operand: the factors that it runs over, slowest first; none for a plain size of one.
+_Dimension = tuple[_Factor, ...]
+_Operand = tuple[_Dimension, ...]
+
+
+@functools.lru_cache(maxsize=65536)
+def signatures(
+    notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], linear: Linear, ranks: int
+) -> tuple[Signature, ...]:
+    """Every signature that ``notation`` allows for operands of these global shapes over ``ranks`` ranks.
+
+    Args:
+        notation: one operand for each tensor in ``inputs`` and ``outputs``.
+        linear: indices of inputs in which the operator is linear (the others held fixed): such an input may be
+            a partial sum, and the outputs then are; a tuple of indices means linear in all of them together.
+
+    Raises:
+        ValueError: the notation does not fit the shapes: a mistake in the rule.
+    """
+    left, right = notation.split("->")
+    operands = [_parse(part, shape) for part, shape in zip(_commas(left, len(inputs)), inputs, strict=True)]
+    results = [_parse(part, shape) for part, shape in zip(_commas(right, len(outputs)), outputs, strict=True)]
+    sizes = _sizes([*operands, *results], [*inputs, *outputs])
+    found = [Signature((broadcast,) * len(inputs), (broadcast,) * len(outputs))]
+    for name in dict.fromkeys(f.name for operand in [*operands, *results] for dim in operand for f in dim):
+        where = [_position(operand, name, sizes) for operand in [*operands, *results]]
+        if sizes[name] % ranks or sizes[name] == 0 or any(at is _NOWHERE_LEGAL for at in where):
+            continue
+        found.append(
+            Signature(
+                tuple(broadcast if at is None else Split(at) for at in where[: len(operands)]),
+                tuple(partial_sum if at is None else Split(at) for at in where[len(operands) :]),
+            )
+        )
+    for group in linear:
+        chosen = (group,) if isinstance(group, int) else group
+        if all(index < len(inputs) for index in chosen):
+            found.append(
+                Signature(
+                    tuple(partial_sum if i in chosen else broadcast for i in range(len(inputs))),
+                    (partial_sum,) * len(outputs),
+                )
+            )
+    return tuple(found)
+
+
+_NOWHERE_LEGAL = -1
+
+
+def _position(operand: _Operand, name: str, sizes: dict[str, int]) -> int | None:
+    """The dimension of ``operand`` to cut in order to split factor ``name``; None if the operand lacks it."""
+    for at, dimension in enumerate(operand):
+        for index, factor in enumerate(dimension):
+            if factor.name == name:
+                # Slices of a dimension are contiguous: only its slowest factor, or one behind factors of size 1.
+                slowest = all(sizes[before.name] == 1 for before in dimension[:index])
+                return at if factor.splittable and slowest else _NOWHERE_LEGAL
+    return None
+
+
+def _commas(text: str, operands: int) -> list[str]:
+    """Blank text is one operand without dimensions, or no operand at all: the count tells."""
+    return [part.strip() for part in text.split(",")] if operands else []
+
+
+def _parse(text: str, shape: Shape) -> _Operand:
+    dimensions: list[_Dimension] = []
+    group: list[_Factor] | None = None
+    tokens = text.replace("(", " ( ").replace(")", " ) ").split()
+    explicit = _count(tokens)
+    for token in tokens:
+        if token == "(":
+            group = []
+        elif token == ")":
+            dimensions.append(tuple(group or ()))
+            group = None
+        elif token in ("...", "...!"):
+            missing = len(shape) - explicit
+            # Numbered from the right: operands of different rank line up as in broadcasting.
+            dimensions += [(_Factor(f"...{missing - i}", token == "..."),) for i in range(missing)]
+        elif token == "1":
+            dimensions.append(())
+        else:
+            factor = _Factor(token.rstrip("!"), not token.endswith("!"))
+            if group is None:
+                dimensions.append((factor,))
+            else:
+                group.append(factor)
+    if len(dimensions) != len(shape):
+        raise ValueError(f"notation {text!r} does not fit shape {shape}")
+    return tuple(dimensions)
+
+
+def _count(tokens: Sequence[str]) -> int:
+    depth = count = 0
+    for token in tokens:
+        depth += (token == "(") - (token == ")")
+        count += (token == ")") or (depth == 0 and token not in ("...", "...!"))
+    return count
+
+
+def _sizes(operands: list[_Operand], shapes: Sequence[Shape]) -> dict[str, int]:
+    """Size of every factor; a dimension of size 1 under a larger factor is broadcast, and drops out of it."""
+    factors = {factor.name for operand in operands for dimension in operand for factor in dimension}
+    sizes = {name: int(name.split(":")[1]) for name in factors if ":" in name}
+    for operand, shape in zip(operands, shapes, strict=True):
+        for dimension, size in zip(operand, shape, strict=True):
+            if len(dimension) == 1 and ":" not in dimension[0].name:
+                sizes[dimension[0].name] = max(sizes.get(dimension[0].name, 0 if size == 0 else 1), size)
+    for index, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
+        for dimension, size in zip(operand, shape, strict=True):
+            if len(dimension) > 1:
+                _divide(dimension, size, sizes)
+        operands[index] = tuple(
+            () if len(dim) == 1 and size == 1 and sizes[dim[0].name] > 1 else dim
+            for dim, size in zip(operand, shape, strict=True)
+        )
+    return sizes
+
+
+def _divide(dimension: _Dimension, size: int, sizes: dict[str, int]) -> None:
+    """A grouped dimension gives the size of the one factor in it that no other dimension names."""
+    known = 1
+    unknown = [factor.name for factor in dimension if factor.name not in sizes]
+    for factor in dimension:
+        known *= sizes.get(factor.name, 1)
+    for name in unknown:
+        sizes[name] = size // known if name is unknown[0] and known else 1

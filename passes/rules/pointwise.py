@@ -1,0 +1,42 @@
+"""Pointwise operators: the family has a rule by its tag; here stand those that let a partial sum pass."""
+
+from __future__ import annotations
+
+import torch
+
+from zerograph.passes.rules.registry import Operands, pointwise, rule
+
+aten = torch.ops.aten
+
+# Linear in both operands together: a sum of partial sums is a partial sum.
+rule(aten.add.Tensor, pointwise, linear=((0, 1),))
+rule(aten.sub.Tensor, pointwise, linear=((0, 1),))
+rule(aten.where.self, pointwise, linear=((1, 2),))
+rule(aten.lerp.Scalar, pointwise, linear=((0, 1),))
+
+# Linear in each operand for itself.
+rule(aten.mul.Tensor, pointwise, linear=(0, 1))
+rule(aten.mul.Scalar, pointwise, linear=(0,))
+rule(aten.div.Tensor, pointwise, linear=(0,))
+rule(aten.div.Scalar, pointwise, linear=(0,))
+rule(aten.neg.default, pointwise, linear=(0,))
+rule(aten.gelu_backward.default, pointwise, linear=(0,))
+rule(aten.silu_backward.default, pointwise, linear=(0,))
+rule(aten.sigmoid_backward.default, pointwise, linear=(0,))
+rule(aten.tanh_backward.default, pointwise, linear=(0,))
+rule(aten.threshold_backward.default, pointwise, linear=(0,))
+
+# Copies: tagged as nothing, but they touch each element alone.
+rule(aten.clone.default, pointwise, linear=(0,))
+rule(aten.detach.default, pointwise, linear=(0,))
+rule(aten.alias.default, pointwise, linear=(0,))
+rule(aten.lift_fresh_copy.default, pointwise, linear=(0,))
+rule(aten.copy_.default, "..., ... -> ...")
+
+
+def _cast(operands: Operands) -> str:
+    return pointwise(operands)
+
+
+# A cast distributes over a sum up to rounding; to an integer or bool it does not.
+rule(aten._to_copy.default, _cast, linear=(0,))

@@ -1,0 +1,218 @@
+"""Operators that move elements without computing: views, joins, cuts, factories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerograph.passes.rules.registry import Operands, rule
+
+aten = torch.ops.aten
+
+
+def _letters(rank: int) -> list[str]:
+    return [f"d{i}" for i in range(rank)]
+
+
+def _mapped(choose: Callable[[Operands, list[str]], Sequence[str]]) -> Callable[[Operands], str]:
+    """The input has one letter per dimension; ``choose`` says what letters the output has."""
+
+    def notation(operands: Operands) -> str:
+        letters = _letters(operands.inputs[0].dim())
+        result = choose(operands, letters)
+        return " ".join(letters) + " -> " + " ".join(name.rstrip("!") for name in result)
+
+    return notation
+
+
+def _swapped(operands: Operands, letters: list[str]) -> list[str]:
+    first, second = operands["dim0"], operands["dim1"]
+    letters = list(letters)
+    if letters:
+        letters[first], letters[second] = letters[second], letters[first]
+    return letters
+
+
+def _unsqueezed(operands: Operands, letters: list[str]) -> list[str]:
+    at = operands["dim"] % (len(letters) + 1)
+    return [*letters[:at], "1", *letters[at:]]
+
+
+def _squeezed(operands: Operands, letters: list[str]) -> list[str]:
+    shape, rank = operands.inputs[0].shape, len(letters)
+    dims = operands.arguments.get("dim")
+    asked = range(rank) if dims is None else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+    return [name for i, name in enumerate(letters) if not (i in asked and shape[i] == 1)]
+
+
+rule(aten.t.default, _mapped(lambda operands, letters: letters[::-1]), linear=(0,))
+rule(aten.transpose.int, _mapped(_swapped), linear=(0,))
+rule(aten.permute.default, _mapped(lambda o, letters: [letters[d] for d in o["dims"]]), linear=(0,))
+rule(aten.unsqueeze.default, _mapped(_unsqueezed), linear=(0,))
+rule(aten.squeeze.default, _mapped(_squeezed), linear=(0,))
+rule(aten.squeeze.dim, _mapped(_squeezed), linear=(0,))
+rule(aten.squeeze.dims, _mapped(_squeezed), linear=(0,))
+
+
+def _reshaped(operands: Operands) -> str:
+    source, target = _common_factors(tuple(operands.inputs[0].shape), tuple(operands.outputs[0].shape))
+    return f"{source} -> {target}"
+
+
+def _common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[str, str]:
+    """Both shapes as products of the same factors: ``(64, 8)`` to ``(4, 16, 8)`` is ``(a b) c -> a b c``.
+
+    Where sizes do not divide one another, their greatest common divisor is a factor and the rest is not split.
+    """
+    if math.prod(source) == 0:
+        return " ".join(f"s{i}!" for i in range(len(source))), " ".join(f"t{i}!" for i in range(len(target)))
+    left: list[list[str]] = [[] for _ in source]
+    right: list[list[str]] = [[] for _ in target]
+    i = j = count = 0
+    a, b = (source[0] if source else 1), (target[0] if target else 1)
+    while i < len(source) and j < len(target):
+        if a == 1 and i < len(source):
+            i += 1
+            a = source[i] if i < len(source) else 1
+            continue
+        if b == 1 and j < len(target):
+            j += 1
+            b = target[j] if j < len(target) else 1
+            continue
+        factor = math.gcd(a, b)
+        if factor == 1:
+            break
+        name = f"f{count}:{factor}"
+        count += 1
+        left[i].append(name)
+        right[j].append(name)
+        a, b = a // factor, b // factor
+        if a != 1 and b != 1:
+            break
+    return _grouped(left, source, "x"), _grouped(right, target, "y")
+
+
+def _grouped(factors: list[list[str]], shape: Sequence[int], rest: str) -> str:
+    text = []
+    for index, (names, size) in enumerate(zip(factors, shape, strict=True)):
+        left_over = size // math.prod(int(name.split(":")[1]) for name in names)
+        parts = [*names, *([f"{rest}{index}:{left_over}!"] if left_over > 1 else [])]
+        text.append("1" if not parts else parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")")
+    return " ".join(text)
+
+
+rule(aten.view.default, _reshaped, linear=(0,))
+rule(aten._unsafe_view.default, _reshaped, linear=(0,))
+rule(aten.reshape.default, _reshaped, linear=(0,))
+rule(aten.as_strided.default, lambda operands: _whole(operands))
+
+
+def _whole(operands: Operands) -> str:
+    """No factor may be split: only whole tensors."""
+    inputs = [" ".join(f"i{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.inputs)]
+    outputs = [" ".join(f"o{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.outputs)]
+    return ", ".join(inputs) + " -> " + ", ".join(outputs)
+
+
+def _expanded(operands: Operands) -> str:
+    source, target = operands.inputs[0].shape, operands.outputs[0].shape
+    new = len(target) - len(source)
+    letters = _letters(len(target))
+    return " ".join("1" if size == 1 else letters[new + i] for i, size in enumerate(source)) + " -> " + " ".join(letters)
+
+
+rule(aten.expand.default, _expanded, linear=(0,))
+
+
+def cut(argument: str = "dim") -> Callable[[Operands], str]:
+    """Operators that take a part along one dimension; a part that is the whole leaves it splittable."""
+
+    def notation(operands: Operands) -> str:
+        source = operands.inputs[0].shape
+        dim = operands[argument] % len(source)
+        letters = _letters(len(source))
+        whole = all(v.dim() == len(source) and v.shape[dim] == source[dim] for v in operands.outputs)
+        if whole:
+            text = " ".join(letters)
+            return f"{text} -> " + ", ".join([text] * len(operands.outputs))
+        before = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
+        after = []
+        for index, output in enumerate(operands.outputs):
+            kept = [] if output.dim() < len(source) else [f"part{index}!"]
+            after.append(" ".join([*letters[:dim], *kept, *letters[dim + 1 :]]))
+        return f"{before} -> " + ", ".join(after)
+
+    return notation
+
+
+for _operator in (
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+    aten.narrow.default,
+):
+    rule(_operator, cut(), linear=(0,))
+
+
+def _joined(operands: Operands) -> str:
+    rank = operands.outputs[0].dim()
+    dim = operands["dim"] % rank
+    letters = _letters(rank)
+    inputs = []
+    for index, value in enumerate(operands.inputs):
+        # An empty 1-D tensor is legal in cat() beside tensors of any rank.
+        names = [f"in{index}!" if i == dim else name for i, name in enumerate(letters)]
+        inputs.append(" ".join(names) if value.dim() == rank else "empty!")
+    return ", ".join(inputs) + " -> " + " ".join("all!" if i == dim else name for i, name in enumerate(letters))
+
+
+def _stacked(operands: Operands) -> str:
+    rank = operands.inputs[0].dim()
+    dim = operands["dim"] % (rank + 1)
+    letters = _letters(rank)
+    inputs = ", ".join([" ".join(letters)] * len(operands.inputs))
+    return inputs + " -> " + " ".join([*letters[:dim], "new!", *letters[dim:]])
+
+
+rule(aten.cat.default, _joined, linear="all")
+rule(aten.stack.default, _stacked, linear="all")
+
+
+def _padded(operands: Operands) -> str:
+    rank, pad = operands.inputs[0].dim(), operands["pad"]
+    changed = {rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k] or pad[2 * k + 1]}
+    source = " ".join(f"{name}!" if i in changed else name for i, name in enumerate(_letters(rank)))
+    result = " ".join(f"padded{i}!" if i in changed else name for i, name in enumerate(_letters(rank)))
+    return f"{source} -> {result}"
+
+
+rule(aten.constant_pad_nd.default, _padded, linear=(0,))
+rule(aten.tril.default, lambda operands: _but_last_two(operands), linear=(0,))
+rule(aten.triu.default, lambda operands: _but_last_two(operands), linear=(0,))
+
+
+def _but_last_two(operands: Operands) -> str:
+    letters = _letters(operands.inputs[0].dim())
+    text = " ".join([*letters[:-2], *(f"{name}!" for name in letters[-2:])])
+    return f"{text} -> {text}"
+
+
+# Constant tensors: any piece of them looks like any other.
+def _filled(operands: Operands) -> str:
+    return "-> " + " ".join(_letters(operands.outputs[0].dim()))
+
+
+rule(aten.full.default, _filled)
+rule(aten.zeros.default, _filled)
+rule(aten.ones.default, _filled)
+rule(aten.scalar_tensor.default, _filled)
+
+# Tables of positions: each piece differs, so they are made whole.
+for _operator in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m):
+    rule(_operator, _whole)
+rule(aten.linspace.default, _whole)

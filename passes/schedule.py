@@ -1,0 +1,114 @@
+"""schedule: collectives start as soon as they may and are waited for as late as memory allows."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import fx
+
+from zerograph.passes.context import Context
+from zerograph.passes.edit import positions
+from zerograph.sbp import PartialSum
+from zerograph.step_graph import placeholders, role
+
+c10d = torch.ops._c10d_functional
+WAIT = c10d.wait_tensor.default
+
+# One bucket of gradients being filled while another is on the wire.
+_GRADIENT_BUCKETS = 2
+
+
+def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """A bucket's gather starts while the one before it computes; gradients in at most two buckets are whole."""
+    graph = module.graph
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        if wait.users:
+            _move_before(wait, _first_user(wait))
+    for start in _starts(graph):
+        if not _reads_bucket(start):
+            _move_behind(start, start.all_input_nodes)
+    _prefetch_gathers(graph)
+    if context.policy.split and context.policy.reduce_early:
+        _bound_gradient_buckets(graph)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _starts(graph: fx.Graph) -> list[fx.Node]:
+    return [wait.all_input_nodes[0] for wait in graph.find_nodes(op="call_function", target=WAIT)]
+
+
+def _reads_bucket(start: fx.Node) -> bool:
+    found = role(start.all_input_nodes[0])
+    return found is not None and found.kind == "bucket"
+
+
+def _prefetch_gathers(graph: fx.Graph) -> None:
+    """Each gather starts when the one before it has arrived: at any time one is in use and one on the wire."""
+    order = positions(graph)
+    gathers = sorted((start for start in _starts(graph) if _reads_bucket(start)), key=order.__getitem__)
+    previous: fx.Node | None = None
+    for start in gathers:
+        if previous is None:
+            _move_before(start, next(node for node in graph.nodes if node.op != "placeholder"))
+        else:
+            _wait_of(previous).append(start)
+        previous = start
+
+
+def _bound_gradient_buckets(graph: fx.Graph) -> None:
+    """Before another bucket's first gradient is made, the oldest reduction in flight ends, which frees its input."""
+    order = positions(graph)
+    joined = [node for node in graph.nodes if "gradient" in node.meta]
+    opened = {node: min(_partial_sources(node), key=order.__getitem__) for node in joined}
+    starts = {node: next(user for user in node.users if user.target is not WAIT) for node in joined}
+    events = [(order[opened[node]], 0, node) for node in joined] + [(order[starts[node]], 1, node) for node in joined]
+    filling = 0
+    in_flight: deque[fx.Node] = deque()
+    for _, closing, node in sorted(events, key=lambda event: event[:2]):
+        if closing:
+            filling -= 1
+            in_flight.append(starts[node])
+            continue
+        while in_flight and filling + len(in_flight) >= _GRADIENT_BUCKETS:
+            _move_before(_wait_of(in_flight.popleft()), opened[node])
+        filling += 1
+
+
+def _partial_sources(joined: fx.Node) -> list[fx.Node]:
+    """Where a bucket's gradient begins: the first partial sums on the way to it (several for a tied weight)."""
+    found, seen, stack = [], {joined}, [joined]
+    while stack:
+        node = stack.pop()
+        partial = [n for n in node.all_input_nodes if isinstance(n.meta.get("sbp", (None,))[0], PartialSum)]
+        if not partial:
+            found.append(node)
+        stack += [n for n in partial if n not in seen]
+        seen.update(partial)
+    return found
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    return next(user for user in start.users if user.target is WAIT)
+
+
+def _first_user(node: fx.Node) -> fx.Node:
+    order = positions(node.graph)
+    return min(node.users, key=order.__getitem__)
+
+
+def _move_before(node: fx.Node, place: fx.Node) -> None:
+    if node.next is not place:
+        place.prepend(node)
+
+
+def _move_behind(node: fx.Node, inputs: list[fx.Node]) -> None:
+    """As early as the inputs allow, but behind all placeholders."""
+    order = positions(node.graph)
+    last = max(inputs, key=order.__getitem__)
+    if last.op == "placeholder":
+        last = placeholders(node.graph)[-1]
+    if last.next is not node:
+        last.append(node)

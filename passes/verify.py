@@ -1,0 +1,59 @@
+"""verify: what must hold after every pass, checked in one walk over the nodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.errors import VerificationError
+from zerograph.passes import rules
+from zerograph.passes.rules import Signature
+from zerograph.sbp import PartialSum, show
+from zerograph.step_graph import origin, placeholders, writes
+
+
+
+def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> None:
+    """Raise if the graph breaks an invariant that holds from ``place`` (``placed``) or ``box`` (``boxed``) on.
+
+    Raises:
+        VerificationError: naming the pass, the node and the user's line.
+    """
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        raise VerificationError(f"after {after}: {error}") from error
+    for node in module.graph.nodes:
+        if placed and isinstance(node.meta.get("val"), Tensor) and "sbp" not in node.meta:
+            _fail(after, node, "has no SBP")
+        signature: Signature | None = node.meta.get("signature")
+        if boxed and signature is not None:
+            _check_signature(after, node, signature)
+    if placed:
+        _check_state(module.graph, after)
+
+
+def _check_signature(after: str, node: fx.Node, signature: Signature) -> None:
+    inputs = rules.tensor_arguments(node)
+    for given, wanted in zip(inputs, signature.inputs, strict=True):
+        if given.meta["sbp"] != (wanted,):
+            _fail(after, node, f"reads {given.name} as {wanted}, but it is {show(given.meta['sbp'])}")
+    if isinstance(node.meta["val"], Tensor) and node.meta["sbp"] != (signature.outputs[0],):
+        _fail(after, node, f"is {show(node.meta['sbp'])}, but its signature yields {signature.outputs[0]}")
+    reads_partial = any(isinstance(sbp, PartialSum) for sbp in signature.inputs)
+    if reads_partial and not all(isinstance(sbp, PartialSum) for sbp in signature.outputs):
+        _fail(after, node, "reads a partial sum, but is no reduction")
+
+
+def _check_state(graph: fx.Graph, after: str) -> None:
+    for node, state, new in writes(graph):
+        if state.meta["sbp"] != node.meta["sbp"] or state.meta["val"].shape != new.meta["val"].shape:
+            _fail(after, node, f"writes {state.name}, which must keep the SBP and shape that it entered with")
+    for node in placeholders(graph):
+        if "role" not in node.meta:
+            _fail(after, node, "is an input without a role")
+
+
+def _fail(after: str, node: fx.Node, what: str) -> None:
+    where = origin(node)
+    raise VerificationError(f"after {after}: {node.format_node()} {what}\n  {where.source}   {where.code}")
