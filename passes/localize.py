@@ -132,10 +132,10 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
+        lowering = _Lowering(graph, node, context)
         if context.ranks == 1:
-            result = source
+            result = lowering.emit(aten.alias.default, source)
         else:
-            lowering = _Lowering(graph, node, context)
             result = _LOWERINGS[type(found.source[0]), type(found.target[0])](lowering, source, found)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
@@ -169,6 +169,7 @@ def _slice(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
     start = lower.context.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
     part.meta["boxing"] = found
+    part.meta["slice"] = True
     return lower.contiguous(part)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerograph.passes import rules
-from zerograph.passes.boxing import boxing, wire_bytes
+from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.rules import Signature
-from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
+from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, wire_bytes
 from zerograph.step_graph import nbytes, origin, output_nodes, role, writes
 
 _WHOLE: NdSbp = (broadcast,)

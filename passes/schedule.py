@@ -61,9 +61,10 @@ def _prefetch_gathers(graph: fx.Graph) -> None:
 def _bound_gradient_buckets(graph: fx.Graph) -> None:
     """Before another bucket's first gradient is made, the oldest reduction in flight ends, which frees its input."""
     order = positions(graph)
-    joined = [node for node in graph.nodes if "gradient" in node.meta]
+    reduced = set(_starts(graph))
+    joined = [node for node in graph.nodes if "gradient" in node.meta and not reduced.isdisjoint(node.users)]
     opened = {node: min(_partial_sources(node), key=order.__getitem__) for node in joined}
-    starts = {node: next(user for user in node.users if user.target is not WAIT) for node in joined}
+    starts = {node: next(user for user in node.users if user in reduced) for node in joined}
     events = [(order[opened[node]], 0, node) for node in joined] + [(order[starts[node]], 1, node) for node in joined]
     filling = 0
     in_flight: deque[fx.Node] = deque()

@@ -1,0 +1,43 @@
+"""Zerograph: a training step as one placed graph, with the Zero Redundancy Optimizer.
+
+``ZeroGraph`` is the class to subclass; ``sbp``, ``placement``, ``to_global`` and ``to_local`` are for global tensors.
+"""
+
+from zerograph import sbp
+from zerograph.config import Config
+from zerograph.errors import (
+    CaptureError,
+    CommunicationError,
+    ConfigError,
+    InputError,
+    PlacementError,
+    RankMismatchError,
+    SplitParameterError,
+    VerificationError,
+    ZeroGraphError,
+)
+from zerograph.graph import ZeroGraph
+from zerograph.inspection import Collective
+from zerograph.placement import placement, to_global, to_local
+from zerograph.runtime.process_group import rank, world_size
+
+__all__ = [
+    "CaptureError",
+    "Collective",
+    "CommunicationError",
+    "Config",
+    "ConfigError",
+    "InputError",
+    "PlacementError",
+    "RankMismatchError",
+    "SplitParameterError",
+    "VerificationError",
+    "ZeroGraph",
+    "ZeroGraphError",
+    "placement",
+    "rank",
+    "sbp",
+    "to_global",
+    "to_local",
+    "world_size",
+]

@@ -34,6 +34,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "TorchDispatchMode",
+    "all_gather",
     "annotated",
     "backward_sequence_number",
     "compiling",
@@ -48,6 +49,7 @@ __all__ = [
     "single_process_store",
     "trace",
     "with_tensors",
+    "without_torch_function",
 ]
 
 
@@ -137,9 +139,21 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
     return compiled
 
 
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Treat tensors of a subclass as plain ones inside: how the subclass itself reads their metadata."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
 def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that the update ran: they warn when they are stepped before the optimizer."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Shards end to end into ``whole``: torch 2.13 renamed the function and warns about the old name."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, shard, group=group)
 
 
 def single_process_store() -> dist.Store:

@@ -78,7 +78,7 @@ def capture(
         with _torch.with_tensors(root, swapped), _module_paths(root) as path, _Recorder(path), torch.enable_grad():
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
         output_spec.append(spec)
-        returned.extend(None if isinstance(value, Tensor) else value for value in flat)
+        returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
         found = {name: own[name].grad for name in parameters}
         gradients.extend(name for name, gradient in found.items() if gradient is not None)
         return [value.detach() for value in flat if isinstance(value, Tensor)] + [

@@ -77,6 +77,43 @@ def show(sbp: NdSbp) -> str:
     return str(sbp[0]) if len(sbp) == 1 else "(" + ", ".join(map(str, sbp)) + ")"
 
 
+_BOXING = {
+    (PartialSum, Broadcast): "all-reduce",
+    (PartialSum, Split): "reduce-scatter",
+    (Split, Broadcast): "all-gather",
+    (Split, Split): "all-to-all",
+    (Broadcast, Split): "slice",
+}
+
+
+def boxing_kind(source: Sbp, target: Sbp) -> str | None:
+    """What changing one SBP into another is called, along one mesh dimension; None where there is no such change."""
+    return None if source == target else _BOXING.get((type(source), type(target)))
+
+
+def wire_bytes(source: NdSbp, target: NdSbp, nbytes: int, ranks: int) -> float:
+    """Bytes that each rank sends to change the SBP of a global tensor of ``nbytes`` (ring algorithms).
+
+    With M bytes and N ranks: all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all
+    M (N-1)/N^2, slice 0. Returns ``inf`` for a change that no boxing makes, such as broadcast to partial.
+    """
+    return sum(_wire_bytes(one, other, nbytes, ranks) for one, other in zip(source, target, strict=True))
+
+
+def _wire_bytes(source: Sbp, target: Sbp, nbytes: int, ranks: int) -> float:
+    if source == target:
+        return 0.0
+    moved = nbytes * (ranks - 1) / ranks
+    return {
+        "all-reduce": 2 * moved,
+        "reduce-scatter": moved,
+        "all-gather": moved,
+        "all-to-all": moved / ranks,
+        "slice": 0.0,
+        None: float("inf"),
+    }[boxing_kind(source, target)]
+
+
 def to_dtensor(sbp: NdSbp) -> tuple[Placement, ...]:
     """The same in the terms of ``torch.distributed.tensor``."""
     return tuple(_to_dtensor(one) for one in sbp)

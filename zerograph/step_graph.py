@@ -66,7 +66,7 @@ class Captured:
 
     ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
     name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
-    entry for each leaf of ``output_spec``: None where a tensor goes, else the Python value itself.
+    entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
     """
 
     graph: fx.GraphModule

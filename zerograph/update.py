@@ -34,12 +34,13 @@ class StateSpec:
     """One entry of an optimizer's state: shaped as the parameter, or a 0-d tensor.
 
     ``initial`` is its value before the first update where that is a constant; None where the first update itself
-    makes it (SGD's momentum is the first gradient).
+    makes it (SGD's momentum is the first gradient). ``plain_dtype`` is what the optimizer itself would hold.
     """
 
     scalar: bool
     dtype: torch.dtype
     initial: float | None
+    plain_dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +71,17 @@ def trace_update(
     name = type(optimizer).__name__
     if name in UNSUPPORTED:
         raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
-    sample = _Sample(optimizer, group, shape, dtype, device)
+    # In a 0-d parameter's state nobody could tell its moments from the step count.
+    sample = _Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
     first, state = sample.trace({})
     steady, _ = sample.trace({key: _StateTensor(value.dim() == 0, _width(value)) for key, value in state.items()})
     _prove_elementwise(steady, shape, name)
     _prove_elementwise(first, shape, name)
     initial = {key: _initial_value(first, index) for index, key in enumerate(sorted(state))}
-    specs = {key: StateSpec(value.dim() == 0, _width(value), initial[key]) for key, value in sorted(state.items())}
+    specs = {
+        key: StateSpec(value.dim() == 0, _width(value), initial[key], value.dtype)
+        for key, value in sorted(state.items())
+    }
     same = None not in initial.values() and _key(first, sorted(state)) == _key(steady, ())
     functional = _functional(steady)
     return UpdateProgram(

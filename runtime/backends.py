@@ -1,0 +1,37 @@
+"""From a graph with this rank's shapes to something that can be called with this rank's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph import _torch
+
+Compiled = Callable[..., Sequence[Any]]
+Backend = Callable[[fx.GraphModule, list[Any]], Compiled]
+
+
+def eager(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+    """Run the graph's nodes one by one, freeing each value behind its last use."""
+    # Not graph(): GraphModule's __call__ drops the traceback that tells which node failed.
+    function: Compiled = graph.forward
+    return function
+
+
+def inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+    """Compile the graph with Inductor: seconds to minutes, kernels fused, results about 1e-8 off eager's."""
+    return _torch.inductor(graph, example_inputs)
+
+
+BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor}
+
+
+def resolve(backend: str | Backend, device: torch.device) -> tuple[str, Backend]:
+    """The backend and its name; ``"auto"`` is Inductor on accelerators and eager on CPU, where it brings no speed."""
+    if callable(backend):
+        return getattr(backend, "__name__", type(backend).__name__), backend
+    name = backend if backend != "auto" else "eager" if device.type == "cpu" else "inductor"
+    return name, BACKENDS[name]

@@ -1,0 +1,114 @@
+"""One compiled step: it feeds the graph, runs it, and explains a collective that failed."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.errors import VerificationError
+from zerograph.runtime.backends import Compiled
+from zerograph.runtime.process_group import Job, communication_error
+from zerograph.runtime.state import Store
+from zerograph.sbp import boxing_kind
+from zerograph.step_graph import Boxing, Role, placeholders
+
+Lookup = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """A step bound to the tensors that it reads and updates in place.
+
+    Attributes:
+        graph: the emitted graph that ``function`` was compiled from.
+        feeds: one for each placeholder: a tensor that stays, a lookup, or the number of a batch tensor.
+        rates: the 0-d tensor of each learning rate, by the name of its input.
+    """
+
+    job: Job
+    graph: fx.GraphModule
+    function: Compiled
+    feeds: Sequence[Tensor | Lookup | int]
+    rates: Mapping[str, Tensor]
+
+    def __call__(self, batch: Sequence[Tensor], rates: Mapping[str, float], doing: str) -> list[Tensor]:
+        """Run the step on this rank's part of the batch; ``doing`` names it in messages.
+
+        Raises:
+            CommunicationError: a collective failed, which is named.
+        """
+        for name, tensor in self.rates.items():
+            tensor.fill_(rates[name])
+        arguments = [
+            feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed() for feed in self.feeds
+        ]
+        try:
+            with torch.no_grad():
+                return list(self.function(*arguments))
+        except RuntimeError as error:
+            raise self._explained(error, doing) from error
+
+    def _explained(self, error: RuntimeError, doing: str) -> Exception:
+        where = _failed_line(error.__traceback__)
+        node = next((n for n in self.graph.graph.nodes if n.name == where), None)
+        if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
+            node = node.all_input_nodes[0]
+        found = node.meta.get("boxing") if node is not None else None
+        if isinstance(found, Boxing):
+            what = f"in the {boxing_kind(found.source[0], found.target[0])} of {found.tensor} ({found.phase}, node {node})"
+            return communication_error(self.job, f"{what} of {doing}", error)
+        if self.job.size > 1 and where is None and _looks_like_communication(error):
+            return communication_error(self.job, f"in a collective of {doing}", error)
+        return error
+
+
+def bind(
+    job: Job,
+    graph: fx.GraphModule,
+    function: Compiled,
+    stores: Mapping[str, Store],
+    lookups: Mapping[Role, Lookup],
+) -> Executor:
+    """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph."""
+    feeds: list[Tensor | Lookup | int] = []
+    rates: dict[str, Tensor] = {}
+    for node in placeholders(graph.graph):
+        found: Role = node.meta["role"]
+        if found.kind == "bucket":
+            feeds.append(stores[found.name].flat)
+        elif found.kind == "state":
+            bucket, name = found.name.split(".", 1)
+            feeds.append(stores[bucket].state[name])
+        elif found.kind == "lr":
+            rates[found.name] = torch.zeros((), dtype=torch.float64)
+            feeds.append(rates[found.name])
+        elif found.kind == "input":
+            feeds.append(int(found.name))
+        elif found in lookups:
+            feeds.append(lookups[found])
+        else:
+            raise VerificationError(f"nothing feeds the graph's {found}")
+    return Executor(job, graph, function, tuple(feeds), rates)
+
+
+def _failed_line(traceback: TracebackType | None) -> str | None:
+    """The node whose line of the graph's generated code an exception passed through; None outside any."""
+    found = None
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if filename.startswith("<eval_with_key>"):
+            line = linecache.getline(filename, traceback.tb_lineno)
+            found = line.split("=")[0].split(":")[0].strip()
+        traceback = traceback.tb_next
+    return found
+
+
+def _looks_like_communication(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))
+

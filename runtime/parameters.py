@@ -1,0 +1,84 @@
+"""What a module's parameters look like while their values are split between the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.errors import SplitParameterError
+
+
+class SplitParameter(nn.Parameter):
+    """A parameter whose values lie in the shards of all ranks: it has a shape, and refuses to be computed with.
+
+    A parameter becomes one, and a plain one again, in place (``__class__``), so that modules and optimizers that
+    hold it notice nothing. Its storage is one element, expanded.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with _torch.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        raise SplitParameterError(
+            f"{_name(func)} on a parameter whose values are split between the ranks\n"
+            "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SplitParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__torch_function__(nn.Parameter.__deepcopy__, (), ())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__torch_function__(nn.Parameter.__reduce_ex__, (), ())
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else f"{name}()"
+
+
+# What says something about the parameter without reading its values.
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn")
+    + ("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_mps", "is_xpu", "itemsize", "nbytes")
+} | {
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.element_size,
+    Tensor.requires_grad_,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.__hash__,
+}
+
+
+def hide(parameter: nn.Parameter) -> None:
+    """Free the parameter's values and make it refuse computation; its shape stays."""
+    if isinstance(parameter, SplitParameter):
+        return
+    with torch.no_grad():
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.grad = None
+    parameter._plain_class = type(parameter)  # type: ignore[attr-defined]
+    parameter.__class__ = SplitParameter
+
+
+def show(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make the parameter an ordinary one again, with ``values`` as its data."""
+    if isinstance(parameter, SplitParameter):
+        parameter.__class__ = parameter._plain_class  # type: ignore[attr-defined]
+    parameter.data = values

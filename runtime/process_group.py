@@ -1,0 +1,228 @@
+"""The processes of a job: joining it, leaving it, and agreeing with the others before anything happens."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerograph import _torch
+from zerograph.errors import CommunicationError, RankMismatchError, ZeroGraphError
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The ranks that run a step together.
+
+    Attributes:
+        rank, size: this process among them, and how many there are.
+        data: the group of the step's own collectives, on the model's device.
+        control: a gloo group for what ranks tell each other outside the graph.
+        world: the default process group that both were made from.
+        timeout: seconds until a collective without answer is an error.
+    """
+
+    rank: int
+    size: int
+    data: dist.ProcessGroup
+    control: dist.ProcessGroup
+    world: dist.ProcessGroup
+    timeout: float
+
+    def check_alive(self) -> None:
+        """Raise if the process group has been destroyed since.
+
+        Raises:
+            CommunicationError: it has.
+        """
+        if not dist.is_initialized() or dist.group.WORLD is not self.world:
+            raise CommunicationError(
+                "the process group of this graph is gone: somebody called destroy_process_group()\n"
+                "Build the graph again after initialising a new one, or destroy it only when training has ended."
+            )
+
+
+# Groups cost sockets and threads: all graphs of a process share them, by timeout, as long as the world lives.
+_jobs: dict[float, Job] = {}
+
+
+def join(timeout: float) -> Job:
+    """The job of all ranks; initialises the process group if nobody has. Every rank must call it.
+
+    Raises:
+        CommunicationError: the launcher's environment is incomplete, or the other ranks do not answer.
+    """
+    initialise()
+    world = dist.group.WORLD
+    assert world is not None
+    found = _jobs.get(timeout)
+    if found is None or found.world is not world:
+        limit = timedelta(seconds=timeout)
+        data = dist.new_group(timeout=limit)
+        control = dist.new_group(timeout=limit, backend="gloo")
+        found = _jobs[timeout] = Job(dist.get_rank(), dist.get_world_size(), data, control, world, timeout)
+    return found
+
+
+def initialise() -> None:
+    """Initialise the default process group, from torchrun's environment or for this process alone, if nobody has.
+
+    Raises:
+        CommunicationError: the launcher's environment is incomplete, or the rendezvous failed.
+    """
+    if dist.is_initialized():
+        return
+    has_gpu = torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
+    else:
+        missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+        if missing:
+            raise CommunicationError(
+                f"the environment names a distributed job, but {', '.join(missing)} is not set\n"
+                "Start with torchrun, or unset RANK and WORLD_SIZE to run as one process."
+            )
+        if has_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, init_method="env://")
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """What we initialised we end: a process that exits with a group alive is warned by torch."""
+    _jobs.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank, from 0; joins the job if need be."""
+    initialise()
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """How many ranks the job has; joins it if need be."""
+    initialise()
+    return dist.get_world_size()
+
+
+def mesh(device_type: str) -> DeviceMesh:
+    """The placement of all ranks on a type of device, over the default process group."""
+    initialise()
+    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+
+
+def digest(value: object) -> int:
+    """A number that is equal on all ranks for equal values (Python's own ``hash`` of a string is not)."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
+
+
+def agree(
+    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: Exception | None = None
+) -> None:
+    """Return if all ranks come with the same number and none with a problem; else raise on every one of them.
+
+    Args:
+        doing: what the ranks are about to do, for messages: ``"step 3"``.
+        number: digest of all that must be equal.
+        facts: the same in words, by name and in order; asked for only where ranks differ.
+        problem: what went wrong on this rank.
+
+    Raises:
+        RankMismatchError: ranks differ (names the first fact that does), or another rank has a problem.
+        CommunicationError: a rank did not answer.
+        Exception: this rank's own ``problem``.
+    """
+    if job.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    mine = torch.tensor([number, problem is not None], dtype=torch.int64)
+    everybodys = torch.empty(job.size * 2, dtype=torch.int64)
+    with _explained(job, f"comparing notes before {doing}"):
+        _torch.all_gather(everybodys, mine, job.control)
+        numbers, problems = everybodys.view(job.size, 2).unbind(1)
+        if not problems.any() and bool((numbers == number).all()):
+            return
+        reports: list[Any] = [None] * job.size
+        shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
+        dist.all_gather_object(reports, (shown, {} if problems.any() else dict(facts())), group=job.control)
+    if problem is not None:
+        raise problem
+    failed = {index: report for index, (report, _) in enumerate(reports) if report is not None}
+    if failed:
+        first = min(failed)
+        raise RankMismatchError(f"{_ranks(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
+    raise RankMismatchError(_first_difference([report for _, report in reports], doing))
+
+
+def _first_difference(facts: list[dict[str, str]], doing: str) -> str:
+    for key in dict.fromkeys(key for one in facts for key in one):
+        values: dict[str, list[int]] = {}
+        for index, one in enumerate(facts):
+            values.setdefault(one.get(key, "nothing"), []).append(index)
+        if len(values) > 1:
+            lines = "\n".join(f"  {_ranks(ranks)}: {value}" for value, ranks in values.items())
+            return f"ranks differ before {doing}, first in {key}:\n{lines}\nAll ranks must run the same step."
+    return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."
+
+
+def _ranks(ranks: Any) -> str:
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))
+
+
+class _explained:
+    """A failed exchange outside the graph, as an error that says what it was for."""
+
+    def __init__(self, job: Job, doing: str) -> None:
+        self._job, self._doing = job, doing
+
+    def __enter__(self) -> None:
+        self._job.check_alive()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, ZeroGraphError):
+            raise communication_error(self._job, self._doing, error) from error
+
+
+def communication_error(job: Job, doing: str, error: BaseException) -> CommunicationError:
+    """``error``, raised by a collective on this rank while ``doing`` something, in the user's terms."""
+    return CommunicationError(
+        f"rank {job.rank} of {job.size} lost the others while {doing}\n"
+        f"  {str(error).strip().splitlines()[0]}\n"
+        f"Another rank has died, stalls, or runs something else (config.timeout is {job.timeout:g} seconds). "
+        "Look at the other ranks' output; the first to fail is the cause."
+    )
+
+
+def gather_whole(job: Job, shard: torch.Tensor) -> torch.Tensor:
+    """The shards of all ranks end to end: the whole of a tensor that is S(0), on every rank."""
+    if job.size == 1:
+        return shard.clone()
+    whole = torch.empty(shard.numel() * job.size, dtype=shard.dtype, device=shard.device)
+    with _explained(job, "gathering state outside a step"):
+        _torch.all_gather(whole, shard, job.data)
+    return whole
+
+
+def broadcast_from_first(job: Job, tensors: list[torch.Tensor]) -> None:
+    """Every rank's tensors become rank 0's, in place."""
+    if job.size == 1:
+        return
+    with _explained(job, "taking over rank 0's parameters and buffers"):
+        for tensor in tensors:
+            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+            dist.broadcast(whole, group_src=0, group=job.data)
+            if whole is not tensor:
+                tensor.copy_(whole)

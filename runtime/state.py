@@ -1,0 +1,252 @@
+"""What a rank holds between steps: of each bucket its shard, and the optimizer's state in the same layout.
+
+A *store* is one bucket at rest. A parameter lives in one store or in none; which one is noted on the parameter, so
+that every graph that shares the module finds it. Whole buckets lend their parameters views of themselves; split
+ones hide them (``parameters``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.buckets import Bucket, Slot
+from zerograph.errors import InputError
+from zerograph.runtime.parameters import hide, show
+from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
+from zerograph.update import StateSpec
+
+PlainState = dict[str, Tensor]
+
+_serials = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Store:
+    """One bucket at rest.
+
+    Attributes:
+        layout: which parameters lie where.
+        parameters: the modules' own parameters, in slot order.
+        flat: this rank's shard, 1-D, ``layout.local_numel`` elements.
+        state: optimizer state by name: 1-D like ``flat``, or 0-d and equal on all ranks.
+        specs: what the entries of ``state`` are.
+        fresh: no update has been made: a plain optimizer would hold no state yet.
+        first_differs: the first update is another program than the later ones.
+        keeper: the optimizer whose state this is.
+        opened: the parameters are whole at the moment, lent to the user.
+    """
+
+    job: Job
+    layout: Bucket
+    parameters: tuple[nn.Parameter, ...]
+    flat: Tensor
+    state: dict[str, Tensor]
+    specs: Mapping[str, StateSpec]
+    fresh: bool
+    first_differs: bool
+    keeper: torch.optim.Optimizer | None
+    serial: int
+    opened: bool = False
+
+    def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
+        return zip(self.parameters, self.layout.slots, strict=True)
+
+    def whole(self, shard: Tensor) -> Tensor:
+        """The whole of ``flat`` or of one state entry, in memory of its own. A collective where split."""
+        return shard.clone() if self.layout.is_whole else gather_whole(self.job, shard)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole flat tensor, a view."""
+        if self.layout.is_whole:
+            return whole
+        size = self.layout.local_numel
+        return whole[self.job.rank * size : (self.job.rank + 1) * size]
+
+    def check_lent(self) -> None:
+        """Raise if somebody replaced the data of a parameter that is a view of this bucket.
+
+        Raises:
+            InputError: ``module.to(...)`` or an assignment to ``.data`` did.
+        """
+        if not self.layout.is_whole:
+            return
+        base, size = self.flat.data_ptr(), self.flat.element_size()
+        for parameter, slot in self.slots():
+            if slot.numel and parameter.data_ptr() != base + slot.offset * size:
+                raise InputError(
+                    f"the data of {slot.name} was replaced after the graph had been compiled (module.to(), .data = ...)\n"
+                    "Change parameters in place, or through load_state_dict()."
+                )
+
+
+def store_of(parameter: nn.Parameter) -> Store | None:
+    """The store that holds the parameter's values, if any."""
+    found: Store | None = getattr(parameter, "_zerograph_store", None)
+    return found
+
+
+def settle(
+    job: Job,
+    layout: Bucket,
+    parameters: Sequence[nn.Parameter],
+    specs: Mapping[str, StateSpec],
+    first_differs: bool,
+    keeper: torch.optim.Optimizer | None,
+) -> Store:
+    """Move plain parameters, and the state that ``keeper`` holds for each, into a new store. A collective.
+
+    All ranks take rank 0's values. Memory: one whole bucket beside what is there already.
+    """
+    held: list[Mapping[str, Any]] = [] if keeper is None else [keeper.state.get(one, {}) for one in parameters]
+    fresh = not any(held)
+    number = next(_serials)
+    with torch.no_grad():
+        store = Store(job, layout, tuple(parameters), torch.empty(0), {}, specs, fresh, first_differs, keeper, number)
+        store.flat = _shard(store, [parameter.detach() for parameter in parameters], layout.dtype, layout.device)
+        for name, spec in specs.items():
+            store.state[name] = _initial(store, name, spec, held)
+        for parameter in parameters:
+            parameter._zerograph_store = store  # type: ignore[attr-defined]
+            if keeper is not None:
+                keeper.state.pop(parameter, None)
+        lend(store)
+    return store
+
+
+def _shard(store: Store, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    whole = torch.zeros(store.layout.padded, dtype=dtype, device=device)
+    for slot, part in zip(store.layout.slots, parts, strict=True):
+        whole[slot.offset : slot.offset + slot.numel] = part.reshape(-1)
+    broadcast_from_first(store.job, [whole])
+    return whole if store.layout.is_whole else store.own(whole).clone()
+
+
+def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]]) -> Tensor:
+    if spec.scalar:
+        value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
+        return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
+    if not any(name in one for one in held):
+        return torch.full((store.layout.local_numel,), spec.initial or 0.0, dtype=spec.dtype, device=store.flat.device)
+    return _shard(store, [one[name] for one in held], spec.dtype, store.flat.device)
+
+
+def lend(store: Store) -> None:
+    """Put the parameters into the form that they have between steps: hidden where split, else views."""
+    for parameter, slot in store.slots():
+        if store.layout.is_whole:
+            show(parameter, store.flat[slot.offset : slot.offset + slot.numel].view(slot.shape))
+        else:
+            hide(parameter)
+    store.opened = False
+
+
+def open_whole(store: Store) -> None:
+    """Give split parameters their whole values, for the user to look at or change. A collective."""
+    if store.layout.is_whole:
+        return
+    whole = store.whole(store.flat)
+    for parameter, slot in store.slots():
+        show(parameter, whole[slot.offset : slot.offset + slot.numel].view(slot.shape))
+    store.opened = True
+
+
+def close_whole(store: Store) -> None:
+    """Take back what :func:`open_whole` lent, changes included; each rank keeps its own part."""
+    if store.opened:
+        with torch.no_grad():
+            whole = torch.zeros(store.layout.padded, dtype=store.flat.dtype, device=store.flat.device)
+            for parameter, slot in store.slots():
+                whole[slot.offset : slot.offset + slot.numel] = parameter.detach().reshape(-1)
+            store.flat.copy_(store.own(whole))
+        lend(store)
+
+
+def dissolve(store: Store) -> None:
+    """Make the store's parameters plain again and give its state back to the optimizer. A collective."""
+    states = plain_states(store)
+    for parameter, value, state in zip(store.parameters, plain_parameters(store), states, strict=True):
+        show(parameter, value)
+        del parameter._zerograph_store  # type: ignore[attr-defined]
+        if state and store.keeper is not None:
+            store.keeper.state[parameter] = state
+
+
+def plain_parameters(store: Store) -> list[Tensor]:
+    """The whole value of each parameter, in memory of its own. A collective where split."""
+    whole = store.whole(store.flat)
+    return [whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone() for slot in store.layout.slots]
+
+
+def plain_states(store: Store) -> list[PlainState]:
+    """For each parameter the state that a plain optimizer would hold. A collective where split."""
+    states: list[PlainState] = [{} for _ in store.parameters]
+    if store.fresh:
+        return states
+    for name, spec in store.specs.items():
+        whole = None if spec.scalar else store.whole(store.state[name])
+        for state, slot in zip(states, store.layout.slots, strict=True):
+            if whole is None:
+                state[name] = store.state[name].to(spec.plain_dtype)
+            else:
+                state[name] = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+    return states
+
+
+def load_parameters(store: Store, values: Sequence[Tensor | None]) -> None:
+    """Overwrite the parameters for which a whole value is given. No collective: each rank takes its own part."""
+    _load(store, store.flat, values)
+
+
+def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
+    """Overwrite the optimizer state with what a plain optimizer held for each parameter; nothing held: start anew."""
+    store.fresh = not any(states)
+    for name, spec in store.specs.items():
+        if spec.scalar:
+            store.state[name].fill_(states[0][name] if states[0] else (spec.initial or 0.0))
+        elif store.fresh:
+            store.state[name].fill_(spec.initial or 0.0)
+        else:
+            _load(store, store.state[name], [state.get(name) for state in states])
+
+
+def _load(store: Store, shard: Tensor, values: Sequence[Tensor | None]) -> None:
+    start = 0 if store.layout.is_whole else store.job.rank * store.layout.local_numel
+    with torch.no_grad():
+        for slot, value in zip(store.layout.slots, values, strict=True):
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + shard.numel())
+            if value is not None and low < high:
+                part = value.reshape(-1)[low - slot.offset : high - slot.offset]
+                shard[low - start : high - start] = part.to(shard)
+
+
+def bytes_at_rest(stores: Iterable[Store]) -> int:
+    """Bytes of parameters and optimizer state that this rank holds in ``stores``."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for store in stores
+        for tensor in (store.flat, *store.state.values())
+    )
+
+
+def guard(optimizer: torch.optim.Optimizer, complain: Any) -> None:
+    """Make the optimizer refuse what would act on state that it no longer holds; ``complain(what)`` raises.
+
+    ``complain`` is held weakly by its owner: an optimizer outlives the graph that it was registered with.
+    """
+    owner = weakref.WeakMethod(complain)
+
+    def refuse(what: str) -> None:
+        function = owner()
+        if function is not None:
+            function(what)
+
+    optimizer.register_step_pre_hook(lambda *_: refuse("step()"))
+    optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()"))

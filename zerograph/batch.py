@@ -1,0 +1,143 @@
+"""What a graph is called with and what it gives back: any nesting of tensors, plain or global."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from zerograph.capture import TensorSpec
+from zerograph.errors import InputError, PlacementError
+from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call, flat.
+
+    Attributes:
+        tensors: this rank's part of each.
+        specs: global shape, dtype and device of each.
+        sbp: how each is placed.
+        tree: arranges them into ``(args, kwargs)``.
+        names: what each is called in messages, such as ``args[0]['ids']``.
+        mesh: the placement of the global tensors among them; None if all are plain.
+    """
+
+    tensors: tuple[Tensor, ...]
+    specs: tuple[TensorSpec, ...]
+    sbp: tuple[NdSbp, ...]
+    tree: pytree.TreeSpec
+    names: tuple[str, ...]
+    mesh: DeviceMesh | None
+
+    def key(self) -> tuple[Any, ...]:
+        """What makes a step compile again: nesting, global shapes, dtypes, devices, placements."""
+        return self.tree, self.specs, self.sbp, self.mesh is None
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal on all ranks, in words."""
+        found = {
+            f"input {name}": f"local shape {tuple(tensor.shape)}, {tensor.dtype}, {show(sbp)}"
+            for name, tensor, sbp in zip(self.names, self.tensors, self.sbp, strict=True)
+        }
+        return {"the nesting of the inputs": str(self.tree), **found}
+
+
+def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Batch:
+    """Plain tensors are this rank's S(0) part of the batch (0-d ones are B), DTensors what they say.
+
+    Raises:
+        InputError: something that is not a tensor, or that wants a gradient.
+        PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
+    """
+    leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
+    names = tuple(_name(path) for path, _ in leaves)
+    read = [_read(leaf, name, ranks) for (_, leaf), name in zip(leaves, names, strict=True)]
+    meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
+    return Batch(
+        tuple(local for local, _, _ in read),
+        tuple(spec for _, spec, _ in read),
+        tuple(sbp for _, _, sbp in read),
+        tree,
+        names,
+        meshes[0] if meshes else None,
+    )
+
+
+def _read(leaf: Any, name: str, ranks: int) -> tuple[Tensor, TensorSpec, NdSbp]:
+    if not isinstance(leaf, Tensor):
+        raise InputError(
+            f"{name} is {leaf!r:.60}, not a tensor\n"
+            "A graph takes tensors, in lists, tuples and dicts. Make it a tensor (torch.tensor(...)), or, if it never "
+            "changes, an attribute of the graph."
+        )
+    if leaf.requires_grad:
+        raise InputError(f"{name} requires a gradient, which a graph does not return: give {name}.detach()")
+    if isinstance(leaf, DTensor):
+        return _read_global(leaf, name, ranks)
+    if leaf.layout is not torch.strided:
+        raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
+    if leaf.dim() == 0:
+        return leaf, TensorSpec((), leaf.dtype, leaf.device), (broadcast,)
+    shape = (leaf.shape[0] * ranks, *leaf.shape[1:])
+    return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), (Split(0),)
+
+
+def _read_global(leaf: DTensor, name: str, ranks: int) -> tuple[Tensor, TensorSpec, NdSbp]:
+    mesh = leaf.device_mesh
+    if mesh.ndim != 1 or mesh.mesh.tolist() != list(range(ranks)) or ranks != dist.get_world_size():
+        raise PlacementError(
+            f"{name} is placed on the ranks {mesh.mesh.tolist()}, the graph runs on ranks 0 to {ranks - 1}\n"
+            f"Redistribute it to zg.placement({mesh.device_type!r}, ranks=list(range({ranks})))."
+        )
+    sbp = from_dtensor(leaf.placements)
+    for one in sbp:
+        if isinstance(one, Split) and leaf.shape[one.dim] % ranks:
+            raise PlacementError(
+                f"{name} of shape {tuple(leaf.shape)} is {one}, but {leaf.shape[one.dim]} does not divide by {ranks} ranks"
+            )
+    local = leaf.to_local().contiguous()
+    return local, TensorSpec(tuple(leaf.shape), leaf.dtype, local.device), sbp
+
+
+def _name(path: Sequence[Any]) -> str:
+    """``args[0]['ids']``, or just ``ids`` for the keyword argument of that name."""
+    outer, first, *rest = path
+    start = f"args[{first.idx}]" if outer.idx == 0 else str(first.key)
+    return start + pytree.keystr(tuple(rest))
+
+
+def give_back(
+    values: Sequence[Tensor],
+    sbp: Sequence[NdSbp],
+    shapes: Sequence[tuple[int, ...]],
+    returned: Sequence[Any],
+    tree: pytree.TreeSpec,
+    mesh: DeviceMesh | None,
+) -> Any:
+    """The step's flat outputs as ``build()`` returned them; global where the batch was (0-d ones stay plain).
+
+    Args:
+        values: the tensors, this rank's part of each; ``sbp`` and global ``shapes`` of the same.
+        returned: one entry for each leaf of ``tree``: the class ``Tensor`` where the next of ``values`` goes.
+    """
+    tensors = iter(
+        _as_global(value, one, shape, mesh) if mesh is not None and shape else value
+        for value, one, shape in zip(values, sbp, shapes, strict=True)
+    )
+    return pytree.tree_unflatten([next(tensors) if leaf is Tensor else leaf for leaf in returned], tree)
+
+
+def _as_global(value: Tensor, sbp: NdSbp, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        value.contiguous(), mesh, to_dtensor(sbp), run_check=False, shape=torch.Size(shape), stride=stride
+    )

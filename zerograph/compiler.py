@@ -1,0 +1,263 @@
+"""From a graph's members and a batch to a step that runs: capture, lay out, rewrite, compile, bind."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zerograph import capture as capturing
+from zerograph.batch import Batch
+from zerograph.config import Config
+from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.layout import Planned, Update, plan_layout
+from zerograph.members import Members, Optimizers, check_optimizers
+from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.pipeline import PassRecord, run_pipeline
+from zerograph.runtime import backends
+from zerograph.runtime.executor import Executor, Lookup, bind
+from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
+from zerograph.runtime.state import Store, dissolve, settle, store_of
+from zerograph.sbp import NdSbp
+from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders
+from zerograph.update import UpdateProgram, trace_update
+from zerograph.zero import OFF
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """A step bound to the state that it updates, and everything that led to it.
+
+    Attributes:
+        captured: what ``build()`` was traced to.
+        passes: the graph after every pass.
+        context: what the passes were told.
+        backend: name of what compiled the last graph.
+        executor: runs it.
+        stores: the bucket at rest behind each of ``context.buckets``, by name.
+        rates: the optimizer group behind each learning rate input.
+        outputs: SBP and global shape of each tensor that it returns.
+    """
+
+    captured: Captured
+    passes: tuple[PassRecord, ...]
+    context: Context
+    backend: str
+    executor: Executor
+    stores: Mapping[str, Store]
+    rates: Mapping[str, Mapping[str, Any]]
+    outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
+
+    @property
+    def updated(self) -> Iterator[Store]:
+        """The stores that this step updates."""
+        return (self.stores[name] for name in self.context.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A step that has met no state yet."""
+
+    captured: Captured
+    passes: tuple[PassRecord, ...]
+    context: Context
+    backend: str
+    function: backends.Compiled
+    layout: tuple[Planned, ...]
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        return self.passes[-1].graph
+
+
+@dataclass
+class Compiler:
+    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again."""
+
+    build: Callable[..., Any]
+    optimizers: Optimizers
+    config: Config
+    _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
+    _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
+    _synchronised: bool = False
+
+    def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
+        """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
+
+        Args:
+            key: equal for equal members, inputs and configuration.
+            doing: names the step in messages.
+
+        Raises:
+            ZeroGraphError: on every rank, whichever rank found the problem.
+        """
+        problem: Exception | None = None
+        prepared: _Prepared | None = None
+        try:
+            prepared = self._prepare(job, members, batch, key)
+        except Exception as error:
+            problem = error
+        lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
+        agree(job, f"running {doing}", digest(lines), lambda: _numbered(lines), problem)
+        assert prepared is not None
+        stores = self._apply(job, members, prepared.layout)
+        return self._bind(job, members, prepared, stores)
+
+    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
+        """Everything that can fail and touches no state."""
+        check_optimizers(members, self.optimizers)
+        captured, seconds = self._capture(members, batch, key)
+        if job.size > 1:
+            _refuse_random(captured.graph)
+        policy = self.config.policy if self.optimizers else OFF
+        updates = self._updates(members, captured)
+        layout = plan_layout(job, members, self.config, captured, updates, train=bool(self.optimizers))
+        context = Context(
+            ranks=job.size,
+            rank=job.rank,
+            group=job.data.group_name,
+            policy=policy,
+            buckets=tuple(one.bucket for one in layout),
+            updates={
+                one.bucket.name: BucketUpdate(one.update.program, one.fresh and one.first_differs, one.update.rate)
+                for one in layout
+                if one.update is not None
+            },
+            inputs=batch.sbp,
+            warn=self._warn,
+        )
+        passes = run_pipeline(captured.graph, context, seconds)
+        graph = passes[-1].graph
+        device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
+        name, backend = backends.resolve(self.config.backend, device)
+        try:
+            function = backend(graph, [node.meta["val"] for node in placeholders(graph.graph)])
+        except ZeroGraphError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the backend {name!r} could not compile the step: {type(error).__name__}: {error}\n"
+                "config.backend = 'eager' runs the same graph without compiling it."
+            ) from error
+        return _Prepared(captured, passes, context, name, function, layout)
+
+    def _capture(self, members: Members, batch: Batch, key: Hashable) -> tuple[Captured, float]:
+        if key not in self._captures:
+            began = time.perf_counter()
+            captured = capturing.capture(
+                self.build,
+                members.root,
+                members.specs(members.parameters),
+                members.specs(members.buffers),
+                members.aliases,
+                batch.specs,
+                batch.tree,
+                train=bool(self.optimizers),
+            )
+            self._captures[key] = captured, time.perf_counter() - began
+        return self._captures[key]
+
+    def _updates(self, members: Members, captured: Captured) -> dict[str, Update]:
+        """How each parameter that gets a gradient is updated, by its name."""
+        names = members.names()
+        found = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    if name in captured.gradients:
+                        program = self._program(optimizer, group, parameter)
+                        found[name] = Update(program, f"optimizer{number}.group{index}.lr", group, optimizer)
+        return found
+
+    def _program(self, optimizer: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> UpdateProgram:
+        hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
+        key = (id(optimizer), hyperparameters, parameter.shape, parameter.dtype, parameter.device)
+        if key not in self._programs:
+            self._programs[key] = trace_update(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+        return self._programs[key]
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+    def _apply(self, job: Job, members: Members, layout: Sequence[Planned]) -> dict[str, Store]:
+        """Bring the state into the planned layout, by bucket name: old stores are dissolved, new ones settled."""
+        new = {one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots] for one in layout if one.store is None}
+        moving = dict.fromkeys(store_of(parameter) for parameters in new.values() for parameter in parameters)
+        for store in moving:
+            if store is not None:
+                dissolve(store)
+        stores = {one.bucket.name: one.store for one in layout if one.store is not None}
+        for one in layout:
+            name = one.bucket.name
+            if name in new:
+                stores[name] = settle(job, one.bucket, new[name], one.specs, one.first_differs, one.keeper)
+        if not self._synchronised:
+            plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
+            broadcast_from_first(job, [*plain, *members.buffers.values()])
+            self._synchronised = True
+        return stores
+
+    def _bind(self, job: Job, members: Members, prepared: _Prepared, stores: Mapping[str, Store]) -> CompiledStep:
+        graph = prepared.graph
+        lookups = {
+            Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()
+        } | {Role("buffer", name): _lookup(members.root, name) for name in members.buffers}
+        executor = bind(job, graph, prepared.function, stores, lookups)
+        rates = {one.update.rate: one.update.group for one in prepared.layout if one.update is not None}
+        needs = graph.graph.output_node().meta["needs"]
+        outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
+        return CompiledStep(
+            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, rates, outputs
+        )
+
+
+def _lookup(root: nn.Module, name: str) -> Lookup:
+    """Finds a tensor of ``root`` anew for each step: the user may have put another in its place."""
+    path, _, attribute = name.rpartition(".")
+    owner = root.get_submodule(path)
+
+    def lookup() -> Tensor:
+        found: Tensor = getattr(owner, attribute)
+        return found if found.is_contiguous() else found.contiguous()
+
+    return lookup
+
+
+def _refuse_random(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            where = origin(node)
+            raise CaptureError(
+                f"build() draws random numbers ({node.target}) in a job of several ranks\n  {where.source}   {where.code}\n"
+                "They would differ between ranks where the numbers of one device need them equal. Set dropout to 0, or "
+                "draw them outside build() and pass them in."
+            )
+
+
+def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
+    """The buckets and the emitted graph line by line, the same on every rank of a job that runs one step."""
+    lines = [
+        f"{one.bucket.name}: {', '.join(slot.name for slot in one.bucket.slots)}; optimizer state "
+        f"{'none yet' if one.fresh else ', '.join(one.specs)}"
+        for one in layout
+    ]
+    for node in graph.graph.nodes:
+        # Which slice of a whole tensor is a rank's own is the one thing that differs.
+        args = "this rank's slice" if "slice" in node.meta else f"{node.args} {node.kwargs}"
+        value = node.meta.get("val")
+        shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
+        lines.append(f"{node.name} = {node.target} {args} {shown}".rstrip())
+    return lines
+
+
+def _numbered(lines: Sequence[str]) -> dict[str, str]:
+    return {f"line {number} of the emitted graph": line for number, line in enumerate(lines)}

@@ -1,0 +1,102 @@
+"""The configuration of a graph: every option with its default and unit; unknown names and values are refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zerograph.errors import ConfigError
+from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
+
+
+@dataclass
+class Config:
+    """Options of one graph. Set them before the first call, or between calls: the step is then compiled again.
+
+    Attributes:
+        mode: ``"distributed_split"`` (ZeRO) or ``"off"`` (plain data parallel, the default).
+        stage: 1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1; means nothing
+            while the mode is off.
+        shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
+        bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
+            parameters, within 1 MiB and 32 MiB.
+        backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
+            ``"auto"`` (default): Inductor on accelerators, eager on CPU.
+        timeout: seconds until a rank that does not answer is an error. Default 600.
+    """
+
+    mode: str = "off"
+    stage: int = 1
+    shard_min_size: int = 0
+    bucket_size: int | None = None
+    backend: str | Callable[..., Any] = "auto"
+    timeout: float = 600.0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        if check is None:
+            near = difflib.get_close_matches(name, _CHECKS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"there is no option {name!r}{hint}\nOptions: {', '.join(_CHECKS)}.")
+        complaint = check(value)
+        if complaint:
+            raise ConfigError(f"{name} = {value!r}: {complaint}")
+        object.__setattr__(self, name, value)
+
+    def enable_zero(self, mode: bool | str = True, *, stage: int = 1, shard_min_size: int = 0) -> None:
+        """Choose ZeRO's stage: True means ``"distributed_split"``, False means ``"off"``.
+
+        Raises:
+            ConfigError: no such mode or stage; nothing is changed then.
+        """
+        wanted = mode if isinstance(mode, str) else MODES[0] if mode else "off"
+        new = Config(mode=wanted, stage=stage, shard_min_size=shard_min_size)
+        self.mode, self.stage, self.shard_min_size = new.mode, new.stage, new.shard_min_size
+
+    @property
+    def policy(self) -> ZeroPolicy:
+        """What the mode and stage decide."""
+        return policy(self.mode, self.stage)
+
+    def key(self) -> tuple[Any, ...]:
+        """All options' values: equal where the compiled step may be the same."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def _whole_number(low: int, unit: str) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        return "" if good else f"give a whole number of {unit}, {low} or more"
+
+    return check
+
+
+def _mode(value: Any) -> str:
+    return "" if value in MODES else f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"
+
+
+def _stage(value: Any) -> str:
+    known = not isinstance(value, bool) and value in STAGES
+    return "" if known else "unknown ZeRO stage; choose 1, 2 or 3, or the mode 'off' for plain data parallel"
+
+
+def _backend(value: Any) -> str:
+    known = callable(value) or value in ("auto", "eager", "inductor")
+    return "" if known else "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable"
+
+
+def _timeout(value: Any) -> str:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**31
+    return "" if good else "give seconds, more than 0"
+
+
+_CHECKS: dict[str, Callable[[Any], str]] = {
+    "mode": _mode,
+    "stage": _stage,
+    "shard_min_size": _whole_number(0, "elements"),
+    "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
+    "backend": _backend,
+    "timeout": _timeout,
+}

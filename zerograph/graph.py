@@ -1,0 +1,312 @@
+"""ZeroGraph: what a user subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zerograph import _torch, inspection, state_dict
+from zerograph.batch import Batch, give_back, read_batch
+from zerograph.compiler import CompiledStep, Compiler
+from zerograph.config import Config
+from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
+from zerograph.members import Members, capture_facts, find_members, layout_facts
+from zerograph.passes.pipeline import PassRecord
+from zerograph.runtime.process_group import Job, agree, digest, join
+from zerograph.runtime.state import Store, close_whole, guard, open_whole, store_of
+from zerograph.sbp import NdSbp, Sbp
+
+_building: ContextVar[str | None] = ContextVar("building", default=None)
+
+
+class ZeroGraph:
+    """A training step, or a forward pass, as one graph.
+
+    Subclass it: assign modules to attributes in ``__init__`` (after ``super().__init__()``), register optimizers, and
+    write ``build()``. Calling the graph compiles it the first time, and runs it.
+
+    Attributes:
+        config: its options, see :class:`zerograph.config.Config`.
+        steps_done: updates made so far; 0 for a graph without optimizer.
+    """
+
+    config: Config
+    steps_done: int
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self.steps_done = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._schedulers: list[LRScheduler | None] = []
+        self._compiler = Compiler(self._traced_build, self._optimizers, self.config)
+        self._steps: dict[Hashable, CompiledStep] = {}
+        self._latest: CompiledStep | None = None
+        self._job: Job | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("config", "_optimizers", "_steps", "_job"):
+            raise ConfigError(f"{type(self).__name__}.__init__() must call super().__init__() first")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The step: forward, ``loss.backward()`` if it trains, and what to return. Traced, never run as it stands."""
+        raise ConfigError(f"{type(self).__name__} has no build(): write one")
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
+        """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
+
+        Raises:
+            ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if any(one is optimizer for one in self._optimizers):
+            raise ConfigError(f"this {type(optimizer).__name__} is registered already")
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric, which the graph cannot know\nCall scheduler.step(metric) yourself; "
+                "the graph reads the learning rate anew for each step."
+            )
+        if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+            raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
+        self._optimizers.append(optimizer)
+        self._schedulers.append(lr_scheduler)
+        guard(optimizer, self._complain)
+
+    def set_zero_mode(self, mode: str, stage: int = 1) -> None:
+        """``"distributed_split"`` with stage 1, 2 or 3, or ``"off"``; the same as ``config.enable_zero``.
+
+        Raises:
+            ConfigError: no such mode or stage.
+        """
+        self.config.enable_zero(mode, stage=stage, shard_min_size=self.config.shard_min_size)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step on this rank's part of the batch: tensors in any nesting of lists, tuples and dicts.
+
+        Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Returns what
+        ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks.
+
+        Raises:
+            ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
+            CommunicationError: another rank does not answer within ``config.timeout`` seconds.
+        """
+        step, batch, job = self._ready(args, kwargs)
+        rates = {name: float(group.get("lr", 0.0)) for name, group in step.rates.items()}
+        values = step.executor(batch.tensors, rates, self._doing())
+        if self._optimizers:
+            self._step_made(step)
+        sbp = [one for one, _ in step.outputs]
+        shapes = [shape for _, shape in step.outputs]
+        return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for inputs like these without running: parameters are split, but nothing is updated.
+
+        Raises:
+            ZeroGraphError: as calling the graph does.
+        """
+        self._ready(args, kwargs)
+
+    def graph(self, name: str | None = None) -> fx.GraphModule:
+        """The graph after the pass of that name, or the last one, of the step compiled last.
+
+        Raises:
+            ConfigError: no such pass, or nothing compiled yet.
+        """
+        records = {record.name: record.graph for record in self.passes}
+        if name is not None and name not in records:
+            raise ConfigError(f"there is no pass {name!r}; there are {', '.join(records)}")
+        return records[name] if name is not None else self.passes[-1].graph
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """Name, summary, graph, number of nodes and seconds of each pass of the step compiled last."""
+        return self._compiled().passes
+
+    def collectives(self) -> list[inspection.Collective]:
+        """The collectives of the step compiled last: kind, bytes, tensors, phase."""
+        return inspection.collectives(self._compiled())
+
+    def placements(self) -> dict[str, Sbp | NdSbp]:
+        """SBP between steps of every parameter, optimizer state and buffer, by qualified name."""
+        return inspection.placements(self._compiled(), self._members())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``.
+
+        Each entry is what ``state_dict()`` of the plain module, optimizer and scheduler would be. Every rank must
+        call it, and gets all of it.
+        """
+        self._check_closed()
+        return {
+            "modules": state_dict.modules_state(self._members()),
+            "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
+            "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
+            "steps_done": self.steps_done,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
+
+        Raises:
+            ConfigError: the state does not fit; nothing is changed then.
+        """
+        self._check_closed()
+        missing = [key for key in ("modules", "optimizers", "lr_schedulers", "steps_done") if key not in state]
+        if missing:
+            raise ConfigError(f"not a state of a graph: it has no {', '.join(missing)}")
+        if len(state["optimizers"]) != len(self._optimizers):
+            raise ConfigError(f"the graph has {len(self._optimizers)} optimizers, the state {len(state['optimizers'])}")
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            state_dict.check_optimizer_state(optimizer, saved)
+        state_dict.load_modules(self._members(), state["modules"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            state_dict.load_optimizer(optimizer, saved)
+        for scheduler, saved in zip(self._schedulers, state["lr_schedulers"], strict=True):
+            if scheduler is not None and saved is not None:
+                scheduler.load_state_dict(saved)
+        self.steps_done = state["steps_done"]
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """The graph's modules with whole parameters, to be used eagerly; changes made inside are kept.
+
+        Every rank must enter it, and make the same changes.
+        """
+        stores = self._stores()
+        opened = [store for store in stores if not store.opened]
+        for store in opened:
+            open_whole(store)
+        try:
+            yield
+        finally:
+            for store in opened:
+                close_whole(store)
+
+    def __repr__(self) -> str:
+        policy = self.config.policy
+        modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
+        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none: a forward graph"
+        lines = [
+            f"{type(self).__name__}(ZeRO {policy.name}, {self.steps_done} steps done)",
+            f"  modules: {modules or 'none'}",
+            f"  optimizers: {optimizers}",
+        ]
+        if self._latest is None:
+            return "\n".join([*lines, "  not compiled yet: call it, or compile(*inputs)"])
+        context = self._latest.context
+        lines.append(f"  rank {context.rank} of {context.ranks}, backend {self._latest.backend}")
+        return "\n".join([*lines, inspection.describe(self._latest, self._members())])
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch, Job]:
+        """The compiled step for these inputs, once all ranks agree on it."""
+        outer = _building.get()
+        if outer is not None:
+            raise CaptureError(
+                f"{type(self).__name__} was called inside the build() of {outer}: graphs do not nest\n"
+                "Call the modules themselves inside build()."
+            )
+        job = self._join()
+        job.check_alive()
+        problem: Exception | None = None
+        batch: Batch | None = None
+        facts: dict[str, Any] = {}
+        members = self._members()
+        try:
+            self._check_usable()
+            batch = read_batch(args, kwargs, job.size)
+            facts = {"configuration": self.config.key(), **capture_facts(members, self._attributes(), self._optimizers)}
+        except Exception as error:
+            problem = error
+        key = (tuple(facts.values()), batch.key() if batch is not None else None)
+        step = self._steps.get((key, layout_facts(members)))
+        doing = self._doing()
+        number = digest((_shown(facts), batch and batch.facts(), step is None)) if job.size > 1 else 0
+        agree(job, doing, number, lambda: {**(batch.facts() if batch else {}), **_shown(facts)}, problem)
+        assert batch is not None
+        if step is None:
+            step = self._compiler.compile(job, members, batch, key, doing)
+            self._steps[key, layout_facts(members)] = step
+        self._latest = step
+        return step, batch, job
+
+    def _step_made(self, step: CompiledStep) -> None:
+        for store in step.updated:
+            store.fresh = False
+        self.steps_done += 1
+        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            _torch.mark_step_called(optimizer)
+            if scheduler is not None:
+                scheduler.step()
+
+    def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
+        token = _building.set(type(self).__name__)
+        try:
+            return self.build(*args, **kwargs)
+        finally:
+            _building.reset(token)
+
+    def _complain(self, what: str) -> None:
+        if _building.get() is not None:
+            raise CaptureError(f"build() calls optimizer.{what}; the graph makes the registered optimizers' updates itself")
+        if any(store.keeper in self._optimizers for store in self._stores()):
+            raise SplitParameterError(
+                f"optimizer.{what}: the optimizer's state lives in the graph now\n"
+                "Call the graph to update; save and load with its state_dict() and load_state_dict()."
+            )
+
+    def _join(self) -> Job:
+        if self._job is None:
+            self._job = join(self.config.timeout)
+        return self._job
+
+    def _attributes(self) -> dict[str, Any]:
+        own = ("config", "steps_done")
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
+
+    def _members(self) -> Members:
+        return find_members(self._attributes())
+
+    def _stores(self) -> list[Store]:
+        """The distinct stores of the graph's parameters, in the same order on all ranks."""
+        found = dict.fromkeys(store_of(parameter) for parameter in self._members().parameters.values())
+        return [store for store in found if store is not None]
+
+    def _check_usable(self) -> None:
+        for store in self._stores():
+            if store.opened:
+                raise InputError("the graph was called inside full_parameters(): leave it first")
+            store.check_lent()
+
+    def _check_closed(self) -> None:
+        if any(store.opened for store in self._stores()):
+            raise InputError("state_dict() and load_state_dict() do not work inside full_parameters(): leave it first")
+
+    def _compiled(self) -> CompiledStep:
+        if self._latest is None:
+            raise ConfigError("nothing is compiled yet: call the graph, or compile(*inputs)")
+        return self._latest
+
+    def _doing(self) -> str:
+        return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
+
+
+def _shown(facts: dict[str, Any]) -> dict[str, str]:
+    """Facts as text, those of parameters and modules one by one, so that a difference has a short name."""
+    shown: dict[str, str] = {}
+    for name, value in facts.items():
+        if name in ("parameters", "buffers", "modules"):
+            shown |= {f"{name}: {one[0] or 'the graph'}": str(one[1:]) for one in value}
+        else:
+            shown[name] = str(value)
+    return shown
+
+
+__all__ = ["Tensor", "ZeroGraph"]

@@ -1,0 +1,124 @@
+"""What a user can see of a compiled step: its collectives, its placements, a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerograph.compiler import CompiledStep
+from zerograph.members import Members
+from zerograph.runtime.state import bytes_at_rest, store_of
+from zerograph.sbp import NdSbp, Sbp, boxing_kind, broadcast, show, wire_bytes
+from zerograph.step_graph import Boxing, Phase, placeholders
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the emitted graph.
+
+    Attributes:
+        kind: all-reduce, reduce-scatter, all-gather or all-to-all.
+        bytes: what each rank sends, in bytes (ring algorithms; see :func:`zerograph.sbp.wire_bytes`).
+        tensor_bytes: size of the whole global tensor.
+        tensors: the parameters in the bucket that it moves, or what else it moves.
+        phase: forward, backward or update.
+    """
+
+    kind: str
+    bytes: int
+    tensor_bytes: int
+    tensors: tuple[str, ...]
+    phase: Phase
+
+
+def collectives(step: CompiledStep) -> list[Collective]:
+    """The collectives of the last graph, in the order in which they start."""
+    contents = {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in step.context.buckets}
+    return [_collective(node, contents, step.context.ranks) for node in _collective_nodes(step.executor.graph.graph)]
+
+
+def _collective_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.meta.get("boxing"), Boxing) and getattr(node.target, "namespace", "") == "_c10d_functional"
+    ]
+
+
+def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]], ranks: int) -> Collective:
+    found: Boxing = node.meta["boxing"]
+    kind = boxing_kind(found.source[0], found.target[0])
+    assert kind is not None
+    bucket = found.tensor.removeprefix("gradient of ")
+    sent = round(wire_bytes(found.source, found.target, found.bytes, ranks))
+    return Collective(kind, sent, found.bytes, contents.get(bucket, (found.tensor,)), found.phase)
+
+
+def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
+    """SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
+    found: dict[str, NdSbp] = {}
+    whole: NdSbp = (broadcast,)
+    for name, parameter in members.parameters.items():
+        store = store_of(parameter)
+        found[name] = whole if store is None else store.layout.sbp
+        if store is not None:
+            for state, spec in store.specs.items():
+                found[f"{name}.{state}"] = whole if spec.scalar else store.layout.sbp
+    found |= dict.fromkeys(members.buffers, whole)
+    found |= {alias: found[name] for alias, name in members.aliases.items()}
+    return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
+
+
+def describe(step: CompiledStep, members: Members) -> str:
+    """The step on a page: inputs and outputs, parameters, collectives, passes."""
+    parts = [
+        _section("inputs", _inputs(step)),
+        _section("outputs", [f"{_shape(shape)} {show(sbp)}" for sbp, shape in step.outputs]),
+        _section("parameters at rest", _parameters(step, members)),
+        _section("collectives", _collectives(step)),
+        _section("passes", [f"{one.name:<10} {one.nodes:>6} nodes {one.seconds:>8.3f} s" for one in step.passes]),
+    ]
+    return "\n".join(parts)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"  {title}:", *(f"    {line}" for line in lines or ["none"])])
+
+
+def _inputs(step: CompiledStep) -> list[str]:
+    # The captured graph is the last one in global shapes.
+    nodes = placeholders(step.captured.graph.graph, "input")
+    return [
+        f"{_shape(node.meta['val'].shape)} {node.meta['val'].dtype} {show(sbp)}"
+        for node, sbp in zip(nodes, step.context.inputs, strict=True)
+    ]
+
+
+def _parameters(step: CompiledStep, members: Members) -> list[str]:
+    lines = []
+    for bucket in step.context.buckets:
+        update = step.context.updates.get(bucket.name)
+        how = "no update" if update is None else f"{update.program.optimizer}, elementwise on the flat bucket"
+        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {bucket.dtype}  ({how})")
+        lines += [f"  {slot.name} {_shape(slot.shape)}" for slot in bucket.slots]
+    plain = [name for name, parameter in members.parameters.items() if store_of(parameter) is None]
+    lines += [f"{name} {_shape(members.parameters[name].shape)} B" for name in plain]
+    lines.append(f"{bytes_at_rest(step.stores.values()):,} bytes of parameters and optimizer state on this rank")
+    return lines
+
+
+def _collectives(step: CompiledStep) -> list[str]:
+    found = collectives(step)
+    lines = [f"{one.phase:<8} {one.kind:<14} {one.bytes:>13,} bytes  {_short(one.tensors)}" for one in found]
+    total = sum(one.bytes for one in found)
+    return [*lines, f"{total:,} bytes sent by each rank per step"] if lines else []
+
+
+def _short(tensors: Sequence[str]) -> str:
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} ... {tensors[-1]} ({len(tensors)})"
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"

@@ -1,0 +1,197 @@
+"""Which parameters lie in which buckets: stores that exist are kept where the step can use them, the rest is laid anew."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.buckets import Bucket, Parameter, plan_buckets
+from zerograph.config import Config
+from zerograph.errors import CaptureError
+from zerograph.members import Members
+from zerograph.runtime.process_group import Job
+from zerograph.runtime.state import Store, store_of
+from zerograph.step_graph import Captured, placeholders, role
+from zerograph.update import StateSpec, UpdateProgram
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """How a parameter is updated: by which program, of which optimizer's group, at which learning rate input."""
+
+    program: UpdateProgram
+    rate: str
+    group: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A bucket of the step: the store behind it, or how to settle one (``store`` is None).
+
+    ``specs`` is the optimizer state that ``keeper`` has for its parameters; ``fresh`` if there is none yet.
+    """
+
+    bucket: Bucket
+    store: Store | None
+    update: Update | None
+    specs: Mapping[str, StateSpec]
+    keeper: torch.optim.Optimizer | None
+    fresh: bool
+
+    @property
+    def first_differs(self) -> bool:
+        return self.update is not None and self.update.program.first is not None
+
+
+def plan_layout(
+    job: Job, members: Members, config: Config, captured: Captured, updates: Mapping[str, Update], *, train: bool
+) -> tuple[Planned, ...]:
+    """The step's buckets in order of first use. Touches no state.
+
+    Args:
+        updates: by parameter name, for those that the step updates.
+        train: lay parameters that live in no store into buckets; a forward graph leaves them whole and plain.
+
+    Raises:
+        CaptureError: an optimizer holds state that its own update does not know.
+    """
+    order = _first_uses(captured, members)
+    kept: list[Planned] = []
+    loose: list[str] = []
+    for store, names in _by_store(members, order).items():
+        if store is None:
+            loose += names if train else []
+        elif _usable(store, names, members, config, updates):
+            store.job.check_alive()
+            update = updates.get(names[0])
+            layout = replace(store.layout, slots=_named_here(store, members))
+            kept.append(Planned(layout, store, update, store.specs, store.keeper, store.fresh))
+        else:
+            loose += names
+    loose.sort(key=order.__getitem__)
+    planned = [*kept, *_new(job, members, config, updates, loose)]
+    planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
+    return tuple(
+        replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned)
+    )
+
+
+def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
+    """Rank of every parameter by its first use in the step; unused ones come last."""
+    position = {node: index for index, node in enumerate(captured.graph.graph.nodes)}
+    last = len(position)
+    used = {}
+    for node in placeholders(captured.graph.graph, "parameter"):
+        found = role(node)
+        assert found is not None
+        used[found.name] = min((position[user] for user in node.users), default=last)
+    return {name: rank for rank, name in enumerate(sorted(members.parameters, key=lambda n: used.get(n, last)))}
+
+
+def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, list[str]]:
+    found: dict[Store | None, list[str]] = {}
+    for name in order:
+        found.setdefault(store_of(members.parameters[name]), []).append(name)
+    return found
+
+
+def _usable(
+    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update]
+) -> bool:
+    """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
+    found = [updates.get(name) for name in names]
+    first = found[0]
+    if first is None:
+        return not any(found)
+    complete = len(names) == len(store.parameters)
+    alike = all(one is not None and (one.rate, one.program.key) == (first.rate, first.program.key) for one in found)
+    whole = {_stays_whole(members.parameters[name], config) for name in names}
+    return complete and alike and whole == {store.layout.is_whole} and store.specs == first.program.state
+
+
+def _stays_whole(parameter: nn.Parameter, config: Config) -> bool:
+    return not config.policy.split or parameter.numel() < config.shard_min_size
+
+
+def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
+    """The store's slots under this graph's names; a parameter that the graph lacks keeps its old one."""
+    names = members.names()
+    return tuple(replace(slot, name=names.get(id(p), f"elsewhere.{slot.name}")) for p, slot in store.slots())
+
+
+def _new(
+    job: Job, members: Members, config: Config, updates: Mapping[str, Update], names: Sequence[str]
+) -> list[Planned]:
+    tied = set(members.aliases.values())
+    parameters, holdings = [], {}
+    for name in names:
+        parameter, update = members.parameters[name], updates.get(name)
+        holdings[name] = holding = _holding(parameter, update)
+        key: Hashable = (
+            None if update is None else (update.rate, update.program.key),
+            holding.key(),
+            # Two graphs that want different buckets of the same parameters settle on what suits both.
+            None if (store := store_of(parameter)) is None else store.serial,
+            # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
+            name if name in tied else None,
+        )
+        parameters.append(Parameter(name, tuple(parameter.shape), parameter.dtype, parameter.device, key))
+    buckets = plan_buckets(
+        parameters,
+        ranks=job.size,
+        split=config.policy.split,
+        min_split_numel=config.shard_min_size,
+        bucket_bytes=config.bucket_size,
+    )
+    return [_planned(bucket, updates.get(bucket.slots[0].name), holdings) for bucket in buckets]
+
+
+def _planned(bucket: Bucket, update: Update | None, holdings: Mapping[str, _Holding]) -> Planned:
+    holding = holdings[bucket.slots[0].name]
+    return Planned(bucket, None, update, holding.specs, holding.keeper, holding.fresh)
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """The optimizer state that a parameter has now, wherever it lies, and what it is to be in a bucket."""
+
+    keeper: Any
+    specs: Mapping[str, StateSpec]
+    scalars: tuple[tuple[str, float], ...]
+    fresh: bool
+
+    def key(self) -> Hashable:
+        """Parameters share a bucket only if their step counts are equal too; equal on all ranks."""
+        return self.fresh, tuple(self.specs), self.scalars
+
+
+def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
+    store = store_of(parameter)
+    keeper = update.optimizer if update is not None else store.keeper if store is not None else None
+    if store is not None:
+        held = {} if store.fresh else {name: store.state[name] for name in store.specs}
+    else:
+        held = {} if keeper is None else held_state(keeper, parameter)
+    if update is None:
+        return _Holding(keeper, {} if store is None else store.specs, _scalars(held, {} if store is None else store.specs), not held)
+    specs = update.program.state
+    if held and not set(specs) <= set(held):
+        raise CaptureError(
+            f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but its "
+            f"update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
+        )
+    return _Holding(keeper, specs, _scalars(held, specs), not held)
+
+
+def _scalars(held: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, float(held[name])) for name, spec in specs.items() if spec.scalar and name in held)
+
+
+def held_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The state that a plain optimizer has for a parameter; entries without a value left out."""
+    return {name: value for name, value in optimizer.state.get(parameter, {}).items() if value is not None}

@@ -1,0 +1,150 @@
+"""What belongs to a graph: its modules with their parameters and buffers, its optimizers, and what makes it compile anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from zerograph.capture import TensorSpec
+from zerograph.errors import ConfigError
+from zerograph.runtime.state import store_of
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """The modules of a graph under one root, and every distinct tensor in them by its first qualified name.
+
+    ``aliases`` maps further names of the same tensor (tied weights) to the first.
+    """
+
+    root: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+
+    def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+        """Shape, dtype, device and ``requires_grad`` of each."""
+        return {
+            name: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+            for name, tensor in tensors.items()
+        }
+
+    def names(self) -> dict[int, str]:
+        """Qualified name of each parameter, by ``id``."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+
+def find_members(attributes: Mapping[str, Any]) -> Members:
+    """The members of a graph with these attributes: those that are modules count.
+
+    Raises:
+        ConfigError: a lazy module that has not seen an input yet.
+    """
+    root = nn.Module()
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            root.add_module(name, value)
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"{name} has no shape yet: run the lazy module once before using it in a graph")
+        if first.setdefault(id(parameter), name) == name:
+            parameters[name] = parameter
+        else:
+            aliases[name] = first[id(parameter)]
+    for name, buffer in root.named_buffers(remove_duplicate=False):
+        if first.setdefault(id(buffer), name) == name:
+            buffers[name] = buffer
+        else:
+            aliases[name] = first[id(buffer)]
+    return Members(root, parameters, buffers, aliases)
+
+
+def check_optimizers(members: Members, optimizers: Optimizers) -> None:
+    """Every parameter of every optimizer must be in the graph, and in one optimizer only.
+
+    Raises:
+        ConfigError: naming the optimizer and the parameter.
+    """
+    names = members.names()
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"{_title(optimizers, number)} holds a parameter of shape {tuple(parameter.shape)} that no module of "
+                    "the graph has\nAssign the module to an attribute of the graph in __init__, or build the optimizer "
+                    "from the module that is there."
+                )
+            if owner.setdefault(id(parameter), number) != number:
+                raise ConfigError(f"{names[id(parameter)]} is in two optimizers: give each its own parameters")
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """The optimizer's parameters in the order in which its ``state_dict()`` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def capture_facts(members: Members, attributes: Mapping[str, Any], optimizers: Optimizers) -> dict[str, Any]:
+    """What a captured graph depends on besides its inputs, by name; equal values mean the same graph."""
+    names = members.names()
+    return {
+        "parameters": tuple(
+            (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in members.parameters.items()
+        ),
+        "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
+        "tied weights": tuple(members.aliases.items()),
+        "modules": tuple((name, type(m).__qualname__, _simple(vars(m))) for name, m in members.root.named_modules()),
+        "attributes of the graph": _simple(attributes),
+        "optimizers": tuple(
+            (type(optimizer).__qualname__, tuple(_hyperparameters(group, names) for group in optimizer.param_groups))
+            for optimizer in optimizers
+        ),
+        "autocast": tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)),
+    }
+
+
+def layout_facts(members: Members) -> tuple[Any, ...]:
+    """Where each parameter lives now: a compiled step is bound to that."""
+    found: list[Any] = []
+    for parameter in members.parameters.values():
+        store = store_of(parameter)
+        found.append(None if store is None else (store.serial, store.fresh and store.first_differs))
+    return tuple(found)
+
+
+def _simple(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Attributes that Python code may branch on or compute with: ``training``, a dropout's ``p``, a flag."""
+    return tuple((k, v) for k, v in attributes.items() if isinstance(v, (bool, int, float, str)) and k[0] != "_")
+
+
+def _hyperparameters(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Any, ...]:
+    """All but the learning rate, which is an input of the graph."""
+    values = tuple((key, _frozen(value)) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
+    return values, tuple(names.get(id(parameter), "?") for parameter in group["params"])
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(one) for one in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value if _plain(value) else repr(value)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _title(optimizers: Optimizers, number: int) -> str:
+    name = type(optimizers[number]).__name__
+    return name if len(optimizers) == 1 else f"optimizer {number} ({name})"

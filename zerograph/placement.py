@@ -1,0 +1,114 @@
+"""Global tensors at the API: placements are device meshes, global tensors are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zerograph.errors import PlacementError
+from zerograph.runtime.process_group import initialise
+from zerograph.runtime.process_group import mesh as mesh_of_all
+from zerograph.sbp import NdSbp, Sbp, Split, nd, to_dtensor
+
+
+def placement(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
+    """A device mesh over ``ranks``, in that order: ``zg.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
+
+    Initialises the process group if nobody has.
+
+    Raises:
+        PlacementError: not a list of distinct ranks of this job, or a device that this machine lacks.
+    """
+    initialise()
+    size = dist.get_world_size()
+    wanted = list(ranks) if isinstance(ranks, Sequence) else None
+    if not wanted or not all(isinstance(one, int) and not isinstance(one, bool) for one in wanted):
+        raise PlacementError(f"ranks={ranks!r}: give the ranks as a list of whole numbers, such as [0, 1]")
+    if len(set(wanted)) != len(wanted) or not all(0 <= one < size for one in wanted):
+        raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
+    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
+        raise PlacementError(f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'")
+    if wanted == list(range(size)):
+        return mesh_of_all(device_type)
+    return DeviceMesh(device_type, wanted)
+
+
+@overload
+def to_global(x: Tensor, *, placement: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor: ...
+@overload
+def to_global(x: nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> nn.Module: ...
+
+
+def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor | nn.Module:
+    """A global tensor from what each rank holds, or a module whose parameters and buffers are all global tensors.
+
+    With ``split(d)`` and ``partial_sum``, ``x`` is this rank's part: the global tensor is the parts end to end along
+    d, or their sum. With ``broadcast`` every rank gets the values of the first. Of a module every rank holds the
+    whole: it is cut in place, each rank keeps its part of the first rank's values. A DTensor is redistributed.
+
+    Raises:
+        PlacementError: an SBP that does not fit the tensor or the placement, or parts of different shape.
+    """
+    wanted = nd(sbp, placement.ndim)
+    if isinstance(x, nn.Module):
+        return _module_to_global(x, placement, wanted)
+    if not isinstance(x, Tensor):
+        raise PlacementError(f"to_global() takes a tensor or a module, not {type(x).__name__}")
+    if isinstance(x, DTensor):
+        _check_dims(tuple(x.shape), wanted)
+        return x.redistribute(placement, to_dtensor(wanted))
+    _check_dims(tuple(x.shape), wanted)
+    _check_equal_parts(x, placement)
+    # run_check makes broadcast parts equal to the first rank's.
+    return DTensor.from_local(x.contiguous(), placement, to_dtensor(wanted), run_check=True)
+
+
+def to_local(x: Tensor) -> Tensor:
+    """What this rank holds of a global tensor; a plain tensor is returned as it is."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    # A collective in flight is waited for here, not at some later use.
+    wait: Any = getattr(local, "wait", None)
+    waited: Tensor = wait() if callable(wait) else local
+    return waited
+
+
+def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> nn.Module:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if any(isinstance(one, Split) and one.dim >= tensor.dim() for one in sbp):
+            raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
+    placements = to_dtensor(sbp)
+    for owner in module.modules():
+        for key, parameter in owner.named_parameters(recurse=False):
+            cut = distribute_tensor(parameter.detach(), placement, placements)
+            owner.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        for key, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, key, distribute_tensor(buffer, placement, placements))
+    return module
+
+
+def _check_dims(shape: tuple[int, ...], sbp: NdSbp) -> None:
+    if any(isinstance(one, Split) and one.dim >= len(shape) for one in sbp):
+        raise PlacementError(f"a tensor of shape {shape} has no dimension to be {_text(sbp)}")
+
+
+def _check_equal_parts(x: Tensor, placement: DeviceMesh) -> None:
+    mine = (tuple(x.shape), str(x.dtype))
+    for dim in range(placement.ndim):
+        group = placement.get_group(dim)
+        if group.size() == 1:
+            continue
+        reports: list[Any] = [None] * group.size()
+        dist.all_gather_object(reports, mine, group=group)
+        if any(report != mine for report in reports):
+            shown = ", ".join(f"{shape} {dtype}" for shape, dtype in reports)
+            raise PlacementError(f"the parts of a global tensor must be alike on all ranks; they are {shown}")
+
+
+def _text(sbp: NdSbp) -> str:
+    return ", ".join(map(str, sbp))

@@ -1,0 +1,151 @@
+"""A graph's state under the names that the plain module and optimizer would use, whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.errors import ConfigError
+from zerograph.layout import held_state
+from zerograph.members import Members, Optimizers, parameters_of
+from zerograph.runtime.state import (
+    Store,
+    dissolve,
+    load_parameters,
+    load_states,
+    plain_parameters,
+    plain_states,
+    store_of,
+)
+
+
+def modules_state(members: Members) -> dict[str, dict[str, Any]]:
+    """What ``state_dict()`` of each module would be on one device, copied. A collective."""
+    whole = _whole_parameters(members) | {name: buffer.clone() for name, buffer in members.buffers.items()}
+    with _torch.with_tensors(members.root, _with_aliases(members, whole)):
+        return {name: module.state_dict() for name, module in members.root.named_children()}
+
+
+def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """``load_state_dict()`` of each module, strictly, into wherever its parameters live. No collective.
+
+    Raises:
+        ConfigError: other modules, names or shapes; nothing is changed then.
+    """
+    _check_names("modules", [name for name, _ in members.root.named_children()], list(states))
+    with torch.no_grad():
+        whole: dict[str, Tensor] = {
+            name: torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for name, parameter in members.parameters.items()
+        } | {name: buffer.clone() for name, buffer in members.buffers.items()}
+        with _torch.with_tensors(members.root, _with_aliases(members, whole)):
+            for name, module in members.root.named_children():
+                try:
+                    module.load_state_dict(states[name])
+                except RuntimeError as error:
+                    raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
+        for name, buffer in members.buffers.items():
+            buffer.copy_(whole[name])
+        for store in _stores(members.parameters.values()):
+            load_parameters(store, [whole.get(name) for name in _names(members, store.parameters)])
+        for name, parameter in members.parameters.items():
+            if store_of(parameter) is None:
+                parameter.copy_(whole[name])
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` would be on one device. A collective."""
+    parameters = list(parameters_of(optimizer))
+    states: dict[int, Mapping[str, Tensor]] = {}
+    for store in _stores(parameters):
+        if store.keeper is optimizer:
+            states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
+    for parameter in parameters:
+        if id(parameter) not in states:
+            states[id(parameter)] = {name: value.clone() for name, value in held_state(optimizer, parameter).items()}
+    groups, start = [], 0
+    for group in optimizer.param_groups:
+        numbers = list(range(start, start + len(group["params"])))
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+        start += len(numbers)
+    numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}
+    return {"state": {number: state for number, state in numbered.items() if state}, "param_groups": groups}
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if :func:`load_optimizer` could not take ``state``.
+
+    Raises:
+        ConfigError: other groups, or groups of other sizes.
+    """
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    if mine != theirs:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has groups of {mine} parameters, the loaded state of {theirs}\n"
+            "Build the optimizer as it was when the state was saved."
+        )
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)``, into wherever its state lives. A collective."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = list(parameters_of(optimizer))
+    held = {id(p): dict(state["state"].get(number, {})) for p, number in zip(parameters, numbers, strict=True)}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    for store in _stores(parameters):
+        states = [held.get(id(parameter), {}) for parameter in store.parameters]
+        if store.keeper is optimizer and _fits(store, states):
+            load_states(store, states)
+        else:
+            dissolve(store)
+    for parameter in parameters:
+        if store_of(parameter) is None:
+            optimizer.state.pop(parameter, None)
+            if held[id(parameter)]:
+                optimizer.state[parameter] = {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in held[id(parameter)].items()
+                }
+
+
+def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one bucket can hold these: the same entries for all its parameters, and the same step counts."""
+    scalars = [name for name, spec in store.specs.items() if spec.scalar]
+    alike = {
+        tuple(float(state[name]) for name in scalars) if set(store.specs) <= set(state) else None for state in states
+    }
+    return len(alike) == 1 and (None not in alike or not any(states))
+
+
+def _whole_parameters(members: Members) -> dict[str, Tensor]:
+    whole = {name: p.detach().clone() for name, p in members.parameters.items() if store_of(p) is None}
+    for store in _stores(members.parameters.values()):
+        whole |= dict(zip(_names(members, store.parameters), plain_parameters(store), strict=True))
+    return whole
+
+
+def _stores(parameters: Any) -> list[Store]:
+    """The distinct stores of ``parameters``, in their order: the same on all ranks."""
+    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
+
+
+def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:
+    names = members.names()
+    return [names.get(id(parameter), f"elsewhere{number}") for number, parameter in enumerate(parameters)]
+
+
+def _with_aliases(members: Members, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    inside = {name: tensor for name, tensor in tensors.items() if not name.startswith("elsewhere")}
+    return inside | {alias: tensors[name] for alias, name in members.aliases.items()}
+
+
+def _check_names(what: str, mine: Sequence[str], theirs: Sequence[str]) -> None:
+    if sorted(mine) != sorted(theirs):
+        raise ConfigError(f"the graph has the {what} {', '.join(mine)}; the loaded state is of {', '.join(theirs)}")
+
