@@ -43,7 +43,8 @@ def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 def first_computed(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return node
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

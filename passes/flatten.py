@@ -12,7 +12,7 @@ from zerograph.buckets import Bucket
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.edit import emit, fake, first_computed, positions
-from zerograph.sbp import show
+from zerograph.sbp import WHOLE, show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
 aten = torch.ops.aten
@@ -52,9 +52,7 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
     return _input(graph, Role("bucket", bucket.name), (bucket.padded,), bucket.dtype, bucket.device)
 
 
-def _input(
-    graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> fx.Node:
+def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
         node = graph.placeholder(found.name.replace(".", "_"))
     node.meta |= {"role": found, "val": fake(graph, shape, dtype, device)}
@@ -64,19 +62,31 @@ def _input(
 def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> None:
     named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
     order = positions(graph)
-    for slot in bucket.slots:
-        parameter = named.get(slot.name)
-        if parameter is None:
-            continue
-        if parameter.users:
-            first = min(parameter.users, key=order.__getitem__)
-            # Just before its first use, so that the gathered bucket lives no longer than needed.
-            with graph.inserting_before(first):
-                part = emit(graph, aten.slice.Tensor, (flat, 0, slot.offset, slot.offset + slot.numel), origin(first))
-                view = emit(graph, aten.view.default, (part, list(slot.shape)), origin(first))
+    parameters = {slot: named[slot.name] for slot in bucket.slots if slot.name in named}
+    # Just before its first use, so that a gathered bucket lives no longer than needed.
+    first = {slot: min(node.users, key=order.__getitem__) for slot, node in parameters.items() if node.users}
+    if first:
+        whole = _whole(graph, bucket, flat, min(first.values(), key=order.__getitem__))
+        for slot, user in first.items():
+            with graph.inserting_before(user):
+                part = emit(graph, aten.slice.Tensor, (whole, 0, slot.offset, slot.offset + slot.numel), origin(user))
+                view = emit(graph, aten.view.default, (part, list(slot.shape)), origin(user))
             view.meta["parameter"] = slot.name
-            parameter.replace_all_uses_with(view)
+            parameters[slot].replace_all_uses_with(view)
+    for parameter in parameters.values():
         graph.erase_node(parameter)
+
+
+def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.Node:
+    """The bucket as computation sees it: always whole. To compute on shards of weights may move fewer bytes in a
+    small batch, but it would be another sum in another order, and the stages would no longer agree."""
+    if bucket.is_whole:
+        return flat
+    with graph.inserting_before(user):
+        gather = emit(graph, boxing, (flat, show(WHOLE)), origin(user))
+    gather.meta["target_sbp"] = WHOLE
+    gather.meta["tensor"] = bucket.name
+    return gather
 
 
 def _bucket_gradient(

@@ -15,10 +15,8 @@ from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.rules import Signature
-from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, wire_bytes
+from zerograph.sbp import WHOLE, NdSbp, PartialSum, Sbp, Split, wire_bytes
 from zerograph.step_graph import nbytes, origin, output_nodes, role, writes
-
-_WHOLE: NdSbp = (broadcast,)
 
 
 def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -28,7 +26,7 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if node.op == "placeholder":
             node.meta["sbp"] = _at_rest(node, context)
         elif node.op == "get_attr":
-            node.meta["sbp"] = _WHOLE
+            node.meta["sbp"] = WHOLE
         elif node.op == "call_function":
             _choose(node, context)
     for node in reversed(list(graph.nodes)):
@@ -56,7 +54,7 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
         name = found.name.split(".")[0]
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
-    return _WHOLE
+    return WHOLE
 
 
 def _choose(node: fx.Node, context: Context) -> None:
@@ -65,7 +63,8 @@ def _choose(node: fx.Node, context: Context) -> None:
         return
     if node.target is operator.getitem:
         source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         node.meta["sbp"] = source.meta["sbp"][_tensor_index(source.meta["val"], index)]
         return
     candidates = _candidates(node, context)
@@ -112,7 +111,7 @@ def _tensor_index(values: Any, index: int) -> int:
 
 def _pull_split(node: fx.Node, context: Context) -> None:
     """Compute split what is computed whole although every reader wants the same split of it."""
-    if node.meta.get("sbp") != _WHOLE or not isinstance(node.meta.get("val"), Tensor) or "signature" not in node.meta:
+    if node.meta.get("sbp") != WHOLE or not isinstance(node.meta.get("val"), Tensor) or "signature" not in node.meta:
         return
     wanted: set[Sbp] = set()
     for user in node.users:
@@ -139,7 +138,7 @@ def _settle_boundaries(graph: fx.Graph) -> None:
         node.meta["sbp"] = (rest,)
     output = graph.output_node()
     output.meta["needs"] = [
-        _WHOLE if isinstance(node.meta["sbp"][0], PartialSum) else node.meta["sbp"] for node in output_nodes(graph)
+        WHOLE if isinstance(node.meta["sbp"][0], PartialSum) else node.meta["sbp"] for node in output_nodes(graph)
     ]
 
 

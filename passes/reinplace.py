@@ -48,13 +48,17 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     for gradient in gradients:
         value: Tensor = gradient.meta["val"]
         with graph.inserting_before(_behind(gradient, bucket)):
-            part = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(gradient)), joined)
+            part = _tagged(
+                emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(gradient)), joined
+            )
             view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(gradient)), joined)
             _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(gradient)), joined)
         offset += value.numel()
     if offset < joined.meta["val"].numel():
         with graph.inserting_before(_behind(bucket, bucket)):
-            tail = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, offset, joined.meta["val"].numel()), origin(joined)), joined)
+            tail = _tagged(
+                emit(graph, aten.slice.Tensor, (bucket, 0, offset, joined.meta["val"].numel()), origin(joined)), joined
+            )
             _tagged(emit(graph, aten.zero_.default, (tail,), origin(joined)), joined)
     joined.replace_all_uses_with(bucket)
     bucket.meta["gradient"] = joined.meta.pop("gradient")

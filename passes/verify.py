@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
@@ -10,7 +9,6 @@ from zerograph.passes import rules
 from zerograph.passes.rules import Signature
 from zerograph.sbp import PartialSum, show
 from zerograph.step_graph import origin, placeholders, writes
-
 
 
 def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> None:

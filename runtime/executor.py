@@ -45,7 +45,8 @@ class Executor:
         for name, tensor in self.rates.items():
             tensor.fill_(rates[name])
         arguments = [
-            feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed() for feed in self.feeds
+            feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
+            for feed in self.feeds
         ]
         try:
             with torch.no_grad():
@@ -60,7 +61,9 @@ class Executor:
             node = node.all_input_nodes[0]
         found = node.meta.get("boxing") if node is not None else None
         if isinstance(found, Boxing):
-            what = f"in the {boxing_kind(found.source[0], found.target[0])} of {found.tensor} ({found.phase}, node {node})"
+            what = (
+                f"in the {boxing_kind(found.source[0], found.target[0])} of {found.tensor} ({found.phase}, node {node})"
+            )
             return communication_error(self.job, f"{what} of {doing}", error)
         if self.job.size > 1 and where is None and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)
@@ -111,4 +114,3 @@ def _failed_line(traceback: TracebackType | None) -> str | None:
 def _looks_like_communication(error: RuntimeError) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))
-

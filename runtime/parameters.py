@@ -28,7 +28,7 @@ class SplitParameter(nn.Parameter):
             "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SplitParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -43,15 +43,17 @@ def _name(func: Any) -> str:
     return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else f"{name}()"
 
 
+def _accessors(accessor: str, *names: str) -> set[Any]:
+    return {getattr(getattr(Tensor, name), accessor) for name in names}
+
+
 # What says something about the parameter without reading its values.
-_METADATA = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn")
-    + ("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_mps", "is_xpu", "itemsize", "nbytes")
-} | {
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+_METADATA: set[Any] = {
+    *_accessors("__get__", "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn"),
+    *_accessors("__get__", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_mps", "is_xpu"),
+    *_accessors("__get__", "itemsize", "nbytes"),
+    *_accessors("__set__", "requires_grad", "grad"),
+    *_accessors("__delete__", "grad"),
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

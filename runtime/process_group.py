@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -182,18 +183,16 @@ def _ranks(ranks: Any) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))
 
 
-class _explained:
+@contextlib.contextmanager
+def _explained(job: Job, doing: str) -> Iterator[None]:
     """A failed exchange outside the graph, as an error that says what it was for."""
-
-    def __init__(self, job: Job, doing: str) -> None:
-        self._job, self._doing = job, doing
-
-    def __enter__(self) -> None:
-        self._job.check_alive()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ZeroGraphError):
-            raise communication_error(self._job, self._doing, error) from error
+    job.check_alive()
+    try:
+        yield
+    except ZeroGraphError:
+        raise
+    except RuntimeError as error:
+        raise communication_error(job, doing, error) from error
 
 
 def communication_error(job: Job, doing: str, error: BaseException) -> CommunicationError:

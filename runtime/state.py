@@ -20,6 +20,7 @@ from zerograph.buckets import Bucket, Slot
 from zerograph.errors import InputError
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
+from zerograph.step_graph import nbytes
 from zerograph.update import StateSpec
 
 PlainState = dict[str, Tensor]
@@ -81,7 +82,7 @@ class Store:
         for parameter, slot in self.slots():
             if slot.numel and parameter.data_ptr() != base + slot.offset * size:
                 raise InputError(
-                    f"the data of {slot.name} was replaced after the graph had been compiled (module.to(), .data = ...)\n"
+                    f"the data of {slot.name} was replaced after the graph was compiled (module.to(), .data = ...)\n"
                     "Change parameters in place, or through load_state_dict()."
                 )
 
@@ -228,11 +229,7 @@ def _load(store: Store, shard: Tensor, values: Sequence[Tensor | None]) -> None:
 
 def bytes_at_rest(stores: Iterable[Store]) -> int:
     """Bytes of parameters and optimizer state that this rank holds in ``stores``."""
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for store in stores
-        for tensor in (store.flat, *store.state.values())
-    )
+    return sum(nbytes(tensor) for store in stores for tensor in (store.flat, *store.state.values()))
 
 
 def guard(optimizer: torch.optim.Optimizer, complain: Any) -> None:

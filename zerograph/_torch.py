@@ -42,7 +42,6 @@ __all__ = [
     "fake_mode",
     "forward_sequence_number",
     "functional_trace",
-    "group_by_name",
     "inductor",
     "mark_step_called",
     "preserved_metadata",
@@ -135,8 +134,9 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[.
     from torch._inductor.compile_fx import compile_fx  # seconds to import: only for those who use it
 
     with torch.no_grad():
-        compiled: Callable[..., Any] = compile_fx(graph, list(example_inputs))
-    return compiled
+        compiled: Any = compile_fx(graph, list(example_inputs))
+    function: Callable[..., Any] = compiled
+    return function
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
@@ -156,11 +156,6 @@ def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     gather(whole, shard, group=group)
 
 
-def single_process_store() -> dist.Store:
-    """A store without a socket, so that one process needs no address and no free port."""
-    return dist.HashStore()
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group that a functional collective's ``group_name`` argument means."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
+def single_process_store() -> Any:
+    """A store without a socket, so that one process needs no address and no free port (untyped in torch)."""
+    return dist.HashStore()  # type: ignore[attr-defined]

@@ -102,7 +102,7 @@ def _read_global(leaf: DTensor, name: str, ranks: int) -> tuple[Tensor, TensorSp
     for one in sbp:
         if isinstance(one, Split) and leaf.shape[one.dim] % ranks:
             raise PlacementError(
-                f"{name} of shape {tuple(leaf.shape)} is {one}, but {leaf.shape[one.dim]} does not divide by {ranks} ranks"
+                f"{name} of shape {tuple(leaf.shape)} is {one}: {leaf.shape[one.dim]} does not divide by {ranks} ranks"
             )
     local = leaf.to_local().contiguous()
     return local, TensorSpec(tuple(leaf.shape), leaf.dtype, local.device), sbp

@@ -93,9 +93,7 @@ def plan_buckets(
             members = open_buckets[key] = []
             closed.append((members, whole))
         members.append(parameter)
-    return tuple(
-        _lay(f"bucket{first_number + i}", members, ranks, whole) for i, (members, whole) in enumerate(closed)
-    )
+    return tuple(_lay(f"bucket{first_number + i}", members, ranks, whole) for i, (members, whole) in enumerate(closed))
 
 
 def default_bytes(parameters: Sequence[Parameter]) -> int:

@@ -168,7 +168,9 @@ def _explained() -> Iterator[None]:
         yield
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
         line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{_ONE_GRAPH}") from None
+        raise CaptureError(
+            f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{_ONE_GRAPH}"
+        ) from None
     except RuntimeError as error:
         if "grad can be implicitly created only for scalar outputs" not in str(error):
             raise

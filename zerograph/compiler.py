@@ -17,6 +17,7 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
+from zerograph.passes import rules
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.runtime import backends
@@ -190,7 +191,11 @@ class Compiler:
 
     def _apply(self, job: Job, members: Members, layout: Sequence[Planned]) -> dict[str, Store]:
         """Bring the state into the planned layout, by bucket name: old stores are dissolved, new ones settled."""
-        new = {one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots] for one in layout if one.store is None}
+        new = {
+            one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots]
+            for one in layout
+            if one.store is None
+        }
         moving = dict.fromkeys(store_of(parameter) for parameters in new.values() for parameter in parameters)
         for store in moving:
             if store is not None:
@@ -208,9 +213,9 @@ class Compiler:
 
     def _bind(self, job: Job, members: Members, prepared: _Prepared, stores: Mapping[str, Store]) -> CompiledStep:
         graph = prepared.graph
-        lookups = {
-            Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()
-        } | {Role("buffer", name): _lookup(members.root, name) for name in members.buffers}
+        lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
+            Role("buffer", name): _lookup(members.root, name) for name in members.buffers
+        }
         executor = bind(job, graph, prepared.function, stores, lookups)
         rates = {one.update.rate: one.update.group for one in prepared.layout if one.update is not None}
         needs = graph.graph.output_node().meta["needs"]
@@ -234,10 +239,13 @@ def _lookup(root: nn.Module, name: str) -> Lookup:
 
 def _refuse_random(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        # Attention is tagged as random, but draws only for its dropout.
+        if random and rules.arguments(node).get("dropout_p") != 0:
             where = origin(node)
             raise CaptureError(
-                f"build() draws random numbers ({node.target}) in a job of several ranks\n  {where.source}   {where.code}\n"
+                f"build() draws random numbers ({node.target}) in a job of several ranks\n"
+                f"  {where.source}   {where.code}\n"
                 "They would differ between ranks where the numbers of one device need them equal. Set dropout to 0, or "
                 "draw them outside build() and pass them in."
             )

@@ -64,6 +64,12 @@ class Config:
         """All options' values: equal where the compiled step may be the same."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
+    def shown(self) -> str:
+        """The same in words that are equal on all ranks."""
+        names = (field.name for field in fields(self))
+        values = {name: getattr(self, name) for name in names}
+        return ", ".join(f"{k}={getattr(v, '__qualname__', type(v)) if callable(v) else v}" for k, v in values.items())
+
 
 def _whole_number(low: int, unit: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:

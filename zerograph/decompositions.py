@@ -25,14 +25,14 @@ def table() -> dict[Any, Callable[..., Any]]:
         **decompositions(_FROM_TORCH),
         aten.mean.default: lambda x, dtype=None: _mean(x, None, False, dtype),
         aten.mean.dim: lambda x, dim=None, keepdim=False, dtype=None: _mean(x, dim, keepdim, dtype),
-        aten.var.correction: lambda x, dim=None, *, correction=None, keepdim=False: (
-            _var_mean(x, dim, correction, keepdim)[0]
-        ),
-        aten.std.correction: lambda x, dim=None, *, correction=None, keepdim=False: (
-            _var_mean(x, dim, correction, keepdim)[0].sqrt()
-        ),
-        aten.var_mean.correction: lambda x, dim=None, *, correction=None, keepdim=False: (
-            _var_mean(x, dim, correction, keepdim)
+        aten.var.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
+        )[0],
+        aten.std.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
+        )[0].sqrt(),
+        aten.var_mean.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
         ),
         aten.ones_like.default: _filled_like(1),
         aten.zeros_like.default: _filled_like(0),
@@ -78,7 +78,8 @@ _FROM_TORCH = [
 def _mean(x: Tensor, dim: Sequence[int] | int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
-    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / count
+    total: Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return total / count
 
 
 def _var_mean(x: Tensor, dim: Sequence[int] | int | None, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch, inspection, state_dict
@@ -19,8 +19,9 @@ from zerograph.errors import CaptureError, ConfigError, InputError, SplitParamet
 from zerograph.members import Members, capture_facts, find_members, layout_facts
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, join
-from zerograph.runtime.state import Store, close_whole, guard, open_whole, store_of
+from zerograph.runtime.state import Store, bytes_at_rest, close_whole, guard, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
+from zerograph.step_graph import nbytes
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -97,7 +98,7 @@ class ZeroGraph:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
-        step, batch, job = self._ready(args, kwargs)
+        step, batch = self._ready(args, kwargs)
         rates = {name: float(group.get("lr", 0.0)) for name, group in step.rates.items()}
         values = step.executor(batch.tensors, rates, self._doing())
         if self._optimizers:
@@ -137,6 +138,11 @@ class ZeroGraph:
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name."""
         return inspection.placements(self._compiled(), self._members())
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state that this rank holds between steps."""
+        plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
+        return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``.
@@ -205,7 +211,7 @@ class ZeroGraph:
         lines.append(f"  rank {context.rank} of {context.ranks}, backend {self._latest.backend}")
         return "\n".join([*lines, inspection.describe(self._latest, self._members())])
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch, Job]:
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
         """The compiled step for these inputs, once all ranks agree on it."""
         outer = _building.get()
         if outer is not None:
@@ -228,14 +234,14 @@ class ZeroGraph:
         key = (tuple(facts.values()), batch.key() if batch is not None else None)
         step = self._steps.get((key, layout_facts(members)))
         doing = self._doing()
-        number = digest((_shown(facts), batch and batch.facts(), step is None)) if job.size > 1 else 0
-        agree(job, doing, number, lambda: {**(batch.facts() if batch else {}), **_shown(facts)}, problem)
+        shown = {} if batch is None or job.size == 1 else {**batch.facts(), **self._shown(facts)}
+        agree(job, doing, digest((shown, step is None)), lambda: shown, problem)
         assert batch is not None
         if step is None:
             step = self._compiler.compile(job, members, batch, key, doing)
             self._steps[key, layout_facts(members)] = step
         self._latest = step
-        return step, batch, job
+        return step, batch
 
     def _step_made(self, step: CompiledStep) -> None:
         for store in step.updated:
@@ -255,7 +261,9 @@ class ZeroGraph:
 
     def _complain(self, what: str) -> None:
         if _building.get() is not None:
-            raise CaptureError(f"build() calls optimizer.{what}; the graph makes the registered optimizers' updates itself")
+            raise CaptureError(
+                f"build() calls optimizer.{what}; the graph makes the registered optimizers' updates itself"
+            )
         if any(store.keeper in self._optimizers for store in self._stores()):
             raise SplitParameterError(
                 f"optimizer.{what}: the optimizer's state lives in the graph now\n"
@@ -294,19 +302,15 @@ class ZeroGraph:
             raise ConfigError("nothing is compiled yet: call the graph, or compile(*inputs)")
         return self._latest
 
+    def _shown(self, facts: dict[str, Any]) -> dict[str, str]:
+        """Facts as text, those of parameters and modules one by one, so that a difference has a short name."""
+        shown = {"configuration": self.config.shown()}
+        for name, value in facts.items():
+            if name in ("parameters", "buffers", "modules"):
+                shown |= {f"{name}: {one[0] or 'the graph'}": str(one[1:]) for one in value}
+            elif name not in shown:
+                shown[name] = str(value)
+        return shown
+
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
-
-
-def _shown(facts: dict[str, Any]) -> dict[str, str]:
-    """Facts as text, those of parameters and modules one by one, so that a difference has a short name."""
-    shown: dict[str, str] = {}
-    for name, value in facts.items():
-        if name in ("parameters", "buffers", "modules"):
-            shown |= {f"{name}: {one[0] or 'the graph'}": str(one[1:]) for one in value}
-        else:
-            shown[name] = str(value)
-    return shown
-
-
-__all__ = ["Tensor", "ZeroGraph"]

@@ -10,7 +10,7 @@ from torch import fx
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.runtime.state import bytes_at_rest, store_of
-from zerograph.sbp import NdSbp, Sbp, boxing_kind, broadcast, show, wire_bytes
+from zerograph.sbp import WHOLE, NdSbp, Sbp, boxing_kind, show, wire_bytes
 from zerograph.step_graph import Boxing, Phase, placeholders
 
 
@@ -59,14 +59,13 @@ def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]], ranks: int)
 def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
     """SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
     found: dict[str, NdSbp] = {}
-    whole: NdSbp = (broadcast,)
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
-        found[name] = whole if store is None else store.layout.sbp
+        found[name] = WHOLE if store is None else store.layout.sbp
         if store is not None:
             for state, spec in store.specs.items():
-                found[f"{name}.{state}"] = whole if spec.scalar else store.layout.sbp
-    found |= dict.fromkeys(members.buffers, whole)
+                found[f"{name}.{state}"] = WHOLE if spec.scalar else store.layout.sbp
+    found |= dict.fromkeys(members.buffers, WHOLE)
     found |= {alias: found[name] for alias, name in members.aliases.items()}
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
 

@@ -1,4 +1,4 @@
-"""Which parameters lie in which buckets: stores that exist are kept where the step can use them, the rest is laid anew."""
+"""Which parameters lie in which buckets: stores are kept where the step can use them, the rest is laid anew."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def plan_layout(
     loose.sort(key=order.__getitem__)
     planned = [*kept, *_new(job, members, config, updates, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
-    return tuple(
-        replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned)
-    )
+    return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
 
 
 def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
@@ -178,12 +176,14 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     else:
         held = {} if keeper is None else held_state(keeper, parameter)
     if update is None:
-        return _Holding(keeper, {} if store is None else store.specs, _scalars(held, {} if store is None else store.specs), not held)
+        return _Holding(
+            keeper, {} if store is None else store.specs, _scalars(held, {} if store is None else store.specs), not held
+        )
     specs = update.program.state
     if held and not set(specs) <= set(held):
         raise CaptureError(
-            f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but its "
-            f"update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
+            f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but "
+            f"its update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
         )
     return _Holding(keeper, specs, _scalars(held, specs), not held)
 

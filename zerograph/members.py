@@ -1,4 +1,4 @@
-"""What belongs to a graph: its modules with their parameters and buffers, its optimizers, and what makes it compile anew."""
+"""What belongs to a graph: modules, their parameters and buffers, optimizers; and what makes it compile anew."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
         for parameter in parameters_of(optimizer):
             if id(parameter) not in names:
                 raise ConfigError(
-                    f"{_title(optimizers, number)} holds a parameter of shape {tuple(parameter.shape)} that no module of "
-                    "the graph has\nAssign the module to an attribute of the graph in __init__, or build the optimizer "
-                    "from the module that is there."
+                    f"{_title(optimizers, number)} holds a parameter of shape {tuple(parameter.shape)} that no module "
+                    "of the graph has\nAssign the module to an attribute of the graph in __init__, or build the "
+                    "optimizer from the module that is there."
                 )
             if owner.setdefault(id(parameter), number) != number:
                 raise ConfigError(f"{names[id(parameter)]} is in two optimizers: give each its own parameters")
@@ -138,11 +138,10 @@ def _hyperparameters(group: Mapping[str, Any], names: Mapping[int, str]) -> tupl
 def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(one) for one in value)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value if _plain(value) else repr(value)
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    # Without the address, which differs between ranks.
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value).split(" at 0x")[0]
 
 
 def _title(optimizers: Optimizers, number: int) -> str:

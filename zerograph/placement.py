@@ -33,7 +33,9 @@ def placement(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
     if len(set(wanted)) != len(wanted) or not all(0 <= one < size for one in wanted):
         raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
     if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
-        raise PlacementError(f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'")
+        raise PlacementError(
+            f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'"
+        )
     if wanted == list(range(size)):
         return mesh_of_all(device_type)
     return DeviceMesh(device_type, wanted)

@@ -45,6 +45,9 @@ NdSbp = tuple[Sbp, ...]
 broadcast = Broadcast()
 partial_sum = PartialSum()
 
+# Broadcast on the one dimension of a 1-D placement.
+WHOLE: NdSbp = (broadcast,)
+
 
 def split(dim: int) -> Split:
     """``split(d)``: rank r holds slice r of dimension d, counted from the front.

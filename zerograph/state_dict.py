@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.errors import ConfigError
 from zerograph.layout import held_state
-from zerograph.members import Members, Optimizers, parameters_of
+from zerograph.members import Members, parameters_of
 from zerograph.runtime.state import (
     Store,
     dissolve,
@@ -148,4 +148,3 @@ def _with_aliases(members: Members, tensors: dict[str, Tensor]) -> dict[str, Ten
 def _check_names(what: str, mine: Sequence[str], theirs: Sequence[str]) -> None:
     if sorted(mine) != sorted(theirs):
         raise ConfigError(f"the graph has the {what} {', '.join(mine)}; the loaded state is of {', '.join(theirs)}")
-

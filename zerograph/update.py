@@ -213,7 +213,8 @@ def _prove_elementwise(graph: fx.GraphModule, shape: torch.Size, optimizer: str)
         if all(not isinstance(value, Tensor) or value.dim() == 0 for value in values):
             continue
         raise CaptureError(
-            f"the update of {optimizer} is not elementwise: it uses {node.target} on a parameter of shape {tuple(shape)}\n"
+            f"the update of {optimizer} is not elementwise: "
+            f"it uses {node.target} on a parameter of shape {tuple(shape)}\n"
             "Its parameters cannot lie in flat buckets, and this version places no other updates. "
             "Use an elementwise optimizer (SGD, Adam, AdamW, ...)."
         )
@@ -268,12 +269,14 @@ def _in_place(target: Any) -> bool:
 
 def _initial_value(first: fx.GraphModule, index: int) -> float | None:
     returned = first.graph.output_node().args[0]
-    assert isinstance(returned, (list, tuple)) and isinstance(returned[index], fx.Node)
-    root = _root(returned[index])
+    assert isinstance(returned, (list, tuple))
+    made = returned[index]
+    assert isinstance(made, fx.Node)
+    root = _root(made)
     if root.op == "get_attr":
         constant = getattr(first, str(root.target))
         return float(constant) if isinstance(constant, Tensor) and constant.numel() == 1 else None
-    found = _FACTORIES.get(root.target)
+    found = _FACTORIES.get(root.target)  # type: ignore[call-overload]
     number = found(root) if found else None
     return float(number) if isinstance(number, (int, float)) else None
 
@@ -284,7 +287,7 @@ def _key(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:
     output = graph.graph.output_node().args[0]
     for state, node in zip(returned_state, output if isinstance(output, (list, tuple)) else (), strict=False):
         names[_made_at(node)] = state
-    lines = []
+    lines: list[str] = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             names[node] = node.meta["update_input"]

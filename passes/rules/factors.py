@@ -64,6 +64,8 @@ def signatures(
     operands = [_parse(part, shape) for part, shape in zip(_commas(left, len(inputs)), inputs, strict=True)]
     results = [_parse(part, shape) for part, shape in zip(_commas(right, len(outputs)), outputs, strict=True)]
     sizes = _sizes([*operands, *results], [*inputs, *outputs])
+    operands = [_without_broadcast(operand, shape, sizes) for operand, shape in zip(operands, inputs, strict=True)]
+    results = [_without_broadcast(result, shape, sizes) for result, shape in zip(results, outputs, strict=True)]
     found = [Signature((broadcast,) * len(inputs), (broadcast,) * len(outputs))]
     for name in dict.fromkeys(f.name for operand in [*operands, *results] for dim in operand for f in dim):
         where = [_position(operand, name, sizes) for operand in [*operands, *results]]
@@ -143,22 +145,26 @@ def _count(tokens: Sequence[str]) -> int:
 
 
 def _sizes(operands: list[_Operand], shapes: Sequence[Shape]) -> dict[str, int]:
-    """Size of every factor; a dimension of size 1 under a larger factor is broadcast, and drops out of it."""
+    """Size of every factor: the largest that any of its dimensions has, the others being broadcast."""
     factors = {factor.name for operand in operands for dimension in operand for factor in dimension}
     sizes = {name: int(name.split(":")[1]) for name in factors if ":" in name}
     for operand, shape in zip(operands, shapes, strict=True):
         for dimension, size in zip(operand, shape, strict=True):
             if len(dimension) == 1 and ":" not in dimension[0].name:
                 sizes[dimension[0].name] = max(sizes.get(dimension[0].name, 0 if size == 0 else 1), size)
-    for index, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
+    for operand, shape in zip(operands, shapes, strict=True):
         for dimension, size in zip(operand, shape, strict=True):
             if len(dimension) > 1:
                 _divide(dimension, size, sizes)
-        operands[index] = tuple(
-            () if len(dim) == 1 and size == 1 and sizes[dim[0].name] > 1 else dim
-            for dim, size in zip(operand, shape, strict=True)
-        )
     return sizes
+
+
+def _without_broadcast(operand: _Operand, shape: Shape, sizes: dict[str, int]) -> _Operand:
+    """A dimension of size 1 under a larger factor is broadcast along it, and does not carry it."""
+    return tuple(
+        () if len(dimension) == 1 and size == 1 and sizes[dimension[0].name] > 1 else dimension
+        for dimension, size in zip(operand, shape, strict=True)
+    )
 
 
 def _divide(dimension: _Dimension, size: int, sizes: dict[str, int]) -> None:

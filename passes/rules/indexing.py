@@ -28,7 +28,7 @@ def _gathered(operands: Operands) -> str:
 
 
 def _scattered(operands: Operands) -> str:
-    source, index = operands.inputs[:2]
+    source = operands.inputs[0]
     dim = operands["dim"] % source.dim()
     others = operands.inputs[1:]
     same = [all(a == v.shape[i] for v in others) for i, a in enumerate(source.shape)]

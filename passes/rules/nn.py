@@ -58,9 +58,11 @@ rule(
 )
 rule(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    lambda operands: "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q!"
-    + _mask(operands, 6)
-    + " -> b h q! d!, b h k! d!, b h k! e!",
+    lambda operands: (
+        "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q!"
+        + _mask(operands, 6)
+        + " -> b h q! d!, b h k! d!, b h k! e!"
+    ),
 )
 
 

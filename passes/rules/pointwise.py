@@ -31,6 +31,7 @@ rule(aten.clone.default, pointwise, linear=(0,))
 rule(aten.detach.default, pointwise, linear=(0,))
 rule(aten.alias.default, pointwise, linear=(0,))
 rule(aten.lift_fresh_copy.default, pointwise, linear=(0,))
+rule(aten.copy.default, "..., ... -> ...", linear=(1,))
 rule(aten.copy_.default, "..., ... -> ...")
 
 

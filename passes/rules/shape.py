@@ -120,7 +120,9 @@ def _expanded(operands: Operands) -> str:
     source, target = operands.inputs[0].shape, operands.outputs[0].shape
     new = len(target) - len(source)
     letters = _letters(len(target))
-    return " ".join("1" if size == 1 else letters[new + i] for i, size in enumerate(source)) + " -> " + " ".join(letters)
+    return (
+        " ".join("1" if size == 1 else letters[new + i] for i, size in enumerate(source)) + " -> " + " ".join(letters)
+    )
 
 
 rule(aten.expand.default, _expanded, linear=(0,))

@@ -1,0 +1,273 @@
+"""Train a small GPT on bytes of Python source with ZeRO, on any number of processes.
+
+torchrun --nproc-per-node 2 examples/train_gpt.py              # ZeRO stage 2 on two processes: a few minutes on CPU
+torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3    # the same losses, and less memory per rank
+python examples/train_gpt.py --steps 50 --corpus my_text.txt   # one process, any text
+
+Nothing is downloaded: unless told otherwise, the text is the source of Python's own standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import zerograph as zg
+
+WIDTH, LAYERS, HEADS, CONTEXT = 192, 4, 6, 128
+CORPUS_BYTES = 4_000_000
+EVAL_BATCHES = 8
+PROMPT, SAMPLE_BYTES = "def ", 600
+# Folders of the standard library to leave out: not its own, tests, and tables of numbers.
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+
+
+class Gpt(nn.Module):
+    """A decoder-only transformer over bytes, with norms in front of each half of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # Each block adds to the residual stream twice: the sum over all blocks has the size of one.
+                onto_residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if onto_residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TrainStep(zg.ZeroGraph):
+    """Forward, backward and AdamW's update as one graph."""
+
+    def __init__(self, model: Gpt, lr: float, steps: int, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+        self.add_optimizer(optimizer, lr_scheduler=LambdaLR(optimizer, lambda step: warmup_cosine(step, steps)))
+        if stage:
+            self.set_zero_mode("distributed_split", stage=stage)
+
+    def build(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = next_byte_loss(self.model, inputs, targets)
+        loss.backward()
+        return loss
+
+
+class EvalStep(zg.ZeroGraph):
+    """The loss alone. It needs no ZeRO of its own: it reads the parameters as the training graph keeps them."""
+
+    def __init__(self, model: Gpt) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return next_byte_loss(self.model, inputs, targets)
+
+
+def next_byte_loss(model: Gpt, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def warmup_cosine(step: int, steps: int) -> float:
+    """Factor on the learning rate: up over the first twentieth, then down to a twentieth along a cosine."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
+def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
+    """Text to train on and held-out text: other files, or the end of the file where there is only one."""
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    if not root.exists():
+        raise SystemExit(f"--corpus {root}: no such file or folder")
+    if root.is_file():
+        files = [root.read_bytes()[:CORPUS_BYTES]]
+    else:
+        names = sorted(file.relative_to(root) for file in root.rglob("*" if path else "*.py") if file.is_file())
+        names = [name for name in names if path or not SKIPPED & set(name.parts)]
+        # Mixed, in the same way on all ranks, so that the cap and the held-out files are a fair choice.
+        random.Random(0).shuffle(names)
+        files = list(read_up_to(CORPUS_BYTES, (root / name for name in names)))
+    if len(files) == 1:
+        end = len(files[0]) - len(files[0]) // 20
+        files = [files[0][:end], files[0][end:]]
+    last = max(1, len(files) // 20)
+    text, held_out = b"".join(files[:-last]), b"".join(files[-last:])
+    if min(len(text), len(held_out)) <= CONTEXT:
+        raise SystemExit(
+            f"the corpus {root} is too small: {len(text):,} bytes to train on and {len(held_out):,} held out\n"
+            f"Both must be longer than the context of {CONTEXT} bytes: give more text with --corpus."
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
+
+
+def read_up_to(limit: int, files: Iterator[Path]) -> Iterator[bytes]:
+    for file in files:
+        if limit <= 0:
+            return
+        content = file.read_bytes()[:limit]
+        limit -= len(content)
+        yield content
+
+
+def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of the batch of windows that begin at ``starts``: inputs, and the byte after each."""
+    mine = starts.chunk(zg.world_size())[zg.rank()]
+    found = text[mine[:, None] + torch.arange(CONTEXT + 1)].long()
+    return found[:, :-1], found[:, 1:]
+
+
+def bits_per_byte(evaluate: EvalStep, held_out: Tensor, batch: int) -> float:
+    """The mean loss in bits, over windows spread evenly over the held-out text."""
+    starts = torch.linspace(0, len(held_out) - CONTEXT - 1, EVAL_BATCHES * batch).long()
+    losses = [float(evaluate(*windows(held_out, some))) for some in starts.split(batch)]
+    return sum(losses) / len(losses) / math.log(2)
+
+
+@torch.no_grad()
+def sample(model: Gpt, generator: torch.Generator, device: torch.device, temperature: float = 0.8) -> str:
+    written = list(PROMPT.encode())
+    for _ in range(SAMPLE_BYTES):
+        logits = model(torch.tensor([written[-CONTEXT:]], device=device))[0, -1].cpu()
+        written.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)))
+    return bytes(written).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def progress(console: Console, steps: int) -> Iterator[Callable[[int, float, float], None]]:
+    """A function to tell step, loss and bytes per second: a bar on a terminal, elsewhere a line now and then."""
+    if not console.is_terminal or console.quiet:
+        every = max(1, steps // 10)
+
+        def line(step: int, loss: float, speed: float) -> None:
+            if step % every == 0 or step in (1, steps):
+                console.print(f"step {step:>5}/{steps}  loss {loss:.4f}  {speed:>9,.0f} tokens/s")
+
+        yield line
+        return
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda step, loss, speed: bar.update(
+            task, completed=step, description=f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        )
+
+
+def parse_options() -> argparse.Namespace:
+    summary, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="updates to make")
+    parser.add_argument("--batch", type=int, default=32, help="windows per step, over all processes together")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="of ZeRO; 0 is plain data parallel")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters, the batches and the sample")
+    parser.add_argument("--corpus", type=Path, help="a file or folder of text; default: Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("runs/sample.txt"), help="where to write the text sample")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    if options.batch < 1 or options.batch % int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error(f"--batch {options.batch} must divide by the number of processes")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text, held_out = (part.to(device) for part in read_corpus(options.corpus))
+    torch.manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
+
+    model = Gpt().to(device)
+    train = TrainStep(model, options.lr, options.steps, options.stage)
+    evaluate = EvalStep(model)
+
+    # From here on every rank makes the same calls in the same order; only rank 0 shows what comes of them.
+    console = Console(quiet=zg.rank() != 0, highlight=False)
+    console.print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes to train on, "
+        f"{len(held_out):,} held out\n{zg.world_size()} processes on {device.type}, ZeRO stage {options.stage or 'off'}"
+    )
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return windows(text, torch.randint(len(text) - CONTEXT, (options.batch,), generator=generator))
+
+    # The first call would compile too: done apart, it can be timed, and the parameters are split from here on.
+    begun = time.perf_counter()
+    inputs, targets = batch()
+    train.compile(inputs, targets)
+    compiling = time.perf_counter() - begun
+    before = bits_per_byte(evaluate, held_out, options.batch)
+
+    begun = time.perf_counter()
+    with progress(console, options.steps) as tell:
+        for step in range(1, options.steps + 1):
+            loss = train(inputs, targets)
+            inputs, targets = batch()
+            tell(step, float(loss), step * options.batch * CONTEXT / (time.perf_counter() - begun))
+    speed = options.steps * options.batch * CONTEXT / (time.perf_counter() - begun)
+    after = bits_per_byte(evaluate, held_out, options.batch)
+
+    with train.full_parameters():
+        written = sample(model, generator, device)
+    if zg.rank() == 0:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(written, encoding="utf-8")
+    console.print(f"\nA sample, whole in {options.out}:", *written.splitlines()[:12], sep="\n", markup=False)
+
+    # Plain data parallel keeps the parameters and AdamW's two moments whole on every rank.
+    data_parallel = sum(3 * parameter.nbytes for parameter in model.parameters())
+    table = Table(show_header=False)
+    table.add_row("held-out bits per byte, before and after", f"{before:.3f} -> {after:.3f}")
+    table.add_row("tokens per second", f"{speed:,.0f}")
+    table.add_row("compiling the training step", f"{compiling:.1f} s")
+    table.add_row("parameters and optimizer state per rank", f"{train.state_bytes():,} bytes")
+    table.add_row("the same with plain data parallel", f"{data_parallel:,} bytes")
+    table.add_row("sent by each rank per step", f"{sum(one.bytes for one in train.collectives()):,} bytes")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

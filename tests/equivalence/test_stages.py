@@ -1,0 +1,89 @@
+"""The stages agree with each other bitwise, and N ranks compute what one device computes on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import MODELS, TrainStep, adamw, batches, make, part, train_plainly
+from tests.pool import Pool
+
+STEPS = 10
+
+
+def train(name: str, stages: list[int], dtype: torch.dtype, size: int, options: dict[str, Any]) -> list[Any]:
+    """Losses and the final state of the model, for each stage: run on every rank."""
+    results = []
+    for stage in stages:
+        model = make(name, dtype)
+        step = TrainStep(model, adamw(model), stage, **options)
+        losses = [step(part(x), part(y)) for x, y in batches(name, STEPS, size, dtype)]
+        results.append((losses, step.state_dict()["modules"]["model"]))
+    return results
+
+
+def expected(name: str, dtype: torch.dtype, size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make(name, dtype)
+    losses = train_plainly(model, adamw(model), batches(name, STEPS, size, dtype))
+    return losses, model.state_dict()
+
+
+def deviation(found: Tensor, wanted: Tensor) -> float:
+    """Length of the difference, relative to the length of the wanted values."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+
+
+def check(result: Any, wanted: Any, tolerance: float) -> None:
+    """Every loss, and all parameters and buffers together, within ``tolerance``.
+
+    Not element by element: Adam's first steps have the size of the learning rate whatever the gradient's, so where a
+    gradient cancels to nearly nothing its rounding decides. Plain PyTorch on the same batch in another order
+    differs in such elements by as much; fp64 decides.
+    """
+    losses, state = result
+    assert max(map(deviation, losses, wanted[0])) <= tolerance
+    assert state.keys() == wanted[1].keys()
+    assert deviation(_joined(state), _joined(wanted[1])) <= tolerance
+
+
+def _joined(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["fp32", "fp64"])
+def test_two_ranks_compute_what_one_device_computes(
+    pool: Pool, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    results, others = pool.run(2, train, name, [0, 1, 2, 3], dtype, 8, {})
+    for stage, (losses, state) in enumerate(results):
+        assert all(map(torch.equal, losses, results[0][0])), (
+            f"the losses of stage {stage} are not those of data parallel"
+        )
+        for key, value in state.items():
+            assert torch.equal(value, results[0][1][key]), f"stage {stage} has another {key} than data parallel"
+        assert all(map(torch.equal, losses, others[stage][0])), f"ranks got different losses at stage {stage}"
+    wanted = expected(name, dtype, 8)
+    check(results[0], wanted, tolerance)
+    if dtype == torch.float64:
+        for key, value in wanted[1].items():
+            assert deviation(results[0][1][key], value) <= tolerance, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> None:
+    results = pool.run(4, train, name, [0, 1, 2, 3], torch.float32, 12, {})
+    wanted = expected(name, torch.float32, 12)
+    for result in results[0]:
+        check(result, wanted, 1e-6)
+
+
+def test_small_buckets_change_nothing(pool: Pool) -> None:
+    many = pool.run(2, train, "gpt_tied", [1, 2, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40})[0]
+    one = pool.run(2, train, "gpt_tied", [0], torch.float32, 8, {})[0][0]
+    for losses, state in many:
+        assert all(map(torch.equal, losses, one[0]))
+        assert all(torch.equal(state[key], one[1][key]) for key in state)

@@ -1,0 +1,92 @@
+"""Worker processes that stay alive for the whole test run, so that a test over several ranks costs no start."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Pool:
+    """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo."""
+
+    def __init__(self, size: int = 4, patience: float = 120.0) -> None:
+        self._size, self._patience = size, patience
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, in order; raises ``RanksError`` with the tracebacks of those that raised."""
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                self._workers[rank][1].send((rank, ranks, str(Path(folder) / "store"), function, args))
+            answers = [self._answer(rank, function) for rank in range(ranks)]
+        failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
+        if failed:
+            raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        while len(self._workers) < self._size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _answer(self, rank: int, function: Callable[..., Any]) -> tuple[bool, Any]:
+        connection = self._workers[rank][1]
+        if not connection.poll(self._patience):
+            self.close()
+            raise RanksError(f"rank {rank} did not answer within {self._patience} s in {function.__name__}")
+        try:
+            answer: tuple[bool, Any] = connection.recv()
+        except EOFError:
+            self.close()
+            raise RanksError(f"rank {rank} died in {function.__name__}") from None
+        return answer
+
+
+class RanksError(AssertionError):
+    """Some rank raised, died or hung."""
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            rank, ranks, store, function, args = connection.recv()
+            try:
+                answer = True, _as_rank(rank, ranks, store, function, args)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            connection.send(answer)
+
+
+def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.pop("RANK", None)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        torch.manual_seed(0)
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
