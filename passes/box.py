@@ -24,7 +24,6 @@ def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             continue
         inputs = [_boxed(graph, given, sbp, node, made) for given, sbp in needed(node)]
         _replace_tensors(node, inputs)
-    module.recompile()
     return module
 
 

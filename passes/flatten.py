@@ -34,7 +34,6 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             reduced = _bucket_gradient(graph, bucket, own, ready)
             _update(graph, bucket, flat[bucket.name], reduced, update)
     graph.eliminate_dead_code()
-    module.recompile()
     return module
 
 

@@ -32,7 +32,6 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         elif node.op == "call_function":
             _compute_locally(node, context)
     graph.eliminate_dead_code()
-    module.recompile()
     return module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +32,21 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PassRecord:
-    """What a pass left: the graph after it, what is then true, its number of nodes, and the seconds it took."""
+    """What a pass left: what is then true, how many nodes there are, the seconds it took, and the graph itself."""
 
     name: str
     summary: str
-    graph: fx.GraphModule
     nodes: int
     seconds: float
+    _owner: fx.GraphModule
+    _graph: fx.Graph
+
+    @functools.cached_property
+    def graph(self) -> fx.GraphModule:
+        """The graph after the pass; its Python code is only made for those who ask."""
+        return fx.GraphModule(self._owner, self._graph)
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
@@ -49,28 +56,29 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         VerificationError: a pass broke an invariant.
     """
     summary = "The whole of build() and its backward() is one functional graph of operators on global tensors."
-    records = [PassRecord("capture", summary, captured, len(captured.graph.nodes), capture_seconds)]
-    module = copy_graph(captured)
+    records = [_record("capture", summary, captured, captured.graph, capture_seconds)]
+    module = fx.GraphModule(captured, copy_graph(captured.graph))
     names = [rewrite.__name__ for rewrite in PIPELINE]
-    for rewrite in PIPELINE:
+    for at, rewrite in enumerate(PIPELINE):
         began = time.perf_counter()
         module = rewrite(module, context)
-        name = rewrite.__name__
-        at = names.index(name)
-        verify(module, name, placed=at >= names.index("place"), boxed=at >= names.index("box"))
+        verify(module, names[at], placed=at >= names.index("place"), boxed=at >= names.index("box"))
         seconds = time.perf_counter() - began
-        kept = module if rewrite is PIPELINE[-1] else copy_graph(module)
+        kept = module.graph if rewrite is PIPELINE[-1] else copy_graph(module.graph)
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
-        records.append(PassRecord(name, summary, kept, len(module.graph.nodes), seconds))
+        records.append(_record(names[at], summary, captured, kept, seconds))
     return tuple(records)
 
 
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same graph in nodes of its own; values and metadata are shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(module.graph, copies, return_output_node=True)
+    copy = fx.Graph()
+    returned = copy.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(returned, tuple)
-    graph.output(returned[0])
-    graph.output_node().meta.update(module.graph.output_node().meta)
-    return fx.GraphModule(module, graph)
+    copy.output(returned[0])
+    copy.output_node().meta.update(graph.output_node().meta)
+    return copy
+
+
+def _record(name: str, summary: str, owner: fx.GraphModule, graph: fx.Graph, seconds: float) -> PassRecord:
+    return PassRecord(name, summary, len(graph.nodes), seconds, owner, graph)

@@ -38,7 +38,6 @@ def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if later:
             _derive_again(graph, gather, later)
     graph.eliminate_dead_code()
-    module.recompile()
     return module
 
 

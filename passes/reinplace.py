@@ -25,7 +25,6 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _update_in_place(graph, write, state, new)
     graph.eliminate_dead_code()
     graph.lint()
-    module.recompile()
     return module
 
 

@@ -32,7 +32,6 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
     graph.lint()
-    module.recompile()
     return module
 
 

@@ -9,9 +9,22 @@ import torch
 from torch import fx
 
 from zerograph import _torch
+from zerograph.step_graph import placeholders
 
 Compiled = Callable[..., Sequence[Any]]
 Backend = Callable[[fx.GraphModule, list[Any]], Compiled]
+
+
+def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
+    """Hand a graph to a backend: a copy of its own, without our metadata, and fake tensors of this rank's shapes."""
+    if backend is eager:
+        return eager(graph, [])
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        nodes[node] = copy.create_node(node.op, node.target, *fx.map_arg((node.args, node.kwargs), nodes.__getitem__))
+    inputs = [node.meta["val"] for node in placeholders(graph.graph)]
+    return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
 
 
 def eager(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:

@@ -39,6 +39,7 @@ __all__ = [
     "backward_sequence_number",
     "compiling",
     "decompositions",
+    "examples",
     "fake_mode",
     "forward_sequence_number",
     "functional_trace",
@@ -55,6 +56,12 @@ __all__ = [
 def fake_mode() -> FakeTensorMode:
     """Tensors with shape and dtype but no data. The shape environment lets ``lr.item()`` of an update be a node."""
     return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+
+
+def examples(values: Sequence[Tensor]) -> list[Tensor]:
+    """Fake tensors like ``values`` in a mode of their own: the graph's has seen symbols that compilers stumble over."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in values]
 
 
 def trace(

@@ -25,7 +25,7 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders
+from zerograph.step_graph import Captured, Role, origin, output_nodes
 from zerograph.update import UpdateProgram, trace_update
 from zerograph.zero import OFF
 
@@ -138,7 +138,7 @@ class Compiler:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         name, backend = backends.resolve(self.config.backend, device)
         try:
-            function = backend(graph, [node.meta["val"] for node in placeholders(graph.graph)])
+            function = backends.compile_graph(backend, graph)
         except ZeroGraphError:
             raise
         except Exception as error:
@@ -181,7 +181,10 @@ class Compiler:
         hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
         key = (id(optimizer), hyperparameters, parameter.shape, parameter.dtype, parameter.device)
         if key not in self._programs:
-            self._programs[key] = trace_update(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+            known = self._programs.values()
+            self._programs[key] = trace_update(
+                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known
+            )
         return self._programs[key]
 
     def _warn(self, message: str) -> None:

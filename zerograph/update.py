@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,17 @@ class UpdateProgram:
 
 
 def trace_update(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype, device: Any
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: Any,
+    known: Iterable[UpdateProgram] = (),
 ) -> UpdateProgram:
     """Trace ``optimizer.step()`` for one parameter of ``group``, leaving the optimizer itself alone.
+
+    Args:
+        known: programs for other shapes, to return one of them if it is the same.
 
     Raises:
         CaptureError: the update is not elementwise, keeps a Python number that changes from step to step, reads
@@ -83,10 +91,14 @@ def trace_update(
         for key, value in sorted(state.items())
     }
     same = None not in initial.values() and _key(first, sorted(state)) == _key(steady, ())
+    key = _key(steady, ()) if same else _key(first, ()) + _key(steady, ())
+    for program in known:
+        if (program.optimizer, program.key, program.state) == (name, key, specs):
+            return program
     functional = _functional(steady)
     return UpdateProgram(
         optimizer=name,
-        key=_key(steady, ()) if same else _key(first, ()) + _key(steady, ()),
+        key=key,
         graph=functional,
         first=None if same else _functional(first),
         state=specs,
@@ -306,4 +318,8 @@ def _functional(graph: fx.GraphModule) -> fx.GraphModule:
     functional = _torch.functional_trace(graph, [node.meta["val"] for node in nodes])
     for old, new in zip(nodes, placeholders(functional.graph), strict=True):
         new.meta["update_input"] = old.meta["update_input"]
+    # No autograd here: what is detached is the tensor itself, and can be written in place as such.
+    for node in functional.graph.find_nodes(op="call_function", target=aten.detach.default):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        functional.graph.erase_node(node)
     return functional

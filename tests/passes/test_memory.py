@@ -1,0 +1,152 @@
+"""What the stages promise about memory, read from the emitted graph and seen in a running process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.liveness import gathered_buckets, gradient_buckets, most_alive
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph.step_graph import origin, writes
+
+# Small enough that every layer of the models has several buckets.
+OPTIONS = {"bucket_size": 8192}
+
+
+def compiled(name: str, stage: int, options: dict[str, Any]) -> TrainStep:
+    model = make(name)
+    step = TrainStep(model, adamw(model), stage, **options)
+    (x, y), *_ = batches(name, 1)
+    step.compile(part(x), part(y))
+    return step
+
+
+def lifetimes(name: str, stage: int) -> tuple[int, int, int]:
+    """(buckets, most gradient buckets alive, most gathered buckets alive beside those that the layer needs)."""
+    step = compiled(name, stage, OPTIONS)
+    graph = step.graph().graph
+    gathers = gathered_buckets(graph)
+    idle = 0
+    for position, node in enumerate(graph.nodes):
+        here = origin(node).module
+        needed = {bucket for bucket, span in gathers if position in span and _used_in(graph, span, here)}
+        idle = max(idle, sum(position in span and bucket not in needed for bucket, span in gathers))
+    count = len({name for name, _ in gradient_buckets(graph)})
+    return count, most_alive(gradient_buckets(graph), len(graph.nodes)), idle
+
+
+def _used_in(graph: Any, span: range, module: str) -> bool:
+    """Whether what was gathered in ``span`` is read by a node of ``module``."""
+    return any(
+        i in span and "parameter" in argument.meta and origin(node).module == module
+        for i, node in enumerate(graph.nodes)
+        for argument in node.all_input_nodes
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt", "gpt_tied"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_at_most_two_buckets_of_whole_gradients_are_alive(pool: Pool, name: str, stage: int) -> None:
+    _, most, _ = pool.run(2, lifetimes, name, stage)[0]
+    assert 1 <= most <= 2
+
+
+@pytest.mark.parametrize("name", ["conv", "gpt", "gpt_tied"])
+def test_stage3_holds_two_buckets_of_whole_parameters_beside_the_layers_own(pool: Pool, name: str) -> None:
+    _, _, idle = pool.run(2, lifetimes, name, 3)[0]
+    assert idle <= 2
+
+
+def test_stage1_keeps_whole_gradients_until_backward_ends(pool: Pool) -> None:
+    count, most, _ = pool.run(2, lifetimes, "gpt", 1)[0]
+    assert most == count > 2
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the storages of gathered buckets that are alive at once while a step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._refs = 0, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "all_gather_into_tensor" in str(func):
+            self._refs.append(StorageWeakRef(result.untyped_storage()))
+        self._refs = [ref for ref in self._refs if not ref.expired()]
+        self.most = max(self.most, len(self._refs))
+        return result
+
+
+def gathered_at_once(stage: int) -> tuple[int, int]:
+    """(most gathered buckets whose memory was held at once, number of buckets), in a step that really ran."""
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), stage, **OPTIONS)
+    (x, y), (x2, y2) = batches("gpt", 2)
+    step(part(x), part(y))
+    with _Watch() as watch:
+        step(part(x2), part(y2))
+    return watch.most, len({name for name, _ in gathered_buckets(step.graph().graph)})
+
+
+def test_a_running_stage3_step_holds_few_gathered_buckets(pool: Pool) -> None:
+    most, buckets = pool.run(2, gathered_at_once, 3)[0]
+    assert most <= 4 < buckets
+    most, _ = pool.run(2, gathered_at_once, 2)[0]
+    assert most > 4
+
+
+def bytes_at_rest(name: str, stage: int, small: int) -> tuple[int, int]:
+    """(bytes that the step says it holds, bytes of storage reachable from model and step) after a step."""
+    model = make(name)
+    step = TrainStep(model, adamw(model), stage, shard_min_size=small)
+    (x, y), *_ = batches(name, 1, 12)
+    step(part(x), part(y))
+    storages = {}
+    for store in step._stores():
+        for tensor in (store.flat, *store.state.values(), *store.parameters):
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return step.state_bytes(), sum(storages.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_holds_its_share_of_the_state(pool: Pool, ranks: int, stage: int) -> None:
+    sizes = [p.numel() for p in make("mlp").parameters()]
+    share = math.ceil(sum(sizes) / ranks)
+    # fp32 parameter and two moments; one fp64 step count.
+    assert pool.run(ranks, bytes_at_rest, "mlp", stage, 0)[0] == (share * 12 + 8,) * 2
+    split, whole = sum(n for n in sizes if n >= 16), sum(n for n in sizes if n < 16)
+    expected = (math.ceil(split / ranks) + whole) * 12 + 2 * 8
+    assert pool.run(ranks, bytes_at_rest, "mlp", stage, 16)[0] == (expected,) * 2
+
+
+def test_data_parallel_holds_the_whole_state(pool: Pool) -> None:
+    sizes = [p.numel() for p in make("mlp").parameters()]
+    assert pool.run(2, bytes_at_rest, "mlp", 0, 0)[0] == (sum(sizes) * 12 + 8,) * 2
+
+
+def in_place(stage: int) -> tuple[list[str], list[bool]]:
+    """Writes that are still copies, and whether each store's tensors are the same memory after a step."""
+    step = compiled("gpt", stage, {})
+    copies = [state.name for _, state, _ in writes(step.graph().graph)]
+    before = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
+    (x, y), *_ = batches("gpt", 1)
+    step(part(x), part(y))
+    after = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
+    return copies, [a == b for a, b in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_updates_are_written_in_place(pool: Pool, stage: int) -> None:
+    copies, same = pool.run(2, in_place, stage)[0]
+    assert copies == []
+    assert all(same)

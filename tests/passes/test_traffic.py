@@ -1,0 +1,89 @@
+"""Bytes on the wire: 2 Psi for data parallel and stages 1 and 2, 3 Psi for stage 3; planned and seen."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph import Collective
+
+c10d = torch.ops._c10d_functional
+
+
+class _Wire(TorchDispatchMode):
+    """Bytes that this rank sends (ring algorithms) in the collectives that really run, scalars apart."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.bytes = ranks, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func is not c10d.wait_tensor.default:
+            whole: Tensor = result if func is c10d.all_gather_into_tensor.default else args[0]
+            times = 2 if func is c10d.all_reduce.default else 1
+            self.bytes += times * whole.numel() * whole.element_size() * (self.ranks - 1) / self.ranks
+        return result
+
+
+def traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str], int]:
+    """(planned collectives, bytes seen on the wire, collectives that torch counted, number of buckets)."""
+    model = make(name)
+    step = TrainStep(model, adamw(model), stage, bucket_size=8192)
+    (x, y), (x2, y2), (x3, y3) = batches(name, 3, 12)
+    step(part(x), part(y))
+    ranks = torch.distributed.get_world_size()
+    with _Wire(ranks) as wire:
+        step(part(x2), part(y2))
+    with CommDebugMode() as debug:
+        step(part(x3), part(y3))
+    counts = Counter({str(op).split(".")[-1]: n for op, n in debug.get_comm_counts().items()})
+    return step.collectives(), wire.bytes, counts, len(step._stores())
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "gpt", "gpt_tied"])
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_wire_traffic_is_that_of_the_stage(pool: Pool, name: str, stage: int, times: int) -> None:
+    _check(pool, name, stage, times, 2)
+
+
+def test_wire_traffic_with_four_ranks(pool: Pool) -> None:
+    _check(pool, "mlp", 3, 3, 4)
+
+
+def _check(pool: Pool, name: str, stage: int, times: int, ranks: int) -> None:
+    planned, seen, counts, buckets = pool.run(ranks, traffic, name, stage)[0]
+    psi = 4 * sum(p.numel() for p in make(name).parameters())
+    big = [one for one in planned if one.tensors[0].startswith("model.")]
+    least = times * psi * (ranks - 1) / ranks
+    padding = times * buckets * 4 * (ranks - 1)
+    total = sum(one.bytes for one in big)
+    assert math.floor(least) <= total <= least + padding
+    # Beside the parameters only sums and counts travel: a handful of scalars and batch norm's statistics.
+    assert sum(one.bytes for one in planned) - total < 1000
+    assert sum(one.bytes for one in planned) == pytest.approx(seen, abs=len(planned))
+    kinds = Counter(one.kind.replace("-", "_") for one in planned)
+    assert sum(counts.values()) == sum(kinds.values())
+    assert counts["all_gather_into_tensor"] == kinds["all_gather"]
+
+
+def gathers(stage: int) -> Counter[tuple[str, ...]]:
+    model = make("gpt_tied")
+    step = TrainStep(model, adamw(model), stage, bucket_size=8192)
+    (x, y), *_ = batches("gpt_tied", 1)
+    step.compile(part(x), part(y))
+    return Counter(one.tensors for one in step.collectives() if one.kind == "all-gather")
+
+
+def test_stage2_gathers_each_bucket_once_and_stage3_twice(pool: Pool) -> None:
+    assert set(pool.run(2, gathers, 2)[0].values()) == {1}
+    assert set(pool.run(2, gathers, 3)[0].values()) == {2}
