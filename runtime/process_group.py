@@ -168,7 +168,12 @@ def agree(
 
 
 def _first_difference(facts: list[dict[str, str]], doing: str) -> str:
-    for key in dict.fromkeys(key for one in facts for key in one):
+    place: dict[str, int] = {}
+    for one in facts:
+        for index, key in enumerate(one):
+            place[key] = min(index, place.get(key, index))
+    # In order, and at the same place first what one rank lacks altogether: the rest follows from it.
+    for key in sorted(place, key=lambda key: (place[key], all(key in one for one in facts))):
         values: dict[str, list[int]] = {}
         for index, one in enumerate(facts):
             values.setdefault(one.get(key, "nothing"), []).append(index)

@@ -120,7 +120,14 @@ class _Recorder(_torch.TorchDispatchMode):
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")
         with _torch.annotated({"origin": self._origin()}):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
+                "A step graph has fixed shapes. Multiply by the mask, or use torch.where, instead of selecting by it."
+            )
+        return result
 
     def _origin(self) -> Origin:
         backward = _torch.backward_sequence_number()
@@ -136,9 +143,11 @@ class _Recorder(_torch.TorchDispatchMode):
 _READS_VALUES = {
     aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
     aten.equal.default: "build() compared two tensors' values while the step was being traced",
-    aten.nonzero.default: "build() asked which elements are not zero: a shape that depends on values",
-    aten.masked_select.default: "build() selected by a mask: a shape that depends on values",
 }
+
+
+def _is_static(tensor: Tensor) -> bool:
+    return all(isinstance(size, int) for size in tensor.shape)
 
 
 @contextlib.contextmanager

@@ -85,12 +85,9 @@ def trace_update(
     steady, _ = sample.trace({key: _StateTensor(value.dim() == 0, _width(value)) for key, value in state.items()})
     _prove_elementwise(steady, shape, name)
     _prove_elementwise(first, shape, name)
-    initial = {key: _initial_value(first, index) for index, key in enumerate(sorted(state))}
-    specs = {
-        key: StateSpec(value.dim() == 0, _width(value), initial[key], value.dtype)
-        for key, value in sorted(state.items())
-    }
-    same = None not in initial.values() and _key(first, sorted(state)) == _key(steady, ())
+    initial = {key: _initial_value(first, index) for index, key in enumerate(state)}
+    specs = {key: StateSpec(value.dim() == 0, _width(value), initial[key], value.dtype) for key, value in state.items()}
+    same = None not in initial.values() and _key(first, list(state)) == _key(steady, ())
     key = _key(steady, ()) if same else _key(first, ()) + _key(steady, ())
     for program in known:
         if (program.optimizer, program.key, program.state) == (name, key, specs):
@@ -122,7 +119,7 @@ class _Sample:
     def trace(self, state: Mapping[str, _StateTensor]) -> tuple[fx.GraphModule, dict[str, Tensor]]:
         """The graph of one ``step()``, with mutation, and the state tensors that the optimizer holds after it."""
         after: dict[str, Tensor] = {}
-        names = sorted(state)
+        names = list(state)
 
         def step(param: Tensor, grad: Tensor, lr: Tensor, *values: Tensor) -> list[Tensor]:
             held = dict(zip(names, values, strict=True))
@@ -138,11 +135,11 @@ class _Sample:
                 )
             found = twin.state.get(twin.param_groups[0]["params"][0], {})
             after.update({key: value for key, value in found.items() if isinstance(value, Tensor)})
-            return [] if names else [after[key] for key in sorted(after)]
+            return [] if names else list(after.values())
 
         with _torch.fake_mode(), _torch.compiling(), torch.no_grad():
             param, grad = self._fake(), self._fake()
-            values = [self._fake_state(spec) for _, spec in sorted(state.items())]
+            values = [self._fake_state(spec) for spec in state.values()]
             lr = torch.empty((), dtype=torch.float64)
             try:
                 traced = _torch.trace(step, [param, grad, lr, *values])

@@ -1,0 +1,358 @@
+"""Mistakes are one clear error that says what to do, on every rank, before any state changes, and never a hang."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+
+
+class Step(zg.ZeroGraph):
+    """A step whose build() is given."""
+
+    def __init__(self, build: Callable[..., Any], train: bool = True) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+        self._build = build
+        if train:
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Any:
+        return self._build(self, x)
+
+
+X = torch.ones(4, 3)
+
+
+def unchanged(graph: Step) -> bool:
+    weight = graph.model.weight
+    return type(weight) is nn.Parameter and graph.steps_done == 0 and not graph._steps
+
+
+def backward_on_a_vector(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x)
+    loss.backward()
+    return loss
+
+
+def no_backward(self: Step, x: Tensor) -> Tensor:
+    return self.model(x).mean()
+
+
+def item(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x).mean()
+    if loss.item() > 3:
+        loss = loss * 2
+    loss.backward()
+    return loss
+
+
+def branch(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x).mean()
+    if loss > 3:
+        loss = loss * 2
+    loss.backward()
+    return loss
+
+
+def by_mask(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x)[x[:, 0] > 0].mean()
+    loss.backward()
+    return loss
+
+
+def steps_itself(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x).mean()
+    loss.backward()
+    self._optimizers[0].step()
+    return loss
+
+
+def writes_a_parameter(self: Step, x: Tensor) -> Tensor:
+    loss = self.model(x).mean()
+    loss.backward()
+    with torch.no_grad():
+        self.model.bias.add_(1)
+    return loss
+
+
+FOREIGN = nn.Linear(3, 2)
+
+
+def foreign(self: Step, x: Tensor) -> Tensor:
+    loss = (self.model(x) + FOREIGN(x)).mean()
+    loss.backward()
+    return loss
+
+
+def nests(self: Step, x: Tensor) -> Tensor:
+    loss = Step(no_backward, train=False)(x)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "words"),
+    [
+        (backward_on_a_vector, zg.CaptureError, ["not a scalar", "loss.backward()", ".mean()"]),
+        (no_backward, zg.CaptureError, ["no parameter a gradient", "backward() inside build()"]),
+        (item, zg.CaptureError, ["read a tensor's value", "if loss.item() > 3:", "torch.where"]),
+        (branch, zg.CaptureError, ["if loss > 3:", "torch.where"]),
+        (by_mask, zg.CaptureError, ["x[:, 0] > 0", "depends on values"]),
+        (steps_itself, zg.CaptureError, ["optimizer.step()", "itself"]),
+        (writes_a_parameter, zg.CaptureError, ["model.bias", "in place"]),
+        (foreign, zg.CaptureError, ["belongs to no module"]),
+        (nests, zg.CaptureError, ["do not nest"]),
+    ],
+)
+def test_what_build_must_not_do(build: Callable[..., Any], kind: type[Exception], words: list[str]) -> None:
+    graph = Step(build)
+    with pytest.raises(kind) as error:
+        graph(X)
+    for word in words:
+        assert word in str(error.value)
+    if build in (backward_on_a_vector, item, branch, by_mask):
+        assert f"{__file__.rsplit('/', 1)[1]}:{_line_of(build, words)}" in str(error.value)
+    assert unchanged(graph)
+
+
+def _line_of(build: Callable[..., Any], words: list[str]) -> int:
+    """The line of ``build`` that the message quotes."""
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    start = build.__code__.co_firstlineno
+    return next(n for n in range(start, start + 10) if any(word in lines[n - 1] for word in words))
+
+
+@pytest.mark.parametrize("value", [3, 1.5, "text", None, [1, 2], {"a": X, "b": None}])
+def test_a_batch_that_is_not_a_tensor(value: Any) -> None:
+    graph = Step(no_backward, train=False)
+    with pytest.raises(zg.InputError, match="not a tensor"):
+        graph(value)
+
+
+def test_inputs_that_want_gradients_or_are_sparse() -> None:
+    graph = Step(no_backward, train=False)
+    with pytest.raises(zg.InputError, match=r"args\[0\]\.detach"):
+        graph(X.clone().requires_grad_())
+    with pytest.raises(zg.InputError, match="to_dense"):
+        graph(X.to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g: g.set_zero_mode("zero"), "unknown ZeRO mode"),
+        (lambda g: g.set_zero_mode("distributed_split", stage=4), "choose 1, 2 or 3"),
+        (lambda g: g.set_zero_mode("distributed_split", stage=True), "choose 1, 2 or 3"),
+        (lambda g: g.config.enable_zero(True, stage=0), "choose 1, 2 or 3"),
+        (lambda g: g.config.enable_zero(True, shard_min_size=-1), "0 or more"),
+        (lambda g: setattr(g.config, "bucketsize", 3), "did you mean bucket_size"),
+        (lambda g: setattr(g.config, "backend", "tensorrt"), "unknown backend"),
+        (lambda g: setattr(g.config, "timeout", 0), "more than 0"),
+        (lambda g: g.add_optimizer("adam"), "takes a torch.optim.Optimizer"),
+        (lambda g: g.add_optimizer(g._optimizers[0]), "registered already"),
+        (
+            lambda g: g.add_optimizer(
+                (o := torch.optim.SGD(g.model.parameters(), lr=1.0)), torch.optim.lr_scheduler.ReduceLROnPlateau(o)
+            ),
+            "needs a metric",
+        ),
+        (lambda g: g.graph("placed"), "nothing is compiled yet"),
+        (lambda g: g.collectives(), "nothing is compiled yet"),
+    ],
+)
+def test_options_that_do_not_exist(call: Callable[[Step], Any], words: str) -> None:
+    graph = Step(no_backward)
+    with pytest.raises(zg.ConfigError, match=words):
+        call(graph)
+    assert graph.config == zg.Config()
+
+
+def test_a_pass_that_does_not_exist() -> None:
+    graph = Step(no_backward, train=False)
+    graph(X)
+    with pytest.raises(zg.ConfigError, match="there are capture, flatten, place"):
+        graph.graph("placed")
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    graph = Step(no_backward, train=False)
+    graph.add_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(zg.ConfigError, match="no module of the graph has"):
+        graph(X)
+
+
+def test_optimizers_that_are_no_graph() -> None:
+    for optimizer, words in (
+        (torch.optim.LBFGS, "several times"),
+        (torch.optim.Adafactor, "branches on a tensor's value"),
+    ):
+        model = make("mlp")
+        step = TrainStep(model, optimizer(model.parameters()), 2)
+        with pytest.raises(zg.CaptureError, match=words):
+            step(*batches("mlp", 1)[0])
+
+
+def test_init_without_super() -> None:
+    class Forgot(zg.ZeroGraph):
+        def __init__(self) -> None:
+            self.model = nn.Linear(3, 2)
+
+    with pytest.raises(zg.ConfigError, match=r"super\(\).__init__\(\) first"):
+        Forgot()(X)
+
+
+def split_parameters() -> None:
+    model = make("mlp")
+    optimizer = adamw(model)
+    step = TrainStep(model, optimizer, 2)
+    (x, y), *_ = batches("mlp", 1)
+    step(part(x), part(y))
+    weight = model[0].weight
+    assert weight.shape == (15, 7)
+    assert "SplitParameter" in repr(weight)
+    for use in (
+        lambda: model(x),
+        lambda: weight + 1,
+        lambda: weight.data,
+        lambda: weight.tolist(),
+        lambda: model.state_dict(),
+        lambda: copy.deepcopy(model),
+        lambda: model.double(),
+        lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.step(),
+        lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    ):
+        with pytest.raises(zg.SplitParameterError, match="state_dict"):
+            use()
+    step(part(x), part(y))
+
+
+def test_split_parameters_are_an_error_and_never_stale(pool: Pool) -> None:
+    pool.run(2, split_parameters)
+
+
+def replaced_data() -> None:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 0)
+    (x, y), *_ = batches("mlp", 1)
+    step(part(x), part(y))
+    model.to(torch.float64)
+    with pytest.raises(zg.InputError, match="replaced after"):
+        step(part(x), part(y))
+
+
+def test_whole_parameters_moved_elsewhere(pool: Pool) -> None:
+    pool.run(2, replaced_data)
+
+
+def ranks_differ(what: str) -> tuple[str, str, bool]:
+    """(type of error, message, nothing changed) of a step for which the ranks come with different things."""
+    rank = dist.get_rank()
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, timeout=30)
+    (x, y), *_ = batches("mlp", 1)
+    x, y = part(x), part(y)
+    if what == "shape" and rank:
+        x, y = x[:2], y[:2]
+    if what == "dtype" and rank:
+        x = x.double()
+    if what == "bad" and rank:
+        x = None
+    if what == "graph" and rank:
+        model.append(nn.Linear(3, 3))
+        step = TrainStep(model, adamw(model), 2, timeout=30)
+    if what == "build" and rank:
+        step.loss_fn.forward = lambda logits, targets: torch.nn.functional.cross_entropy(logits * 2, targets)
+    if what == "stage" and rank:
+        step.set_zero_mode("distributed_split", stage=3)
+    try:
+        step(x, y)
+    except zg.ZeroGraphError as error:
+        return type(error).__name__, str(error), type(model[0].weight) is nn.Parameter
+    return "nothing", "", False
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", ["input args[0]", "rank 0", "(4, 7)", "(2, 7)"]),
+        ("dtype", ["float64", "float32"]),
+        ("graph", ["parameters: model.4.weight", "nothing"]),
+        ("build", ["of the emitted graph", "mul"]),
+        ("stage", ["configuration", "stage=3"]),
+    ],
+)
+def test_ranks_that_differ(pool: Pool, what: str, words: list[str]) -> None:
+    for kind, message, unharmed in pool.run(2, ranks_differ, what):
+        assert kind == "RankMismatchError"
+        assert unharmed
+        for word in words:
+            assert word in message
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank(pool: Pool) -> None:
+    (kind0, message0, _), (kind1, message1, _) = pool.run(2, ranks_differ, "bad")
+    assert (kind0, kind1) == ("RankMismatchError", "InputError")
+    assert "rank 1 failed" in message0
+    assert "not a tensor" in message0
+    assert "not a tensor" in message1
+
+
+def group_gone() -> None:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2)
+    (x, y), *_ = batches("mlp", 1)
+    step(part(x), part(y))
+    x, y = part(x), part(y)
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(zg.CommunicationError, match="is gone"):
+            step(x, y)
+        with pytest.raises(zg.CommunicationError, match="is gone"):
+            step.state_dict()
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_graph_whose_process_group_is_gone(pool: Pool) -> None:
+    pool.run(2, group_gone)
+
+
+def random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(7, 3), nn.Dropout(0.5))
+    step = TrainStep(model, adamw(model), 2)
+    with pytest.raises(zg.CaptureError, match="random numbers"):
+        step(*map(part, batches("mlp", 1)[0]))
+
+
+def test_dropout_on_several_ranks_is_refused(pool: Pool) -> None:
+    pool.run(2, random_numbers)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: zg.placement("cpu", ranks=[0, 1]), "ranks 0 to 0"),
+        (lambda: zg.placement("cpu", ranks=[]), "whole numbers"),
+        (lambda: zg.placement("tpu", ranks=[0]), "no device"),
+        (lambda: zg.sbp.split(-1), "from 0 up"),
+        (lambda: zg.to_global(X, placement=zg.placement("cpu", ranks=[0]), sbp=zg.sbp.split(2)), "no dimension"),
+        (lambda: zg.to_global(X, placement=zg.placement("cpu", ranks=[0]), sbp="B"), "not an SBP"),
+        (lambda: zg.to_global(3, placement=zg.placement("cpu", ranks=[0]), sbp=zg.sbp.broadcast), "not int"),
+    ],
+)
+def test_placements_that_do_not_fit(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(zg.PlacementError, match=words):
+        call()

@@ -1,0 +1,390 @@
+"""The front door: what a user may write in build(), what is compiled again, what can be looked at."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import zerograph as zg
+from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.pool import Pool
+
+
+class Nested(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, pair: dict[str, Any], *, scale: Tensor) -> Any:
+        out = self.model(pair["x"][0]) * scale
+        return {"out": out, "more": [out.sum(), (pair["x"][1] + 1,)], "name": "fixed", "none": None}
+
+
+def nested() -> Any:
+    torch.manual_seed(0)
+    graph = Nested(nn.Linear(3, 2))
+    x = torch.arange(12.0).view(4, 3)
+    return graph({"x": [part(x), part(x[:, 0])]}, scale=torch.tensor(2.0))
+
+
+def test_inputs_and_outputs_nest_as_they_like(pool: Pool) -> None:
+    torch.manual_seed(0)
+    x = torch.arange(12.0).view(4, 3)
+    whole = nn.Linear(3, 2)(x) * 2
+    first, second = pool.run(2, nested)
+    torch.testing.assert_close(torch.cat([first["out"], second["out"]]), whole)
+    torch.testing.assert_close(first["more"][0], whole.sum())
+    assert torch.equal(first["more"][0], second["more"][0])
+    assert torch.equal(torch.cat([first["more"][1][0], second["more"][1][0]]), x[:, 0] + 1)
+    assert first["name"] == "fixed"
+    assert first["none"] is None
+
+
+class TwoOptimizers(zg.ZeroGraph):
+    def __init__(self, first: nn.Module, second: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        self.set_zero_mode("distributed_split", stage=2)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.second(self.first(x)).square().mean()
+        loss.backward()
+        return loss
+
+
+def _two(steps: int, plain: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 4), nn.Linear(4, 3)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(
+            [{"params": [first.weight], "lr": 0.1}, {"params": [first.bias]}], lr=0.05, momentum=0.9, nesterov=True
+        ),
+        torch.optim.RMSprop(second.parameters(), lr=0.01),
+    ]
+    data = [torch.randn(4, 5) for _ in range(steps)]
+    losses = []
+    if plain:
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+        for x in data:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = second(first(x)).square().mean()
+            loss.backward()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+            losses.append(loss.item())
+        return losses, {**first.state_dict(), **{f"2{k}": v for k, v in second.state_dict().items()}}
+    step = TwoOptimizers(first, second, optimizers)
+    losses = [step(part(x)).item() for x in data]
+    state = step.state_dict()["modules"]
+    return losses, {**state["first"], **{f"2{k}": v for k, v in state["second"].items()}}
+
+
+def test_several_optimizers_groups_and_schedulers(pool: Pool) -> None:
+    losses, state = pool.run(2, _two, 6, False)[0]
+    wanted, wanted_state = _two(6, True)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name, value in wanted_state.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def predict_after_training(stage: int) -> Tensor:
+    model = make("mlp")
+    train = TrainStep(model, adamw(model), stage)
+    for x, y in batches("mlp", 3):
+        train(part(x), part(y))
+    predict = Predict(model)
+    (x, _), *_ = batches("mlp", 1)
+    first = predict(part(x))
+    train(part(x), part(batches("mlp", 1)[0][1]))
+    assert not torch.equal(predict(part(x)), first), "the forward graph sees the newest parameters"
+    assert predict.steps_done == 0
+    return first
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_forward_graph_predicts_from_split_parameters(pool: Pool, stage: int) -> None:
+    model = make("mlp")
+    train_plainly(model, adamw(model), batches("mlp", 3))
+    (x, _), *_ = batches("mlp", 1)
+    parts = pool.run(2, predict_after_training, stage)
+    torch.testing.assert_close(torch.cat(parts), model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    original = zg.graph.Compiler.compile
+
+    def compile_(self: Any, *args: Any) -> Any:
+        seen.append("compiled")
+        return original(self, *args)
+
+    monkeypatch.setattr(zg.graph.Compiler, "compile", compile_)
+    return seen
+
+
+def test_only_what_changes_the_graph_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("conv")
+    optimizer = adamw(model)
+    step = TrainStep(model, optimizer, 2)
+    seen = count_compiles(monkeypatch)
+    (x, y), *_ = batches("conv", 1)
+    step(x, y)
+    step(x, y)
+    assert len(seen) == 1
+    optimizer.param_groups[0]["lr"] = 1e-4
+    step(x, y)
+    assert len(seen) == 1, "a learning rate is an input"
+    step(x[:4], y[:4])
+    step(x, y)
+    assert len(seen) == 2, "a new shape compiles, the old step is kept"
+    model.eval()
+    step(x, y)
+    model.train()
+    step(x, y)
+    assert len(seen) == 3, "eval() compiles, train() again is kept"
+    optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+    step(x, y)
+    assert len(seen) == 4, "a captured hyperparameter compiles"
+    model.head.weight.requires_grad_(False)
+    step(x, y)
+    assert len(seen) == 5, "requires_grad compiles"
+    step.config.enable_zero(True, stage=3)
+    step(x, y)
+    assert len(seen) == 6, "the stage compiles"
+    assert step.steps_done == 10
+
+
+def test_momentum_compiles_once_more_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("mlp")
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1)
+    seen = count_compiles(monkeypatch)
+    for x, y in batches("mlp", 4):
+        step(x, y)
+    assert len(seen) == 2, "the first update makes the momentum, the later ones read it"
+
+
+def test_train_and_eval_mode_use_their_own_statistics() -> None:
+    model, twin = make("conv"), make("conv")
+    predict = Predict(model)
+    (x, _), *_ = batches("conv", 1)
+    for mode in (True, False, True):
+        model.train(mode)
+        twin.train(mode)
+        torch.testing.assert_close(predict(x), twin(x).detach())
+    assert torch.equal(model.features[1].num_batches_tracked, twin.features[1].num_batches_tracked)
+    torch.testing.assert_close(model.features[1].running_var, twin.features[1].running_var)
+
+
+class Partly(nn.Module):
+    """A frozen layer, an unused one, a tied one, a 0-d parameter, and one smaller than the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.unused = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(F.relu(self.first(self.frozen(x)))) * self.scale)
+
+
+class Regress(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def partly(stage: int) -> tuple[dict[str, Tensor], set[str]]:
+    torch.manual_seed(0)
+    model = Partly()
+    data = torch.randn(4, 8, 7)
+    step = Regress(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage)
+    for x in data:
+        step(part(x))
+    return step.state_dict()["modules"]["model"], {str(sbp) for sbp in step.placements().values()}
+
+
+def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Partly()
+    data = torch.randn(4, 8, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x in data:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    for ranks in (2, 4):
+        for stage in (0, 1, 3):
+            state, sbp = pool.run(ranks, partly, stage)[0]
+            assert state.keys() == model.state_dict().keys()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
+            assert ("S(0)" in sbp) == (stage > 0)
+
+
+def global_inputs() -> tuple[bool, Any, Any, Any]:
+    model = make("mlp")
+    predict = Predict(model)
+    mesh = zg.placement("cpu", ranks=[0, 1])
+    (x, _), *_ = batches("mlp", 1)
+    split = predict(zg.to_global(part(x), placement=mesh, sbp=zg.sbp.split(0)))
+    whole = predict(zg.to_global(x, placement=mesh, sbp=zg.sbp.broadcast))
+    assert isinstance(split, DTensor)
+    assert isinstance(whole, DTensor)
+    plain = predict(part(x))
+    return type(plain) is Tensor, split.placements, split.full_tensor(), whole.full_tensor()
+
+
+def test_global_tensors_in_give_global_tensors_out(pool: Pool) -> None:
+    (x, _), *_ = batches("mlp", 1)
+    wanted = make("mlp")(x).detach()
+    for plain, placements, split, whole in pool.run(2, global_inputs):
+        assert plain
+        assert placements == (Shard(0),)
+        torch.testing.assert_close(split, wanted)
+        torch.testing.assert_close(whole, wanted)
+
+
+def to_global_and_back() -> None:
+    mesh = zg.placement("cpu", ranks=[0, 1])
+    rank = zg.rank()
+    mine = torch.full((2, 3), float(rank))
+    split = zg.to_global(mine, placement=mesh, sbp=zg.sbp.split(1))
+    assert split.shape == (2, 6)
+    assert torch.equal(zg.to_local(split), mine)
+    total = zg.to_global(mine, placement=mesh, sbp=zg.sbp.partial_sum)
+    assert torch.equal(total.full_tensor(), torch.ones(2, 3))
+    assert torch.equal(zg.to_local(zg.to_global(mine, placement=mesh, sbp=zg.sbp.broadcast)), torch.zeros(2, 3))
+    torch.manual_seed(rank)
+    module = nn.Linear(4, 6)
+    first = [torch.zeros_like(p) + p for p in module.parameters()]
+    torch.distributed.broadcast(first[0].detach(), 0)
+    zg.to_global(module, placement=mesh, sbp=zg.sbp.split(0))
+    assert module.weight.placements == (Shard(0),)
+    assert zg.to_local(module.weight).shape == (3, 4)
+    assert torch.equal(module.weight.full_tensor(), first[0])
+    again = zg.to_global(module.weight.detach(), placement=mesh, sbp=zg.sbp.broadcast)
+    assert again.placements == (Replicate(),)
+
+
+def test_to_global_and_to_local(pool: Pool) -> None:
+    pool.run(2, to_global_and_back)
+
+
+def looked_at() -> dict[str, Any]:
+    model = make("conv")
+    step = TrainStep(model, adamw(model), 2)
+    before = str(step)
+    (x, y), *_ = batches("conv", 1)
+    step.compile(part(x), part(y))
+    compiled = step.steps_done
+    step(part(x), part(y))
+    graph = step.graph("box")
+    return {
+        "before": before,
+        "text": str(step),
+        "compiled": compiled,
+        "done": step.steps_done,
+        "passes": [(p.name, p.summary, p.nodes, p.seconds) for p in step.passes],
+        "sbp": all("sbp" in n.meta for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)),
+        "readable": graph.print_readable(print_output=False),
+        "c10d": sum("_c10d_functional" in str(n.target) for n in step.graph("localize").graph.nodes),
+        "placements": step.placements(),
+        "collectives": step.collectives(),
+    }
+
+
+def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
+    seen = pool.run(2, looked_at)[0]
+    assert "not compiled yet" in seen["before"]
+    assert seen["compiled"] == 0
+    assert seen["done"] == 1
+    names = [name for name, *_ in seen["passes"]]
+    assert names == ["capture", "flatten", "place", "box", "regather", "localize", "schedule", "reinplace"]
+    assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])
+    assert seen["sbp"]
+    assert "boxing" in seen["readable"]
+    assert seen["c10d"] >= 4
+    assert seen["placements"]["model.head.weight"] == zg.sbp.split(0)
+    assert seen["placements"]["model.head.weight.exp_avg"] == zg.sbp.split(0)
+    assert seen["placements"]["model.head.weight.step"] == zg.sbp.broadcast
+    assert seen["placements"]["model.features.1.running_mean"] == zg.sbp.broadcast
+    for text in ("stage 2", "inputs", "outputs", "S(0)", "all-gather", "reduce-scatter", "model.head.weight"):
+        assert text in seen["text"]
+    assert {one.phase for one in seen["collectives"]} <= {"forward", "backward", "update"}
+
+
+def test_any_callable_is_a_backend() -> None:
+    given: list[Any] = []
+
+    def backend(graph: Any, example_inputs: list[Any]) -> Any:
+        given.append((graph, example_inputs))
+        return graph.forward
+
+    model, twin = make("mlp"), make("mlp")
+    step = TrainStep(model, adamw(model), 2, backend=backend)
+    data = batches("mlp", 2)
+    losses = [step(x, y) for x, y in data]
+    assert isinstance(given[0][0], torch.fx.GraphModule)
+    assert len(given[0][1]) == len(given[0][0].graph.find_nodes(op="placeholder"))
+    torch.testing.assert_close(losses, train_plainly(twin, adamw(twin), data))
+
+
+def test_inductor_computes_the_same() -> None:
+    model, twin = make("mlp"), make("mlp")
+    step = TrainStep(model, adamw(model), 3, backend="inductor")
+    data = batches("mlp", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = [step(x, y) for x, y in data]
+    torch.testing.assert_close(losses, train_plainly(twin, adamw(twin), data))
+    with step.full_parameters():
+        torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()))
+
+
+def test_the_same_graph_serves_a_loss_with_the_model_inside() -> None:
+    """Attributes that are no modules may be used in build(), and a change of them is seen."""
+
+    class Scaled(zg.ZeroGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = TokenLoss()
+            self.factor = 1.0
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(x, y) * self.factor
+
+    graph = Scaled()
+    x, y = torch.randn(4, 3), torch.randint(0, 3, (4,))
+    first = graph(x, y)
+    graph.factor = 3.0
+    torch.testing.assert_close(graph(x, y), first * 3)

@@ -1,0 +1,212 @@
+"""State in whole tensors, under the names of plain PyTorch, on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import TrainStep, batches, make, part, train_plainly
+from tests.pool import Pool
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+def trained(name: str, optimizer: str, stage: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """The state after ``steps`` more steps, from the beginning or from ``state``."""
+    model = make(name)
+    step = TrainStep(model, OPTIMIZERS[optimizer](model), stage)
+    if state is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        step.load_state_dict(state)
+    start = step.steps_done
+    for x, y in batches(name, start + steps, 12)[start:]:
+        step(part(x), part(y))
+    return step.state_dict()
+
+
+def plainly(name: str, optimizer: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make(name)
+    made = OPTIMIZERS[optimizer](model)
+    train_plainly(model, made, batches(name, steps, 12))
+    return model, made
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Equal names, nesting, types and, within fp32, values."""
+    if isinstance(wanted, Tensor):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            same(found[key], value)
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["conv", "gpt_tied"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_is_what_the_plain_objects_would_save(pool: Pool, name: str, optimizer: str) -> None:
+    state = pool.run(2, trained, name, optimizer, 2, 3, None)[0]
+    model, plain = plainly(name, optimizer, 3)
+    same(state["modules"]["model"], dict(model.state_dict()))
+    same(state["optimizers"], [plain.state_dict()])
+    assert state["steps_done"] == 3
+    model.load_state_dict(state["modules"]["model"])
+    plain.load_state_dict(state["optimizers"][0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_goes_on_with_another_stage_and_number_of_ranks(pool: Pool, optimizer: str) -> None:
+    saved = pool.run(2, trained, "mlp", optimizer, 3, 2, None)[0]
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    on_four = pool.run(4, trained, "mlp", optimizer, 1, 2, loaded)[0]
+    alone = pool.run(1, trained, "mlp", optimizer, 2, 2, loaded)[0]
+    model, plain = plainly("mlp", optimizer, 4)
+    for state in (on_four, alone):
+        same(state["modules"]["model"], dict(model.state_dict()))
+        same(state["optimizers"], [plain.state_dict()])
+        assert state["steps_done"] == 4
+
+
+def test_before_the_first_step_the_state_is_that_of_the_plain_objects() -> None:
+    model = make("conv")
+    optimizer = OPTIMIZERS["adamw"](model)
+    step = TrainStep(model, optimizer, 2)
+    state = step.state_dict()
+    same(state["modules"]["model"], dict(model.state_dict()))
+    same(state["optimizers"], [make_optimizer_state("conv")])
+    (x, y), *_ = batches("conv", 1)
+    step.compile(x, y)
+    same(step.state_dict()["optimizers"], [make_optimizer_state("conv")])
+
+
+def make_optimizer_state(name: str) -> dict[str, Any]:
+    state: dict[str, Any] = OPTIMIZERS["adamw"](make(name)).state_dict()
+    return state
+
+
+def loaded_in_the_middle() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state loaded into a step that runs already, and what the step makes of it."""
+    model = make("mlp")
+    step = TrainStep(model, OPTIMIZERS["adamw"](model), 2)
+    data = batches("mlp", 5, 12)
+    for x, y in data[:2]:
+        step(part(x), part(y))
+    state = step.state_dict()
+    for x, y in data[2:]:
+        step(part(x), part(y))
+    first = step.state_dict()
+    step.load_state_dict(state)
+    for x, y in data[2:]:
+        step(part(x), part(y))
+    return first, step.state_dict()
+
+
+def test_loading_into_a_running_step_takes_it_back(pool: Pool) -> None:
+    first, second = pool.run(2, loaded_in_the_middle)[0]
+    for name, value in first["modules"]["model"].items():
+        assert torch.equal(value, second["modules"]["model"][name])
+
+
+def optimizer_state_given_at_the_start() -> dict[str, Any]:
+    model = make("mlp")
+    plain = OPTIMIZERS["adamw"](model)
+    data = batches("mlp", 4, 12)
+    train_plainly(model, plain, data[:2])
+    step = TrainStep(model, plain, 3)
+    for x, y in data[2:]:
+        step(part(x), part(y))
+    return step.state_dict()
+
+
+def test_an_optimizer_that_has_state_already_keeps_it(pool: Pool) -> None:
+    state = pool.run(2, optimizer_state_given_at_the_start)[0]
+    model, plain = plainly("mlp", "adamw", 4)
+    same(state["modules"]["model"], dict(model.state_dict()))
+    same(state["optimizers"], [plain.state_dict()])
+
+
+def rank_dependent_start() -> Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Linear(3, 2)
+    graph = Mean(model)
+    graph(torch.ones(1, 3))
+    return graph.state_dict()["modules"]["model"]["weight"]
+
+
+class Mean(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        self.set_zero_mode("distributed_split")
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).mean()
+        loss.backward()
+        return loss
+
+
+def test_all_ranks_start_from_rank_0s_parameters(pool: Pool) -> None:
+    torch.manual_seed(0)
+    wanted = nn.Linear(3, 2).weight
+    assert all(torch.equal(weight, wanted) for weight in pool.run(2, rank_dependent_start))
+
+
+def full_parameters() -> None:
+    model = make("conv")
+    step = TrainStep(model, OPTIMIZERS["sgd"](model), 3)
+    (x, y), *_ = batches("conv", 1)
+    step(part(x), part(y))
+    with step.full_parameters():
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        assert model(x).shape == (8, 5)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(zg.InputError, match="inside full_parameters"):
+            step(part(x), part(y))
+    found = step.state_dict()["modules"]["model"]
+    assert torch.equal(found["head.weight"], state["head.weight"] * 2)
+    assert torch.equal(found["features.0.weight"], state["features.0.weight"])
+    step(part(x), part(y))
+
+
+def test_full_parameters_can_be_used_and_changed(pool: Pool) -> None:
+    pool.run(2, full_parameters)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = make("mlp")
+    step = TrainStep(model, OPTIMIZERS["adamw"](model), 2)
+    (x, y), *_ = batches("mlp", 1)
+    step(x, y)
+    before = step.state_dict()
+    other = TrainStep(make("conv"), OPTIMIZERS["adamw"](make("mlp")), 2).state_dict()
+    for broken in (
+        {},
+        {**before, "optimizers": []},
+        {**before, "modules": {"other": {}}},
+        {**before, "modules": {**before["modules"], "model": other["modules"]["model"]}},
+        {**before, "optimizers": [torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).state_dict()]},
+    ):
+        with pytest.raises(zg.ConfigError):
+            step.load_state_dict(broken)
+    same(step.state_dict(), before)
