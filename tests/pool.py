@@ -27,11 +27,21 @@ class Pool:
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned, in order; raises ``RanksError`` with the tracebacks of those that raised."""
+        return self._call(ranks, ranks, function, args)
+
+    def run_first(self, ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+        """As :meth:`run`, but waits for rank 0 only: the others may be lost. The pool is closed afterwards."""
+        try:
+            return self._call(ranks, 1, function, args)[0]
+        finally:
+            self.close()
+
+    def _call(self, ranks: int, awaited: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 self._workers[rank][1].send((rank, ranks, str(Path(folder) / "store"), function, args))
-            answers = [self._answer(rank, function) for rank in range(ranks)]
+            answers = [self._answer(rank, function) for rank in range(awaited)]
         failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
         if failed:
             raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
@@ -40,7 +50,8 @@ class Pool:
     def close(self) -> None:
         for process, connection in self._workers:
             connection.close()
-            process.terminate()
+            # A stopped process ignores SIGTERM.
+            process.kill()
             process.join()
         self._workers = []
 

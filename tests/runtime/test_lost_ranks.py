@@ -1,0 +1,111 @@
+"""A rank that dies or stalls makes the others fail within config.timeout, naming the collective they were in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool, RanksError
+
+TIMEOUT = 5.0
+
+
+@pytest.fixture
+def doomed() -> Iterator[Pool]:
+    """Two workers of their own: one of them will not come back."""
+    pool = Pool(2, patience=60)
+    yield pool
+    pool.close()
+
+
+class _Failing(fx.Interpreter):
+    """Runs the emitted graph, but rank 1 is lost just before the first collective of that kind."""
+
+    def __init__(self, graph: fx.GraphModule, kind: str, lose: Callable[[], None]) -> None:
+        super().__init__(graph)
+        self._kind, self._lose = kind, lose
+
+    def run_node(self, node: fx.Node) -> Any:
+        if self._kind in str(node.target) and dist.get_rank() == 1:
+            self._lose()
+        return super().run_node(node)
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def stall() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lost_in_a_step(kind: str, lose: Callable[[], None]) -> tuple[str, str, float]:
+    """(type of error, message, seconds until it came) on rank 0."""
+    model = make("gpt")
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        # Rank 0 runs what a user would; rank 1 runs the same nodes up to its end.
+        return graph.forward if dist.get_rank() == 0 else _Failing(graph, kind, lose).run
+
+    step = TrainStep(model, adamw(model), 3, timeout=TIMEOUT, backend=backend)
+    (x, y), *_ = batches("gpt", 1)
+    began = time.monotonic()
+    try:
+        step(part(x), part(y))
+    except zg.ZeroGraphError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+def lost_between_steps(lose: Callable[[], None]) -> tuple[str, str, float]:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    (x, y), *_ = batches("mlp", 1)
+    step(part(x), part(y))
+    if dist.get_rank() == 1:
+        lose()
+    began = time.monotonic()
+    try:
+        step(part(x), part(y))
+    except zg.ZeroGraphError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize("lose", [die, stall])
+@pytest.mark.parametrize(("kind", "name"), [("reduce_scatter", "reduce-scatter of gradient of bucket")])
+def test_a_rank_lost_in_a_step(doomed: Pool, lose: Callable[[], None], kind: str, name: str) -> None:
+    error, message, seconds = doomed.run_first(2, lost_in_a_step, kind, lose)
+    assert error == "CommunicationError"
+    assert name in message
+    assert "step 1" in message
+    assert "rank 0 of 2" in message
+    # The first call compiles, too.
+    assert seconds < TIMEOUT + 20
+
+
+@pytest.mark.parametrize("lose", [die, stall])
+def test_a_rank_lost_between_steps(doomed: Pool, lose: Callable[[], None]) -> None:
+    error, message, seconds = doomed.run_first(2, lost_between_steps, lose)
+    assert error == "CommunicationError"
+    assert "before step 2" in message
+    assert seconds < TIMEOUT + 5
+
+
+def test_the_pool_itself_reports_failures(pool: Pool) -> None:
+    with pytest.raises(RanksError, match="ZeroDivisionError"):
+        pool.run(2, divide)
+
+
+def divide() -> float:
+    return 1 / dist.get_rank() + torch.ones(()).item()
