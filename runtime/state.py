@@ -42,6 +42,7 @@ class Store:
         first_differs: the first update is another program than the later ones.
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
+        dissolved: the parameters live elsewhere by now.
     """
 
     job: Job
@@ -55,6 +56,7 @@ class Store:
     keeper: torch.optim.Optimizer | None
     serial: int
     opened: bool = False
+    dissolved: bool = False
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
         return zip(self.parameters, self.layout.slots, strict=True)
@@ -171,6 +173,7 @@ def close_whole(store: Store) -> None:
 
 def dissolve(store: Store) -> None:
     """Make the store's parameters plain again and give its state back to the optimizer. A collective."""
+    store.dissolved = True
     states = plain_states(store)
     for parameter, value, state in zip(store.parameters, plain_parameters(store), states, strict=True):
         show(parameter, value)

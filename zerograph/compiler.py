@@ -114,6 +114,11 @@ class Compiler:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
         captured, seconds = self._capture(members, batch, key)
+        if captured.gradients and not self.optimizers:
+            raise CaptureError(
+                "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
+                "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
+            )
         if job.size > 1:
             _refuse_random(captured.graph)
         policy = self.config.policy if self.optimizers else OFF

@@ -47,6 +47,7 @@ class ZeroGraph:
         self._schedulers: list[LRScheduler | None] = []
         self._compiler = Compiler(self._traced_build, self._optimizers, self.config)
         self._steps: dict[Hashable, CompiledStep] = {}
+        self._digests: dict[Hashable, int] = {}
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
 
@@ -223,22 +224,34 @@ class ZeroGraph:
         job.check_alive()
         problem: Exception | None = None
         batch: Batch | None = None
-        facts: dict[str, Any] = {}
-        members = self._members()
+        members: Members | None = None
+        key: Hashable = None
+        step: CompiledStep | None = None
+        known: dict[str, Any] = {}
+
+        def facts() -> dict[str, str]:
+            assert batch is not None
+            return {**batch.facts(), **self._shown(known), "the compiled step": "missing" if step is None else "there"}
+
         try:
-            self._check_usable()
+            members = self._members()
+            self._check_usable(members)
             batch = read_batch(args, kwargs, job.size)
-            facts = {"configuration": self.config.key(), **capture_facts(members, self._attributes(), self._optimizers)}
+            known = {"configuration": self.config.key(), **capture_facts(members, self._attributes(), self._optimizers)}
+            key = (tuple(known.values()), batch.key())
+            step = self._steps.get((key, layout_facts(members)))
+            if job.size > 1 and key not in self._digests:
+                self._digests[key] = digest(facts())
         except Exception as error:
             problem = error
-        key = (tuple(facts.values()), batch.key() if batch is not None else None)
-        step = self._steps.get((key, layout_facts(members)))
-        doing = self._doing()
-        shown = {} if batch is None or job.size == 1 else {**batch.facts(), **self._shown(facts)}
-        agree(job, doing, digest((shown, step is None)), lambda: shown, problem)
+        number = self._digests.get(key, 0) ^ (step is None)
+        agree(job, self._doing(), number, facts, problem)
         assert batch is not None
+        assert members is not None
         if step is None:
-            step = self._compiler.compile(job, members, batch, key, doing)
+            step = self._compiler.compile(job, members, batch, key, self._doing())
+            # Steps that are bound to buckets which are no more would keep their memory.
+            self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step
         self._latest = step
         return step, batch
@@ -282,13 +295,13 @@ class ZeroGraph:
     def _members(self) -> Members:
         return find_members(self._attributes())
 
-    def _stores(self) -> list[Store]:
+    def _stores(self, members: Members | None = None) -> list[Store]:
         """The distinct stores of the graph's parameters, in the same order on all ranks."""
-        found = dict.fromkeys(store_of(parameter) for parameter in self._members().parameters.values())
+        found = dict.fromkeys(map(store_of, (members or self._members()).parameters.values()))
         return [store for store in found if store is not None]
 
-    def _check_usable(self) -> None:
-        for store in self._stores():
+    def _check_usable(self, members: Members) -> None:
+        for store in self._stores(members):
             if store.opened:
                 raise InputError("the graph was called inside full_parameters(): leave it first")
             store.check_lent()

@@ -149,6 +149,7 @@ class _Sample:
                     "An update is one graph for all values; use torch.where, or another optimizer."
                 ) from None
         _shape_from_param(traced, self._shape)
+        _widen_scalars(traced)
         for node, name in zip(placeholders(traced.graph), ["param", "grad", "lr", *names], strict=True):
             node.meta["update_input"] = name
         return traced, after
@@ -195,6 +196,19 @@ def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
             like.meta.update(node.meta)
             node.replace_all_uses_with(like)
             graph.graph.erase_node(node)
+
+
+def _widen_scalars(graph: fx.GraphModule) -> None:
+    """0-d numbers that the first update makes are as wide as those that later ones are given."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dim() or value.dtype is not torch.float32:
+            continue
+        if node.kwargs.get("dtype") is torch.float32:
+            node.update_kwarg("dtype", torch.float64)
+        elif node.op == "get_attr":
+            setattr(graph, str(node.target), getattr(graph, str(node.target)).double())
+    graph.recompile()
 
 
 _SIZED = {aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0, aten.new_zeros.default: 1}
@@ -262,7 +276,8 @@ _FACTORIES = {
 def _root(node: fx.Node) -> fx.Node:
     """The node that made the tensor which ``node``, after in-place operators, still is."""
     while node.op == "call_function" and isinstance(node.target, _torch.OpOverload) and _in_place(node.target):
-        node = node.all_input_nodes[0]
+        out = node.kwargs.get("out")
+        node = out if isinstance(out, fx.Node) else node.all_input_nodes[0]
     return node
 
 
@@ -273,7 +288,10 @@ def _made_at(node: fx.Node) -> fx.Node:
 
 
 def _in_place(target: Any) -> bool:
-    return target in (aten.lift_fresh_copy.default, aten.detach.default) or str(target).split(".")[1].endswith("_")
+    if target in (aten.lift_fresh_copy.default, aten.detach.default):
+        return True
+    _, name, overload = str(target).split(".")
+    return name.endswith("_") or overload == "out"
 
 
 def _initial_value(first: fx.GraphModule, index: int) -> float | None:

@@ -192,6 +192,13 @@ def test_an_optimizer_of_other_parameters() -> None:
         graph(X)
 
 
+def test_backward_without_an_optimizer() -> None:
+    graph = Step(lambda self, x: self.model(x).mean().backward(), train=False)
+    with pytest.raises(zg.CaptureError, match="no optimizer is registered"):
+        graph(X)
+    assert unchanged(graph)
+
+
 def test_optimizers_that_are_no_graph() -> None:
     for optimizer, words in (
         (torch.optim.LBFGS, "several times"),
@@ -264,7 +271,10 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
     step = TrainStep(model, adamw(model), 2, timeout=30)
     (x, y), *_ = batches("mlp", 1)
     x, y = part(x), part(y)
-    if what == "shape" and rank:
+    if what == "later":
+        step(x, y)
+        step(x[:2], y[:2])
+    if what in ("shape", "later") and rank:
         x, y = x[:2], y[:2]
     if what == "dtype" and rank:
         x = x.double()
@@ -289,6 +299,7 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
     [
         ("shape", ["input args[0]", "rank 0", "(4, 7)", "(2, 7)"]),
         ("dtype", ["float64", "float32"]),
+        ("later", ["input args[0]", "before step 3", "(2, 7)"]),
         ("graph", ["parameters: model.4.weight", "nothing"]),
         ("build", ["of the emitted graph", "mul"]),
         ("stage", ["configuration", "stage=3"]),
@@ -297,7 +308,7 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
 def test_ranks_that_differ(pool: Pool, what: str, words: list[str]) -> None:
     for kind, message, unharmed in pool.run(2, ranks_differ, what):
         assert kind == "RankMismatchError"
-        assert unharmed
+        assert unharmed or what == "later"
         for word in words:
             assert word in message
 
