@@ -139,7 +139,9 @@ def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
             f"the corpus {root} is too small: {len(text):,} bytes to train on and {len(held_out):,} held out\n"
             f"Both must be longer than the context of {CONTEXT} bytes: give more text with --corpus."
         )
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.frombuffer(
+        bytearray(held_out), dtype=torch.uint8
+    )
 
 
 def read_up_to(limit: int, files: Iterator[Path]) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload
+from zerograph._torch import OpOverload, in_place_form
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, positions
 from zerograph.step_graph import origin, writes
@@ -111,10 +111,7 @@ def _in_place_form(node: fx.Node, source: fx.Node) -> OpOverload | None:
         return None
     if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
         return None
-    name = target._schema.name.split("::")[1]
-    packet = getattr(aten, f"{name}_", None)
-    form = getattr(packet, target._overloadname, None)
-    return form if isinstance(form, OpOverload) else None
+    return in_place_form(target)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:

@@ -43,9 +43,11 @@ __all__ = [
     "fake_mode",
     "forward_sequence_number",
     "functional_trace",
+    "in_place_form",
     "inductor",
     "mark_step_called",
     "preserved_metadata",
+    "schema_arguments",
     "single_process_store",
     "trace",
     "with_tensors",
@@ -150,6 +152,18 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Treat tensors of a subclass as plain ones inside: how the subclass itself reads their metadata."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def schema_arguments(operator: OpOverload) -> Sequence[Any]:
+    """The operator's declared arguments: name, type, default_value."""
+    return list(operator._schema.arguments)
+
+
+def in_place_form(operator: OpOverload) -> OpOverload | None:
+    """``aten.add_.Tensor`` for ``aten.add.Tensor``; None where there is none."""
+    name = operator._schema.name.split("::")[1]
+    form = getattr(getattr(torch.ops.aten, f"{name}_", None), operator._overloadname, None)
+    return form if isinstance(form, OpOverload) else None
 
 
 def mark_step_called(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload
+from zerograph._torch import OpOverload, schema_arguments
 from zerograph.passes.rules.factors import Linear, Shape, Signature, signatures
 from zerograph.sbp import broadcast
 
@@ -86,9 +86,10 @@ def of_node(node: fx.Node, ranks: int) -> tuple[Signature, ...] | None:
 
 def _present(node: fx.Node) -> list[bool]:
     """For each tensor argument of the schema, whether the node gives it a tensor."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
     given = arguments(node)
-    return [isinstance(given[argument.name], fx.Node) for argument in schema if "Tensor" in str(argument.type)]
+    declared = [one.name for one in schema_arguments(node.target) if "Tensor" in str(one.type)]
+    return [isinstance(given[name], fx.Node) for name in declared]
 
 
 def _without_absent(notation: str, present: Sequence[bool], value: Any) -> str:
@@ -134,7 +135,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments by name, defaults filled in."""
     assert isinstance(node.target, OpOverload)
     named: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):
+    for index, argument in enumerate(schema_arguments(node.target)):
         if index < len(node.args):
             named[argument.name] = node.args[index]
         else:

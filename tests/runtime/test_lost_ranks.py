@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
@@ -50,7 +50,7 @@ def stall() -> None:
 
 
 def lost_in_a_step(kind: str, lose: Callable[[], None]) -> tuple[str, str, float]:
-    """(type of error, message, seconds until it came) on rank 0."""
+    """What a step fails with on rank 0, if rank 1 is lost in the middle of it."""
     model = make("gpt")
 
     def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -58,7 +58,11 @@ def lost_in_a_step(kind: str, lose: Callable[[], None]) -> tuple[str, str, float
         return graph.forward if dist.get_rank() == 0 else _Failing(graph, kind, lose).run
 
     step = TrainStep(model, adamw(model), 3, timeout=TIMEOUT, backend=backend)
-    (x, y), *_ = batches("gpt", 1)
+    return failure(step, *batches("gpt", 1)[0])
+
+
+def failure(step: TrainStep, x: Tensor, y: Tensor) -> tuple[str, str, float]:
+    """(type of error, message, seconds until it came) of a step."""
     began = time.monotonic()
     try:
         step(part(x), part(y))
@@ -74,12 +78,7 @@ def lost_between_steps(lose: Callable[[], None]) -> tuple[str, str, float]:
     step(part(x), part(y))
     if dist.get_rank() == 1:
         lose()
-    began = time.monotonic()
-    try:
-        step(part(x), part(y))
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "", 0.0
+    return failure(step, x, y)
 
 
 @pytest.mark.parametrize("lose", [die, stall])
