@@ -60,6 +60,10 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
         node.meta["global"] = tuple(node.meta["val"].shape)
     if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
         node.update_arg(_SIZE_ARGUMENT[node.target], list(shapes[0]))
+    elif node.target in _BATCH_ARGUMENT:
+        node.update_arg(_BATCH_ARGUMENT[node.target], shapes[0][0])
+    elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+        _squeeze_what_is_one_globally(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
     node.meta["val"] = evaluate(node)
@@ -80,7 +84,23 @@ _SIZE_ARGUMENT: dict[Any, int] = {
     aten.full.default: 0,
     aten.zeros.default: 0,
     aten.ones.default: 0,
+    aten.upsample_nearest2d_backward.default: 2,
+    aten.upsample_bilinear2d_backward.default: 2,
 }
+
+# Operators that are told the number of samples, and where.
+_BATCH_ARGUMENT: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
+
+def _squeeze_what_is_one_globally(node: fx.Node) -> None:
+    """A split dimension may have size one here; it stays."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    shape: tuple[int, ...] = source.meta["global"]
+    asked = rules.arguments(node).get("dim", list(range(len(shape))))
+    dims = [dim % len(shape) for dim in ([asked] if isinstance(asked, int) else asked)] if shape else []
+    node.target = aten.squeeze.dims
+    node.args, node.kwargs = (source, [dim for dim in dims if shape[dim] == 1]), {}
 
 
 def _bound_slice(node: fx.Node) -> None:

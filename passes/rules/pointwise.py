@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerograph.passes.rules.factors import Linear
 from zerograph.passes.rules.registry import Operands, pointwise, rule
 
 aten = torch.ops.aten
@@ -35,9 +36,9 @@ rule(aten.copy.default, "..., ... -> ...", linear=(1,))
 rule(aten.copy_.default, "..., ... -> ...")
 
 
-def _cast(operands: Operands) -> str:
-    return pointwise(operands)
+def _linear_cast(operands: Operands) -> Linear:
+    """A cast distributes over a sum, up to rounding; to an integer or bool it does not."""
+    return (0,) if operands.outputs[0].is_floating_point() or operands.outputs[0].is_complex() else ()
 
 
-# A cast distributes over a sum up to rounding; to an integer or bool it does not.
-rule(aten._to_copy.default, _cast, linear=(0,))
+rule(aten._to_copy.default, pointwise, linear=_linear_cast)

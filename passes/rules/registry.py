@@ -15,6 +15,8 @@ from zerograph.sbp import broadcast
 
 # A rule whose notation depends on shapes or arguments works it out from the node.
 Notation = str | Callable[["Operands"], str]
+# ``"all"``: linear in all inputs together, however many.
+Linearity = Linear | Literal["all"] | Callable[["Operands"], Linear]
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,28 @@ class Operands:
 class Rule:
     """Notation with one operand for each tensor argument of the operator's schema, in order; see ``factors``.
 
-    ``linear`` counts the same operands; ``"all"`` means linear in all of them together, however many.
+    ``linear`` counts the same operands.
     """
 
     notation: Notation
-    linear: Linear | Literal["all"] = ()
+    linear: Linearity = ()
 
 
 _RULES: dict[OpOverload, Rule] = {}
 
 
-def rule(operator: Any, notation: Notation, *, linear: Linear | Literal["all"] = ()) -> None:
+def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
     """Give an operator (one overload, or a packet of them) its rule."""
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
     for overload in overloads:
         if overload in _RULES:
             raise ValueError(f"{overload} has a rule already")
         _RULES[overload] = Rule(notation, linear)
+
+
+def known() -> tuple[OpOverload, ...]:
+    """The operators that have a rule of their own."""
+    return tuple(_RULES)
 
 
 def find(target: Any) -> Rule | None:
@@ -73,14 +80,15 @@ def of_node(node: fx.Node, ranks: int) -> tuple[Signature, ...] | None:
     if found is None:
         return None
     present = _present(node)
+    operands = Operands(inputs, outputs, arguments(node))
     if isinstance(found.notation, str):
         notation = _without_absent(found.notation, present, node.meta["val"])
     else:
-        notation = found.notation(Operands(inputs, outputs, arguments(node)))
+        notation = found.notation(operands)
     if found.linear == "all":
         linear: Linear = (tuple(range(len(inputs))),)
     else:
-        linear = _renumbered(found.linear, present)
+        linear = _renumbered(found.linear(operands) if callable(found.linear) else found.linear, present)
     return signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
 
 

@@ -193,7 +193,7 @@ def _padded(operands: Operands) -> str:
     return f"{source} -> {result}"
 
 
-rule(aten.constant_pad_nd.default, _padded, linear=(0,))
+rule(aten.constant_pad_nd.default, _padded, linear=lambda operands: () if operands["value"] else (0,))
 rule(aten.tril.default, lambda operands: _but_last_two(operands), linear=(0,))
 rule(aten.triu.default, lambda operands: _but_last_two(operands), linear=(0,))
 

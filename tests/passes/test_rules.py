@@ -1,0 +1,145 @@
+"""Rules, proved: the real operator whole and in pieces, for every signature of every rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from tests.passes.samples import SAMPLES
+from zerograph._torch import fake_mode
+from zerograph.passes import rules
+from zerograph.passes.context import Context
+from zerograph.passes.localize import localize
+from zerograph.passes.rules import Signature, registry
+from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.step_graph import Role
+from zerograph.zero import OFF
+
+aten = torch.ops.aten
+
+
+def graph_of(operator: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, fx.Node, list[Tensor]]:
+    """A step graph of one operator, and the tensors for its inputs."""
+    graph, tensors = fx.Graph(), []
+    mode = fake_mode()
+
+    def enter(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder(f"x{len(tensors)}")
+        with mode:
+            fake = torch.empty(value.shape, dtype=value.dtype)
+        node.meta |= {"val": fake, "role": Role("input", str(len(tensors)))}
+        tensors.append(value)
+        return node
+
+    args, kwargs = pytree.tree_map(enter, (args, kwargs))
+    node = graph.call_function(operator, tuple(args), kwargs)
+    fakes = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = operator(*fakes[0], **fakes[1])
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph), node, tensors
+
+
+def pieces(value: Tensor, sbp: Sbp, ranks: int) -> list[Tensor]:
+    """What each rank holds of ``value``."""
+    if isinstance(sbp, Split):
+        return [piece.contiguous() for piece in value.chunk(ranks, sbp.dim)]
+    if isinstance(sbp, PartialSum):
+        parts = [torch.randn(value.shape, dtype=torch.float64).to(value.dtype) for _ in range(ranks - 1)]
+        return [*parts, value - sum(parts)]
+    return [value.clone() for _ in range(ranks)]
+
+
+def joined(parts: list[Any], sbp: Sbp) -> Any:
+    """The global tensor of which each rank holds a part."""
+    if isinstance(sbp, Split):
+        return torch.cat(parts, sbp.dim)
+    if isinstance(sbp, PartialSum):
+        return sum(parts[1:], parts[0])
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
+
+
+def run_in_pieces(operator: Any, args: Any, kwargs: Any, signature: Signature, ranks: int) -> list[Tensor]:
+    """The operator's outputs, computed by ``ranks`` ranks under ``signature``."""
+    outputs = []
+    for rank in range(ranks):
+        module, node, tensors = graph_of(operator, args, kwargs)
+        given = rules.tensor_arguments(node)
+        for argument, sbp in zip(given, signature.inputs, strict=True):
+            argument.meta["sbp"] = (sbp,)
+        node.meta["signature"] = signature
+        found = [(sbp,) for sbp in signature.outputs]
+        node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
+        localize(module, Context(ranks, rank, "none", OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
+        module.recompile()
+        torch.manual_seed(0)
+        local = [
+            pieces(value, argument.meta["sbp"][0], ranks)[rank]
+            for value, argument in zip(tensors, module.graph.find_nodes(op="placeholder"), strict=True)
+        ]
+        outputs.append([v for v in pytree.tree_leaves(module(*local)) if isinstance(v, Tensor)])
+    return [joined(list(parts), sbp) for parts, sbp in zip(zip(*outputs, strict=True), signature.outputs, strict=True)]
+
+
+CASES = [(operator, number) for operator, samples in SAMPLES.items() for number in range(len(samples))]
+
+
+@pytest.mark.parametrize(("operator", "number"), CASES, ids=lambda value: str(value))
+def test_every_signature_computes_what_the_whole_operator_computes(operator: Any, number: int) -> None:
+    args, kwargs = SAMPLES[operator][number]
+    cloned = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+    whole = [v for v in pytree.tree_leaves(operator(*cloned[0], **cloned[1])) if isinstance(v, Tensor)]
+    for ranks in (2, 4):
+        _, node, tensors = graph_of(operator, args, kwargs)
+        found = rules.of_node(node, ranks)
+        assert found
+        for signature in found:
+            if any(isinstance(sbp, PartialSum) for sbp in signature.inputs) and not _floating(tensors, signature):
+                continue
+            result = run_in_pieces(operator, args, kwargs, signature, ranks)
+            for one, other in zip(result, whole, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m: f"{signature}: {m}")  # noqa: B023
+
+
+def _floating(tensors: list[Tensor], signature: Signature) -> bool:
+    """Random partial sums are of floating point numbers."""
+    pairs = zip(tensors, signature.inputs, strict=True)
+    return all(v.is_floating_point() for v, sbp in pairs if isinstance(sbp, PartialSum))
+
+
+def test_every_rule_has_samples() -> None:
+    assert set(registry.known()) - set(SAMPLES) == set()
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "wanted"),
+    [
+        (aten.mm.default, (4, 4), {"S(0), B -> S(0)", "B, S(1) -> S(1)", "S(1), S(0) -> P", "P, B -> P", "B, P -> P"}),
+        (aten.add.Tensor, (4, 4), {"S(0), S(0) -> S(0)", "S(1), S(1) -> S(1)", "P, P -> P"}),
+        (aten._softmax.default, (4, 1, False), {"S(0) -> S(0)"}),
+        (aten.sum.default, (4,), {"S(0) -> P", "S(1) -> P", "P -> P"}),
+        (aten.exp.default, (4,), {"S(0) -> S(0)", "S(1) -> S(1)"}),
+    ],
+)
+def test_a_rule_yields_these_signatures(operator: Any, args: tuple[Any, ...], wanted: set[str]) -> None:
+    tensors = sum(value == 4 for value in args)
+    given = (*[torch.randn(4, 4) for _ in range(tensors)], *args[tensors:])
+    _, node, _ = graph_of(operator, given, {})
+    found = rules.of_node(node, 2)
+    assert found is not None
+    shown = {f"{', '.join(map(str, one.inputs))} -> {', '.join(map(str, one.outputs))}" for one in found}
+    assert shown == wanted | {f"{', '.join(['B'] * tensors)} -> B"}
+
+
+def test_an_uneven_dimension_is_not_split() -> None:
+    _, node, _ = graph_of(aten.exp.default, (torch.randn(7, 6),), {})
+    found = rules.of_node(node, 4)
+    assert found is not None
+    assert found == (Signature((Broadcast(),), (Broadcast(),)),)
