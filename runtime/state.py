@@ -8,7 +8,6 @@ ones hide them (``parameters``).
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -235,18 +234,7 @@ def bytes_at_rest(stores: Iterable[Store]) -> int:
     return sum(nbytes(tensor) for store in stores for tensor in (store.flat, *store.state.values()))
 
 
-def guard(optimizer: torch.optim.Optimizer, complain: Any) -> None:
-    """Make the optimizer refuse what would act on state that it no longer holds; ``complain(what)`` raises.
-
-    ``complain`` is held weakly by its owner: an optimizer outlives the graph that it was registered with.
-    """
-    owner = weakref.WeakMethod(complain)
-
-    def refuse(what: str) -> None:
-        function = owner()
-        if function is not None:
-            function(what)
-
-    optimizer.register_step_pre_hook(lambda *_: refuse("step()"))
-    optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()"))
+def holds_state_of(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's state lives in stores rather than in the optimizer."""
+    stores = (store_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return any(store is not None and store.keeper is optimizer for store in stores)

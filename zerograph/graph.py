@@ -16,10 +16,10 @@ from zerograph.batch import Batch, give_back, read_batch
 from zerograph.compiler import CompiledStep, Compiler
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
-from zerograph.members import Members, capture_facts, find_members, layout_facts
+from zerograph.members import Members, adopt_global, capture_facts, find_members, layout_facts
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, join
-from zerograph.runtime.state import Store, bytes_at_rest, close_whole, guard, open_whole, store_of
+from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
 from zerograph.step_graph import nbytes
 
@@ -79,7 +79,7 @@ class ZeroGraph:
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
-        guard(optimizer, self._complain)
+        _guard(optimizer)
 
     def set_zero_mode(self, mode: str, stage: int = 1) -> None:
         """``"distributed_split"`` with stage 1, 2 or 3, or ``"off"``; the same as ``config.enable_zero``.
@@ -235,6 +235,8 @@ class ZeroGraph:
 
         try:
             members = self._members()
+            if adopt_global(members, self._optimizers):
+                members = self._members()
             self._check_usable(members)
             batch = read_batch(args, kwargs, job.size)
             known = {"configuration": self.config.key(), **capture_facts(members, self._attributes(), self._optimizers)}
@@ -271,17 +273,6 @@ class ZeroGraph:
             return self.build(*args, **kwargs)
         finally:
             _building.reset(token)
-
-    def _complain(self, what: str) -> None:
-        if _building.get() is not None:
-            raise CaptureError(
-                f"build() calls optimizer.{what}; the graph makes the registered optimizers' updates itself"
-            )
-        if any(store.keeper in self._optimizers for store in self._stores()):
-            raise SplitParameterError(
-                f"optimizer.{what}: the optimizer's state lives in the graph now\n"
-                "Call the graph to update; save and load with its state_dict() and load_state_dict()."
-            )
 
     def _join(self) -> Job:
         if self._job is None:
@@ -327,3 +318,22 @@ class ZeroGraph:
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
+
+
+def _guard(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer refuse what would act on state that it no longer holds, or happen twice."""
+
+    def refuse(what: str) -> None:
+        if _building.get() is not None:
+            raise CaptureError(
+                f"build() calls {type(optimizer).__name__}.{what}: leave it out, the graph makes the update itself"
+            )
+        if holds_state_of(optimizer):
+            raise SplitParameterError(
+                f"{type(optimizer).__name__}.{what}: the optimizer's state lives in the graph now\n"
+                "Call the graph to update; save and load with its state_dict() and load_state_dict()."
+            )
+
+    optimizer.register_step_pre_hook(lambda *_: refuse("step()"))
+    optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()"))

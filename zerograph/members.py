@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedParameter
 
 from zerograph.capture import TensorSpec
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, PlacementError
 from zerograph.runtime.state import store_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -68,6 +69,40 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
         else:
             aliases[name] = first[id(buffer)]
     return Members(root, parameters, buffers, aliases)
+
+
+def adopt_global(members: Members, optimizers: Optimizers) -> bool:
+    """Replace parameters and buffers that are global tensors, whole on every rank, by plain ones.
+
+    In the modules and in the optimizers: from here on the graph places them. Returns whether there were any.
+
+    Raises:
+        PlacementError: one is split or partial; nothing is changed then.
+    """
+    held: dict[str, Tensor] = {**members.parameters, **members.buffers}
+    found = {name: tensor for name, tensor in held.items() if isinstance(tensor, DTensor)}
+    for name, tensor in found.items():
+        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
+            raise PlacementError(
+                f"{name} is a global tensor placed {tensor.placements}, which a graph does not take over yet\n"
+                "Make the module global with sbp=zg.sbp.broadcast; set_zero_mode() is what splits parameters."
+            )
+    plain: dict[int, Tensor] = {}
+    for tensor in found.values():
+        local = tensor.to_local().detach()
+        plain[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+    for module in members.root.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, old in [*parameters, *buffers]:
+            if id(old) in plain:
+                setattr(module, name, plain[id(old)])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [plain.get(id(parameter), parameter) for parameter in group["params"]]
+        for old in [parameter for parameter in optimizer.state if id(parameter) in plain]:
+            optimizer.state[plain[id(old)]] = optimizer.state.pop(old)
+    return bool(found)
 
 
 def check_optimizers(members: Members, optimizers: Optimizers) -> None:

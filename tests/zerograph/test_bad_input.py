@@ -108,7 +108,7 @@ def nests(self: Step, x: Tensor) -> Tensor:
         (item, zg.CaptureError, ["read a tensor's value", "if loss.item() > 3:", "torch.where"]),
         (branch, zg.CaptureError, ["if loss > 3:", "torch.where"]),
         (by_mask, zg.CaptureError, ["x[:, 0] > 0", "depends on values"]),
-        (steps_itself, zg.CaptureError, ["optimizer.step()", "itself"]),
+        (steps_itself, zg.CaptureError, ["SGD.step()", "itself"]),
         (writes_a_parameter, zg.CaptureError, ["model.bias", "in place"]),
         (foreign, zg.CaptureError, ["belongs to no module"]),
         (nests, zg.CaptureError, ["do not nest"]),

@@ -274,6 +274,39 @@ def test_global_tensors_in_give_global_tensors_out(pool: Pool) -> None:
         torch.testing.assert_close(whole, wanted)
 
 
+def global_module() -> dict[str, Tensor]:
+    mesh = zg.placement("cpu", ranks=[0, 1])
+    model = make("conv")
+    zg.to_global(model, placement=mesh, sbp=zg.sbp.broadcast)
+    optimizer = adamw(model)
+    step = TrainStep(model, optimizer, 2)
+    for x, y in batches("conv", 3):
+        step(
+            zg.to_global(part(x), placement=mesh, sbp=zg.sbp.split(0)),
+            zg.to_global(part(y), placement=mesh, sbp=zg.sbp.split(0)),
+        )
+    return step.state_dict()["modules"]["model"]
+
+
+def test_a_module_of_global_tensors_trains(pool: Pool) -> None:
+    model = make("conv")
+    train_plainly(model, adamw(model), batches("conv", 3))
+    for name, value in pool.run(2, global_module)[0].items():
+        assert type(value) is Tensor
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def split_module() -> None:
+    model = nn.Linear(3, 4)
+    zg.to_global(model, placement=zg.placement("cpu", ranks=[0, 1]), sbp=zg.sbp.split(0))
+    with pytest.raises(zg.PlacementError, match="sbp=zg"):
+        Predict(model)(torch.ones(2, 3))
+
+
+def test_a_module_split_by_hand_is_refused(pool: Pool) -> None:
+    pool.run(2, split_module)
+
+
 def to_global_and_back() -> None:
     mesh = zg.placement("cpu", ranks=[0, 1])
     rank = zg.rank()
