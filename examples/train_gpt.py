@@ -198,9 +198,9 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[int, float, flo
 
 
 def parse_options() -> argparse.Namespace:
-    summary, _, usage = (__doc__ or "").partition("\n\n")
+    summary = (__doc__ or "").partition("\n\n")[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="updates to make")
+    parser.add_argument("--steps", type=int, default=400, help="updates to make")
     parser.add_argument("--batch", type=int, default=32, help="windows per step, over all processes together")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="of ZeRO; 0 is plain data parallel")
