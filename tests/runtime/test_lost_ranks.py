@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool, RanksError
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 
 
 @pytest.fixture
