@@ -92,7 +92,7 @@ class Compiler:
         """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
 
         Args:
-            key: equal for equal members, inputs and configuration.
+            key: equal for equal members and inputs: then the capture is the same, whatever the configuration.
             doing: names the step in messages.
 
         Raises:

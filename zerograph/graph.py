@@ -225,6 +225,7 @@ class ZeroGraph:
         problem: Exception | None = None
         batch: Batch | None = None
         members: Members | None = None
+        capture_key: Hashable = None
         key: Hashable = None
         step: CompiledStep | None = None
         known: dict[str, Any] = {}
@@ -239,8 +240,9 @@ class ZeroGraph:
                 members = self._members()
             self._check_usable(members)
             batch = read_batch(args, kwargs, job.size)
-            known = {"configuration": self.config.key(), **capture_facts(members, self._attributes(), self._optimizers)}
-            key = (tuple(known.values()), batch.key())
+            known = capture_facts(members, self._attributes(), self._optimizers)
+            capture_key = (tuple(known.values()), batch.key())
+            key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))
             if job.size > 1 and key not in self._digests:
                 self._digests[key] = digest(facts())
@@ -251,7 +253,7 @@ class ZeroGraph:
         assert batch is not None
         assert members is not None
         if step is None:
-            step = self._compiler.compile(job, members, batch, key, self._doing())
+            step = self._compiler.compile(job, members, batch, capture_key, self._doing())
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step

@@ -58,14 +58,16 @@ def _joined(state: dict[str, Tensor]) -> Tensor:
 def test_two_ranks_compute_what_one_device_computes(
     pool: Pool, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    results, others = pool.run(2, train, name, [0, 1, 2, 3], dtype, 8, {})
-    for stage, (losses, state) in enumerate(results):
+    # That the stages agree bitwise does not depend on the dtype: in fp64 two of them will do.
+    stages = [0, 1, 2, 3] if dtype == torch.float32 else [0, 3]
+    results, others = pool.run(2, train, name, stages, dtype, 8, {})
+    for index, (stage, (losses, state)) in enumerate(zip(stages, results, strict=True)):
         assert all(map(torch.equal, losses, results[0][0])), (
             f"the losses of stage {stage} are not those of data parallel"
         )
         for key, value in state.items():
             assert torch.equal(value, results[0][1][key]), f"stage {stage} has another {key} than data parallel"
-        assert all(map(torch.equal, losses, others[stage][0])), f"ranks got different losses at stage {stage}"
+        assert all(map(torch.equal, losses, others[index][0])), f"ranks got different losses at stage {stage}"
     wanted = expected(name, dtype, 8)
     check(results[0], wanted, tolerance)
     if dtype == torch.float64:
@@ -82,7 +84,7 @@ def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> N
 
 
 def test_small_buckets_change_nothing(pool: Pool) -> None:
-    many = pool.run(2, train, "gpt_tied", [1, 2, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40})[0]
+    many = pool.run(2, train, "gpt_tied", [1, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40})[0]
     one = pool.run(2, train, "gpt_tied", [0], torch.float32, 8, {})[0][0]
     for losses, state in many:
         assert all(map(torch.equal, losses, one[0]))

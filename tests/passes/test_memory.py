@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -51,21 +52,27 @@ def _used_in(graph: Any, span: range, module: str) -> bool:
     )
 
 
+@functools.cache
+def lifetimes_on_two_ranks(pool: Pool, name: str, stage: int) -> tuple[int, int, int]:
+    found: tuple[int, int, int] = pool.run(2, lifetimes, name, stage)[0]
+    return found
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv", "gpt", "gpt_tied"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_most_two_buckets_of_whole_gradients_are_alive(pool: Pool, name: str, stage: int) -> None:
-    _, most, _ = pool.run(2, lifetimes, name, stage)[0]
+    _, most, _ = lifetimes_on_two_ranks(pool, name, stage)
     assert 1 <= most <= 2
 
 
 @pytest.mark.parametrize("name", ["conv", "gpt", "gpt_tied"])
 def test_stage3_holds_two_buckets_of_whole_parameters_beside_the_layers_own(pool: Pool, name: str) -> None:
-    _, _, idle = pool.run(2, lifetimes, name, 3)[0]
+    _, _, idle = lifetimes_on_two_ranks(pool, name, 3)
     assert idle <= 2
 
 
 def test_stage1_keeps_whole_gradients_until_backward_ends(pool: Pool) -> None:
-    count, most, _ = pool.run(2, lifetimes, "gpt", 1)[0]
+    count, most, _ = lifetimes_on_two_ranks(pool, "gpt", 1)
     assert most == count > 2
 
 
