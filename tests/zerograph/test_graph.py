@@ -242,13 +242,12 @@ def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    for ranks in (2, 4):
-        for stage in (0, 1, 3):
-            state, sbp = pool.run(ranks, partly, stage)[0]
-            assert state.keys() == model.state_dict().keys()
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
-            assert ("S(0)" in sbp) == (stage > 0)
+    for ranks, stage in ((2, 0), (2, 1), (4, 3)):
+        state, sbp = pool.run(ranks, partly, stage)[0]
+        assert state.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
+        assert ("S(0)" in sbp) == (stage > 0)
 
 
 def global_inputs() -> tuple[bool, Any, Any, Any]:
