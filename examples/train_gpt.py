@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -29,7 +30,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zerograph as zg
 
-WIDTH, LAYERS, HEADS, CONTEXT = 192, 4, 6, 128
+WIDTH, LAYERS, HEADS, CONTEXT = 128, 4, 4, 128
+# More than the usual 0.02, which suits wider models: with it, attention starts flat here and learns late.
+INIT_STD = 0.06
 CORPUS_BYTES = 4_000_000
 EVAL_BATCHES = 8
 PROMPT, SAMPLE_BYTES = "def ", 600
@@ -49,14 +52,13 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Each block adds to the residual stream twice: the sum over all blocks has the size of one.
-                onto_residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if onto_residual else 0.02)
+                # Two such sums per block go into the residual stream: together they are as large as one.
+                summed = 2 * LAYERS if name.endswith(("out.weight", "down.weight")) else 1
+                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(summed))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
+        return self.head(self.norm(self.blocks(x)))
 
 
 class Block(nn.Module):
@@ -67,8 +69,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -79,10 +81,9 @@ class TrainStep(zg.ZeroGraph):
     def __init__(self, model: Gpt, lr: float, steps: int, stage: int) -> None:
         super().__init__()
         self.model = model
-        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+        decayed = {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1}
+        others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([decayed, others], lr=lr, betas=(0.9, 0.95))
         self.add_optimizer(optimizer, lr_scheduler=LambdaLR(optimizer, lambda step: warmup_cosine(step, steps)))
         if stage:
             self.set_zero_mode("distributed_split", stage=stage)
@@ -111,9 +112,8 @@ def next_byte_loss(model: Gpt, inputs: Tensor, targets: Tensor) -> Tensor:
 def warmup_cosine(step: int, steps: int) -> float:
     """Factor on the learning rate: up over the first twentieth, then down to a twentieth along a cosine."""
     warmup = max(1, steps // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    return (step + 1) / warmup if step < warmup else 0.05 + 0.95 * cosine
 
 
 def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,8 @@ def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
         names = [name for name in names if path or not SKIPPED & set(name.parts)]
         # Mixed, in the same way on all ranks, so that the cap and the held-out files are a fair choice.
         random.Random(0).shuffle(names)
-        files = list(read_up_to(CORPUS_BYTES, (root / name for name in names)))
+        sizes = itertools.accumulate((root / name).stat().st_size for name in names)
+        files = [(root / name).read_bytes() for name, size in zip(names, sizes, strict=True) if size <= CORPUS_BYTES]
     if len(files) == 1:
         end = len(files[0]) - len(files[0]) // 20
         files = [files[0][:end], files[0][end:]]
@@ -139,18 +140,7 @@ def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
             f"the corpus {root} is too small: {len(text):,} bytes to train on and {len(held_out):,} held out\n"
             f"Both must be longer than the context of {CONTEXT} bytes: give more text with --corpus."
         )
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.frombuffer(
-        bytearray(held_out), dtype=torch.uint8
-    )
-
-
-def read_up_to(limit: int, files: Iterator[Path]) -> Iterator[bytes]:
-    for file in files:
-        if limit <= 0:
-            return
-        content = file.read_bytes()[:limit]
-        limit -= len(content)
-        yield content
+    return torch.tensor(list(text), dtype=torch.uint8), torch.tensor(list(held_out), dtype=torch.uint8)
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,41 +167,35 @@ def sample(model: Gpt, generator: torch.Generator, device: torch.device, tempera
 
 
 @contextlib.contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A function to tell step, loss and bytes per second: a bar on a terminal, elsewhere a line now and then."""
-    if not console.is_terminal or console.quiet:
-        every = max(1, steps // 10)
-
-        def line(step: int, loss: float, speed: float) -> None:
-            if step % every == 0 or step in (1, steps):
-                console.print(f"step {step:>5}/{steps}  loss {loss:.4f}  {speed:>9,.0f} tokens/s")
-
-        yield line
+def progress(console: Console, steps: int) -> Iterator[Callable[[int, str], None]]:
+    """A function to tell the step and how it went: a bar on a terminal, elsewhere a line now and then."""
+    if console.is_terminal and not console.quiet:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=steps)
+            yield lambda step, news: bar.update(task, completed=step, description=news)
         return
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda step, loss, speed: bar.update(
-            task, completed=step, description=f"loss {loss:.4f}  {speed:,.0f} tokens/s"
-        )
+    def line(step: int, news: str) -> None:
+        if step % max(1, steps // 10) == 0 or step in (1, steps):
+            console.print(f"step {step:>5}/{steps}  {news}")
+
+    yield line
 
 
 def parse_options() -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n\n")[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="updates to make")
-    parser.add_argument("--batch", type=int, default=32, help="windows per step, over all processes together")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--steps", type=int, default=600, help="updates to make")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step, over all processes together")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="of ZeRO; 0 is plain data parallel")
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters, the batches and the sample")
-    parser.add_argument("--corpus", type=Path, help="a file or folder of text; default: Python's standard library")
+    parser.add_argument("--corpus", type=Path, help="a file or folder of text; None: Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("runs/sample.txt"), help="where to write the text sample")
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error("--steps must be at least 1")
-    if options.batch < 1 or options.batch % int(os.environ.get("WORLD_SIZE", 1)):
-        parser.error(f"--batch {options.batch} must divide by the number of processes")
+    if options.steps < 1 or options.batch < 1 or options.batch % int(os.environ.get("WORLD_SIZE", "1")):
+        parser.error("--steps and --batch must be at least 1, and --batch must divide by the number of processes")
     return options
 
 
@@ -230,7 +214,7 @@ def main() -> None:
     console = Console(quiet=zg.rank() != 0, highlight=False)
     console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes to train on, "
-        f"{len(held_out):,} held out\n{zg.world_size()} processes on {device.type}, ZeRO stage {options.stage or 'off'}"
+        f"{len(held_out):,} held out\n{zg.world_size()} x {device.type}, ZeRO stage {options.stage or 'off'}"
     )
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -246,10 +230,10 @@ def main() -> None:
     begun = time.perf_counter()
     with progress(console, options.steps) as tell:
         for step in range(1, options.steps + 1):
-            loss = train(inputs, targets)
+            loss = float(train(inputs, targets))
+            speed = step * options.batch * CONTEXT / (time.perf_counter() - begun)
+            tell(step, f"loss {loss:.4f}  {speed:>7,.0f} tokens/s")
             inputs, targets = batch()
-            tell(step, float(loss), step * options.batch * CONTEXT / (time.perf_counter() - begun))
-    speed = options.steps * options.batch * CONTEXT / (time.perf_counter() - begun)
     after = bits_per_byte(evaluate, held_out, options.batch)
 
     with train.full_parameters():
