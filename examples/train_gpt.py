@@ -201,7 +201,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda" if enough_gpus and torch.cuda.is_available() else "cpu")
     text, held_out = (part.to(device) for part in read_corpus(options.corpus))
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)

@@ -81,8 +81,7 @@ def initialise() -> None:
     """
     if dist.is_initialized():
         return
-    has_gpu = torch.cuda.is_available()
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
     else:
@@ -92,8 +91,10 @@ def initialise() -> None:
                 f"the environment names a distributed job, but {', '.join(missing)} is not set\n"
                 "Start with torchrun, or unset RANK and WORLD_SIZE to run as one process."
             )
-        if has_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        # Several ranks on a machine with fewer GPUs may still train on its CPU.
+        if local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)
         dist.init_process_group(backend, init_method="env://")
     atexit.register(_leave)
 
