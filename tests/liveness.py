@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph.step_graph import role
 
@@ -49,8 +49,3 @@ def gradient_buckets(graph: fx.Graph) -> list[tuple[str, range]]:
 def most_alive(spans: list[tuple[str, range]], length: int) -> int:
     """How many of the spans overlap at most."""
     return max(sum(position in span for _, span in spans) for position in range(length))
-
-
-def numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, Tensor) else 0

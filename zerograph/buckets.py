@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,8 @@ class Slot:
 class Bucket:
     """The layout of a flat tensor of ``padded`` elements, the last ``padded - numel`` of them unused.
 
-    ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients.
+    ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients;
+    ``ranks`` is the size of the mesh that it is padded for.
     """
 
     name: str
@@ -35,22 +36,16 @@ class Bucket:
     device: torch.device
     sbp: NdSbp
     key: Hashable
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole flat tensor."""
-        return self.padded * self.dtype.itemsize
+    ranks: int
 
     @property
     def local_numel(self) -> int:
-        """Elements that one rank holds at rest; the mesh size is the ratio that padding was made for."""
+        """Elements that one rank holds at rest."""
         return self.padded if self.is_whole else self.padded // self.ranks
 
     @property
     def is_whole(self) -> bool:
         return all(one == broadcast for one in self.sbp)
-
-    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,6 @@ def _lay(name: str, members: Sequence[Parameter], ranks: int, whole: bool) -> Bu
     sbp: NdSbp = (broadcast,) if whole else (Split(0),)
     first = members[0]
     return Bucket(name, tuple(slots), offset, padded, first.dtype, first.device, sbp, first.key, ranks)
-
-
-def by_parameter(buckets: Sequence[Bucket]) -> Mapping[str, tuple[Bucket, Slot]]:
-    """Bucket and slot of every parameter, by name."""
-    return {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
 
 
 def _numel(parameter: Parameter) -> int:
