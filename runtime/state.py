@@ -64,6 +64,11 @@ class Store:
         """The whole of ``flat`` or of one state entry, in memory of its own. A collective where split."""
         return shard.clone() if self.layout.is_whole else gather_whole(self.job, shard)
 
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """The part of each parameter in a whole flat tensor, in its shape: views, in slot order."""
+        slots = self.layout.slots
+        return [whole[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in slots]
+
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole flat tensor, a view."""
         if self.layout.is_whole:
@@ -124,8 +129,8 @@ def settle(
 
 def _shard(store: Store, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     whole = torch.zeros(store.layout.padded, dtype=dtype, device=device)
-    for slot, part in zip(store.layout.slots, parts, strict=True):
-        whole[slot.offset : slot.offset + slot.numel] = part.reshape(-1)
+    for place, part in zip(store.parts(whole), parts, strict=True):
+        place.copy_(part)
     broadcast_from_first(store.job, [whole])
     return whole if store.layout.is_whole else store.own(whole).clone()
 
@@ -141,10 +146,11 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
 
 def lend(store: Store) -> None:
     """Put the parameters into the form that they have between steps: hidden where split, else views."""
-    for parameter, slot in store.slots():
-        if store.layout.is_whole:
-            show(parameter, store.flat[slot.offset : slot.offset + slot.numel].view(slot.shape))
-        else:
+    if store.layout.is_whole:
+        for parameter, part in zip(store.parameters, store.parts(store.flat), strict=True):
+            show(parameter, part)
+    else:
+        for parameter in store.parameters:
             hide(parameter)
     store.opened = False
 
@@ -153,20 +159,15 @@ def open_whole(store: Store) -> None:
     """Give split parameters their whole values, for the user to look at or change. A collective."""
     if store.layout.is_whole:
         return
-    whole = store.whole(store.flat)
-    for parameter, slot in store.slots():
-        show(parameter, whole[slot.offset : slot.offset + slot.numel].view(slot.shape))
+    for parameter, part in zip(store.parameters, store.parts(store.whole(store.flat)), strict=True):
+        show(parameter, part)
     store.opened = True
 
 
 def close_whole(store: Store) -> None:
     """Take back what :func:`open_whole` lent, changes included; each rank keeps its own part."""
     if store.opened:
-        with torch.no_grad():
-            whole = torch.zeros(store.layout.padded, dtype=store.flat.dtype, device=store.flat.device)
-            for parameter, slot in store.slots():
-                whole[slot.offset : slot.offset + slot.numel] = parameter.detach().reshape(-1)
-            store.flat.copy_(store.own(whole))
+        load_parameters(store, [parameter.detach() for parameter in store.parameters])
         lend(store)
 
 
@@ -183,8 +184,7 @@ def dissolve(store: Store) -> None:
 
 def plain_parameters(store: Store) -> list[Tensor]:
     """The whole value of each parameter, in memory of its own. A collective where split."""
-    whole = store.whole(store.flat)
-    return [whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone() for slot in store.layout.slots]
+    return [part.clone() for part in store.parts(store.whole(store.flat))]
 
 
 def plain_states(store: Store) -> list[PlainState]:
@@ -193,12 +193,12 @@ def plain_states(store: Store) -> list[PlainState]:
     if store.fresh:
         return states
     for name, spec in store.specs.items():
-        whole = None if spec.scalar else store.whole(store.state[name])
-        for state, slot in zip(states, store.layout.slots, strict=True):
-            if whole is None:
-                state[name] = store.state[name].to(spec.plain_dtype)
-            else:
-                state[name] = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+        if spec.scalar:
+            values = [store.state[name].to(spec.plain_dtype, copy=True) for _ in states]
+        else:
+            values = [part.clone() for part in store.parts(store.whole(store.state[name]))]
+        for state, value in zip(states, values, strict=True):
+            state[name] = value
     return states
 
 

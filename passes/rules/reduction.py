@@ -7,12 +7,9 @@ from collections.abc import Callable
 import torch
 
 from zerograph.passes.rules.registry import Operands, rule
+from zerograph.passes.rules.registry import letters as _letters
 
 aten = torch.ops.aten
-
-
-def _letters(rank: int) -> list[str]:
-    return [f"d{i}" for i in range(rank)]
 
 
 def _reduced_dims(operands: Operands, argument: str) -> set[int]:

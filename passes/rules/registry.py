@@ -54,6 +54,11 @@ def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
         _RULES[overload] = Rule(notation, linear)
 
 
+def letters(rank: int) -> list[str]:
+    """One factor name for each dimension of an operand."""
+    return [f"d{i}" for i in range(rank)]
+
+
 def known() -> tuple[OpOverload, ...]:
     """The operators that have a rule of their own."""
     return tuple(_RULES)
