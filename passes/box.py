@@ -19,6 +19,11 @@ def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     made: dict[tuple[fx.Node, NdSbp], fx.Node] = {}
     for node in list(graph.nodes):
+        if node.target is boxing and node.args[0].meta["sbp"] == node.meta["sbp"]:
+            # A gradient that build() made whole itself needs no reduction.
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
         if node.target is boxing:
             _describe(node, node.meta["tensor"])
             continue

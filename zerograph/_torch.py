@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +50,7 @@ __all__ = [
     "preserved_metadata",
     "schema_arguments",
     "single_process_store",
+    "total_norm_by",
     "trace",
     "with_tensors",
     "without_torch_function",
@@ -131,6 +133,31 @@ def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.Ab
     """
     context: contextlib.AbstractContextManager[None] = _reparametrize_module(module, tensors)
     return context
+
+
+@contextlib.contextmanager
+def total_norm_by(function: Callable[[Sequence[Tensor], float, bool], Tensor | None]) -> Iterator[None]:
+    """``clip_grad_norm_`` and ``get_total_norm`` ask ``function(tensors, p, error_if_nonfinite)`` for the norm.
+
+    Where it returns None they compute it themselves. ``clip_grad_norm_`` looks the function up by a private name; a
+    ``get_total_norm`` that was imported by name before keeps its own loop, which is right, but no single node.
+    """
+    original = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch.no_grad():
+            found = function(given, float(norm_type), error_if_nonfinite)
+        return original(given, norm_type, error_if_nonfinite, foreach) if found is None else found
+
+    public = nn.utils.get_total_norm
+    clip_grad._get_total_norm = nn.utils.get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
 
 
 def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

@@ -71,7 +71,8 @@ def plan_buckets(
     """Lay parameters, given in order of first use, into buckets.
 
     Args:
-        ranks: size of the mesh; a split bucket is padded to a multiple of it.
+        ranks: size of the mesh; buckets are padded to a multiple of it, whole ones too: norms are summed in as many
+            pieces whatever the stage.
         split: whether buckets at rest are S(0); else B.
         min_split_numel: parameters with fewer elements stay B, in buckets of their own.
         bucket_bytes: most bytes per bucket (a larger parameter has one to itself); None: :func:`default_bytes`.
@@ -81,8 +82,10 @@ def plan_buckets(
     open_buckets: dict[Hashable, list[Parameter]] = {}
     closed: list[tuple[list[Parameter], bool]] = []
     for parameter in parameters:
-        whole = not split or _numel(parameter) < min_split_numel
-        key = (whole, parameter.dtype, parameter.device, parameter.key)
+        small = _numel(parameter) < min_split_numel
+        whole = not split or small
+        # Small ones apart also where all are whole: the stages then have the same buckets, and the same sums.
+        key = (small, parameter.dtype, parameter.device, parameter.key)
         members = open_buckets.get(key)
         if members is None or sum(map(_bytes, members)) + _bytes(parameter) > most:
             members = open_buckets[key] = []
@@ -101,7 +104,7 @@ def _lay(name: str, members: Sequence[Parameter], ranks: int, whole: bool) -> Bu
     for parameter in members:
         slots.append(Slot(parameter.name, parameter.shape, offset, _numel(parameter)))
         offset += _numel(parameter)
-    padded = offset if whole else -(-offset // ranks) * ranks
+    padded = -(-offset // ranks) * ranks
     sbp: NdSbp = (broadcast,) if whole else (Split(0),)
     first = members[0]
     return Bucket(name, tuple(slots), offset, padded, first.dtype, first.device, sbp, first.key, ranks)

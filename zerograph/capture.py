@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, source
 from zerograph.errors import CaptureError
+from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
 
 aten = torch.ops.aten
@@ -46,6 +48,8 @@ def capture(
     input_spec: pytree.TreeSpec,
     *,
     train: bool,
+    groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
+    clip_grad_norm: float | None = None,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -57,6 +61,8 @@ def capture(
         aliases: further names of the same tensors (tied weights), to the name above.
         inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
         train: optimizers are registered, so some parameter must get a gradient.
+        groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
+        clip_grad_norm: clip all gradients together to this norm after ``build()``.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, runs ``backward()`` on a non-scalar or, with
@@ -75,8 +81,18 @@ def capture(
         own = dict(zip(state, tensors, strict=False))
         args, kwargs = pytree.tree_unflatten(list(tensors[len(own) :]), input_spec)
         swapped = own | {alias: own[name] for alias, name in aliases.items()}
-        with _torch.with_tensors(root, swapped), _module_paths(root) as path, _Recorder(path), torch.enable_grad():
+        with (
+            _torch.with_tensors(root, swapped),
+            _swapped_groups(groups, own),
+            _torch.total_norm_by(_one_node),
+            _NoDataAssignment(),
+            _module_paths(root) as path,
+            _Recorder(path),
+            torch.enable_grad(),
+        ):
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
+            if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
+                nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
         found = {name: own[name].grad for name in parameters}
@@ -93,10 +109,15 @@ def capture(
                 "Call loss.backward() inside build(), on a loss that depends on the model's parameters."
             )
         _refuse_foreign_parameters(traced)
+        _strip_profiling(traced.graph)
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
     _name_roles(graph, roles, gradients)
+    _drop_restored(graph.graph)
+    _refuse_changed_parameters(graph.graph)
     _strip_detaches(graph.graph)
+    mark_edits(graph.graph)
+    _cancel_views(graph.graph)
     _own_outputs(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -134,11 +155,28 @@ class _Recorder(_torch.TorchDispatchMode):
         if backward is not None:
             # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
             forward = self._forward.get(backward, Origin("forward"))
+            # With create_graph=True, backward makes nodes of its own, whose backward is of the same line.
+            self._forward.setdefault(_torch.forward_sequence_number(), forward)
             return Origin("backward", forward.module, forward.source, forward.code)
         here = Origin("forward", self._module_path(), *source.running_line())
         self._forward.setdefault(_torch.forward_sequence_number(), here)
         return here
 
+
+class _NoDataAssignment(TorchFunctionMode):
+    """Refuses ``parameter.data = ...``, which no tracer sees."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _SET_DATA:
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
+                "Write the values with copy_() under torch.no_grad()."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _READS_VALUES = {
     aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
@@ -168,6 +206,39 @@ def _module_paths(root: nn.Module) -> Iterator[Callable[[], str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _swapped_groups(
+    groups: Sequence[tuple[dict[str, Any], Sequence[str]]], tensors: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Optimizers hold the traced parameters: ``zero_grad()`` clears their gradients, and clipping finds them."""
+    before = [group["params"] for group, _ in groups]
+    for group, names in groups:
+        group["params"] = [tensors[name] for name in names]
+    try:
+        yield
+    finally:
+        for (group, _), parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+
+
+def _one_node(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
+    """The total norm as the one operator that ``flatten`` knows."""
+    line, code = source.running_line()
+    if not tensors:
+        raise CaptureError(
+            f"there is no gradient to take a norm of\n  {line}   {code}\n"
+            "Call backward() before, and pass parameters of the graph's modules as build() sees them "
+            "(self.model.parameters(); a list that was made outside build() holds others)."
+        )
+    if error_if_nonfinite:
+        raise CaptureError(
+            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
+            "Return the norm from build() and look at it outside."
+        )
+    # Of other orders torch has special cases: those it computes itself.
+    return TOTAL_NORM(list(tensors), p) if p > 0 else None
 
 
 @contextlib.contextmanager
@@ -211,12 +282,54 @@ def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequenc
         custom = node.meta.pop("custom", {})
         if "origin" in custom:
             node.meta["origin"] = custom["origin"]
-    for _, target, _ in writes(graph.graph):
+
+
+def _drop_restored(graph: fx.Graph) -> None:
+    """A parameter that was changed in between, and got its old value back, was not changed."""
+    for write, target, value in list(writes(graph)):
+        if target.meta["role"].kind != "parameter":
+            continue
+        while value.op == "call_function" and value.target in _SAME_VALUE:
+            given = value.args[_SAME_VALUE[value.target]]
+            if not isinstance(given, fx.Node) or not _alike(given, value):
+                break
+            value = given
+        if value is target:
+            write.replace_all_uses_with(target)
+            graph.erase_node(write)
+
+
+# Operators whose result has the values of one of their arguments, and which.
+_SAME_VALUE: dict[Any, int] = {
+    aten.copy.default: 1,
+    aten.clone.default: 0,
+    aten.detach.default: 0,
+    aten.alias.default: 0,
+    aten.view.default: 0,
+}
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def _refuse_changed_parameters(graph: fx.Graph) -> None:
+    for _, target, _ in writes(graph):
         if target.meta["role"].kind == "parameter":
             raise CaptureError(
                 f"build() changes the {target.meta['role']} in place\n"
-                "Parameters change through optimizers only; make it a buffer, or change it outside build()."
+                "Parameters change through optimizers only. To compute at other values for a while, keep "
+                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
+                "torch.func.functional_call; else make it a buffer, or change it outside build()."
             )
+
+
+def _strip_profiling(graph: fx.Graph) -> None:
+    """``zero_grad()`` times itself for torch's profiler."""
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
 
 
 def _strip_detaches(graph: fx.Graph) -> None:
@@ -226,6 +339,51 @@ def _strip_detaches(graph: fx.Graph) -> None:
         if source.op == "call_function":
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _cancel_views(graph: fx.Graph) -> None:
+    """Views that lead back to the tensor are gone: in-place edits of gradients that are views leave many of them."""
+    for node in list(graph.nodes):
+        if not is_edit(node) or node.target not in _VIEWS:
+            continue
+        chain, source = [node], node.all_input_nodes[0]
+        while True:
+            if in_shape_of(source, node.meta["val"].shape) and _is_identity(source, chain):
+                node.replace_all_uses_with(source)
+                break
+            if source.target not in _VIEWS:
+                break
+            chain.append(source)
+            source = source.all_input_nodes[0]
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_edit(node) and node.target in _VIEWS:
+            graph.erase_node(node)
+
+
+_VIEWS: set[Any] = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+}
+
+
+def _is_identity(source: fx.Node, chain: Sequence[fx.Node]) -> bool:
+    """Whether the views, last first, show ``source`` as it is: of a contiguous tensor, they are as contiguous."""
+    whole = torch.empty(source.meta["val"].shape, device="meta")
+    seen = whole
+    for view in reversed(chain):
+        try:
+            seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+        except RuntimeError:
+            return False
+    return seen.shape == whole.shape and seen.stride() == whole.stride()
 
 
 def _own_outputs(graph: fx.Graph) -> None:

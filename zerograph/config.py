@@ -22,6 +22,8 @@ class Config:
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
         bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
             parameters, within 1 MiB and 32 MiB.
+        clip_grad_norm: clip all gradients together to this norm at the end of ``build()``, as
+            ``torch.nn.utils.clip_grad_norm_`` over all parameters does there. Default None: do not.
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
         timeout: seconds until a rank that does not answer is an error. Default 600.
@@ -31,6 +33,7 @@ class Config:
     stage: int = 1
     shard_min_size: int = 0
     bucket_size: int | None = None
+    clip_grad_norm: float | None = None
     backend: str | Callable[..., Any] = "auto"
     timeout: float = 600.0
 
@@ -98,11 +101,17 @@ def _timeout(value: Any) -> str:
     return "" if good else "give seconds, more than 0"
 
 
+def _clip_grad_norm(value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return "" if value is None or number else "give the largest norm that gradients may have, more than 0, or None"
+
+
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "mode": _mode,
     "stage": _stage,
     "shard_min_size": _whole_number(0, "elements"),
     "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
+    "clip_grad_norm": _clip_grad_norm,
     "backend": _backend,
     "timeout": _timeout,
 }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zerograph.buckets import Bucket, Parameter, plan_buckets
 from zerograph.config import Config
 from zerograph.errors import CaptureError
+from zerograph.gradients import edited_gradients
 from zerograph.members import Members
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import Store, store_of
@@ -61,12 +62,13 @@ def plan_layout(
         CaptureError: an optimizer holds state that its own update does not know.
     """
     order = _first_uses(captured, members)
+    edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items()}
     kept: list[Planned] = []
     loose: list[str] = []
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates):
+        elif _usable(store, names, members, config, updates) and len({edits.get(name) for name in names}) == 1:
             store.job.check_alive()
             update = updates.get(names[0])
             layout = replace(store.layout, slots=_named_here(store, members))
@@ -74,7 +76,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(job, members, config, updates, loose)]
+    planned = [*kept, *_new(job, members, config, updates, edits, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
     return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
 
@@ -123,7 +125,12 @@ def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
 
 
 def _new(
-    job: Job, members: Members, config: Config, updates: Mapping[str, Update], names: Sequence[str]
+    job: Job,
+    members: Members,
+    config: Config,
+    updates: Mapping[str, Update],
+    edits: Mapping[str, Hashable],
+    names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
     parameters, holdings = [], {}
@@ -133,6 +140,8 @@ def _new(
         key: Hashable = (
             None if update is None else (update.rate, update.program.key),
             holding.key(),
+            # One edit, and one part in each norm, for the whole bucket.
+            None if update is None else edits[name],
             # Two graphs that want different buckets of the same parameters settle on what suits both.
             None if (store := store_of(parameter)) is None else store.serial,
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
