@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, source
@@ -167,7 +167,7 @@ class _NoDataAssignment(TorchFunctionMode):
     """Refuses ``parameter.data = ...``, which no tracer sees."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             line, code = source.running_line()
             raise CaptureError(
                 f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"

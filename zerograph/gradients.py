@@ -129,7 +129,7 @@ def followed(node: fx.Node) -> list[fx.Node]:
     return found if shape else found[:1]
 
 
-class _NotPointwise(Exception):
+class _NotPointwiseError(Exception):
     """The edit is not pointwise over one gradient's shape."""
 
 
@@ -145,7 +145,7 @@ class _Edits:
         reading = _Reading(parameter)
         try:
             words = self._read(final, reading)
-        except _NotPointwise:
+        except _NotPointwiseError:
             return None
         if len(reading.raws) != 1:
             return None
@@ -169,14 +169,14 @@ class _Edits:
             return f"full({node.args[1]}, {dict(node.kwargs)})"
         if not in_shape_of(node, shape):
             if not in_shape_of(node, ()):
-                raise _NotPointwise
+                raise _NotPointwiseError
             reading.numbers.add(node)
             return self._number(node)
         if not is_edit(node):
             reading.raws.add(node)
             return "gradient"
         if not _is_pointwise(node):
-            raise _NotPointwise
+            raise _NotPointwiseError
         follow = set(followed(node))
         words: dict[fx.Node, str] = {}
         for given in node.all_input_nodes:
@@ -184,7 +184,7 @@ class _Edits:
                 words[given] = self._read(given, reading)
             else:
                 if not in_shape_of(given, ()):
-                    raise _NotPointwise
+                    raise _NotPointwiseError
                 reading.numbers.add(given)
                 words[given] = self._number(given)
         return _call(node, words)
