@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from zerograph.buckets import Bucket
+from zerograph.passes.rules.factors import Signature
 from zerograph.sbp import NdSbp
 from zerograph.update import UpdateProgram
 from zerograph.zero import ZeroPolicy
@@ -31,7 +34,9 @@ class Context:
         buckets: layout of the parameters that lie in buckets, in order of first use.
         updates: by bucket name, for those that this step updates.
         inputs: SBP of each input of the batch, by its number.
+        on_missing_rule: what to do about operators without a rule, as in the configuration.
         warn: is told, once per operator, what could not be done well.
+        discovered: signatures found by trying operators without a rule, by node.
     """
 
     ranks: int
@@ -41,4 +46,6 @@ class Context:
     buckets: tuple[Bucket, ...]
     updates: Mapping[str, BucketUpdate]
     inputs: tuple[NdSbp, ...]
+    on_missing_rule: str = "gather"
     warn: Callable[[str], None] = field(default=lambda message: None)
+    discovered: dict[fx.Node, tuple[Signature, ...] | None] = field(default_factory=dict)

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from zerograph.errors import CaptureError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.rules import Signature
+from zerograph.passes.rules.discover import discover
 from zerograph.sbp import WHOLE, NdSbp, PartialSum, Sbp, Split, wire_bytes
 from zerograph.step_graph import nbytes, origin, output_nodes, role, writes
 
@@ -76,8 +78,15 @@ def _candidates(node: fx.Node, context: Context) -> tuple[Signature, ...]:
     if found is not None:
         return found
     whole = rules.all_broadcast(node)
-    if context.ranks > 1 and rules.output_values(node):
-        _warn_of_missing_rule(node, whole, context)
+    if context.ranks == 1 or not rules.output_values(node):
+        return (whole,)
+    if context.on_missing_rule == "discover":
+        if node not in context.discovered:
+            context.discovered[node] = discover(node, context.ranks)
+        found = context.discovered[node]
+        if found is not None:
+            return found
+    _report_missing_rule(node, whole, context)
     return (whole,)
 
 
@@ -142,13 +151,20 @@ def _settle_boundaries(graph: fx.Graph) -> None:
     ]
 
 
-def _warn_of_missing_rule(node: fx.Node, whole: Signature, context: Context) -> None:
+def _report_missing_rule(node: fx.Node, whole: Signature, context: Context) -> None:
     gathered = sum(
         wire_bytes(given.meta["sbp"], (sbp,), nbytes(given.meta["val"]), context.ranks)
         for given, sbp in zip(rules.tensor_arguments(node), whole.inputs, strict=True)
     )
     where = origin(node)
+    place = f"  {where.source}   {where.code}"
+    if context.on_missing_rule == "error":
+        raise CaptureError(
+            f"no rule says how {node.target} may be split: to gather its inputs is {gathered:,.0f} bytes per step\n"
+            f"{place}\nGive it one with zg.register_rule, or set config.on_missing_rule to 'gather' or 'discover'."
+        )
+    tried = ", and it could not be tried on random data" if context.on_missing_rule == "discover" else ""
     context.warn(
-        f"no rule says how {node.target} may be split: its inputs are gathered, {gathered:,.0f} bytes per step\n"
-        f"  {where.source}   {where.code}"
+        f"no rule says how {node.target} may be split{tried}: its inputs are gathered, {gathered:,.0f} bytes per step\n"
+        f"{place}\nGive it one with zg.register_rule."
     )

@@ -46,8 +46,11 @@ __all__ = [
     "functional_trace",
     "in_place_form",
     "inductor",
+    "is_mutable",
     "mark_step_called",
+    "overloads",
     "preserved_metadata",
+    "returns",
     "schema_arguments",
     "single_process_store",
     "total_norm_by",
@@ -184,6 +187,32 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:
     """The operator's declared arguments: name, type, default_value."""
     return list(operator._schema.arguments)
+
+
+def returns(operator: OpOverload) -> Sequence[Any]:
+    """The operator's declared results: type."""
+    return list(operator._schema.returns)
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Whether the operator writes to one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def overloads(operator: Any) -> list[OpOverload]:
+    """The overloads of what users call an operator: one itself, a packet, what ``custom_op`` returned, or a name.
+
+    ``torch.library.custom_op`` keeps its overload under a private name. Empty for anything else.
+    """
+    if isinstance(operator, str) and "::" in operator:
+        namespace, name = operator.split("::", 1)
+        operator = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
+    operator = getattr(operator, "_opoverload", operator)
+    if isinstance(operator, OpOverload):
+        return [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    return []
 
 
 def in_place_form(operator: OpOverload) -> OpOverload | None:

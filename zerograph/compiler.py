@@ -137,6 +137,7 @@ class Compiler:
                 if one.update is not None
             },
             inputs=batch.sbp,
+            on_missing_rule=self.config.on_missing_rule,
             warn=self._warn,
         )
         passes = run_pipeline(captured.graph, context, seconds)

@@ -24,6 +24,8 @@ class Config:
             parameters, within 1 MiB and 32 MiB.
         clip_grad_norm: clip all gradients together to this norm at the end of ``build()``, as
             ``torch.nn.utils.clip_grad_norm_`` over all parameters does there. Default None: do not.
+        on_missing_rule: what to do about an operator without a rule, over several ranks: ``"gather"`` (default) its
+            inputs and warn once, ``"error"``, or ``"discover"`` how it may be split by trying it on random data.
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
         timeout: seconds until a rank that does not answer is an error. Default 600.
@@ -34,6 +36,7 @@ class Config:
     shard_min_size: int = 0
     bucket_size: int | None = None
     clip_grad_norm: float | None = None
+    on_missing_rule: str = "gather"
     backend: str | Callable[..., Any] = "auto"
     timeout: float = 600.0
 
@@ -101,6 +104,10 @@ def _timeout(value: Any) -> str:
     return "" if good else "give seconds, more than 0"
 
 
+def _on_missing_rule(value: Any) -> str:
+    return "" if value in ("gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
+
+
 def _clip_grad_norm(value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
     return "" if value is None or number else "give the largest norm that gradients may have, more than 0, or None"
@@ -112,6 +119,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "shard_min_size": _whole_number(0, "elements"),
     "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
     "clip_grad_norm": _clip_grad_norm,
+    "on_missing_rule": _on_missing_rule,
     "backend": _backend,
     "timeout": _timeout,
 }

@@ -24,7 +24,8 @@ aten = torch.ops.aten
 def _total_norm(tensors: Sequence[Tensor], p: float) -> Tensor:
     """The p-norm of all tensors as one vector: one node of the captured graph, which ``flatten`` takes apart."""
     norms = [torch.linalg.vector_norm(tensor, p) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms), p)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return total
 
 
 @_total_norm.register_fake
@@ -76,10 +77,10 @@ def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
         for term in norm_terms(norm):
             # Two parameters may have one and the same gradient: each stands for one occurrence of it.
             for name in owners.get(edits.raw_of(term), []):
-                found = edits.of(term, parameters[name])
-                if norm not in norms[name] and found is not None:
+                edit = edits.of(term, parameters[name])
+                if norm not in norms[name] and edit is not None:
                     norms[name][norm] = term
-                    norm_keys[name].append((number, found[1]))
+                    norm_keys[name].append((number, edit[1]))
                     break
     return {
         name: Edited(raws[name], final, parameters[name], norms[name], (keys[name], tuple(norm_keys[name])))

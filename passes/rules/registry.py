@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, schema_arguments
-from zerograph.passes.rules.factors import Linear, Shape, Signature, signatures
+from zerograph.errors import CaptureError
+from zerograph.passes.rules.factors import Linear, Shape, Signature, misfit, signatures
 from zerograph.sbp import broadcast
+from zerograph.step_graph import origin
 
 # A rule whose notation depends on shapes or arguments works it out from the node.
 Notation = str | Callable[["Operands"], str]
@@ -43,6 +45,8 @@ class Rule:
 
 
 _RULES: dict[OpOverload, Rule] = {}
+# Those that users registered: their rules are checked against shapes, and may be replaced.
+_USERS: set[OpOverload] = set()
 
 
 def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
@@ -52,6 +56,14 @@ def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
         if overload in _RULES:
             raise ValueError(f"{overload} has a rule already")
         _RULES[overload] = Rule(notation, linear)
+
+
+def users_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> None:
+    """As :func:`rule`, of an operator that is not ours; a later rule replaces an earlier one."""
+    if operator in _RULES and operator not in _USERS:
+        raise ValueError(f"{operator} has a rule already")
+    _RULES[operator] = Rule(notation, linear)
+    _USERS.add(operator)
 
 
 def letters(rank: int) -> list[str]:
@@ -90,11 +102,25 @@ def of_node(node: fx.Node, ranks: int) -> tuple[Signature, ...] | None:
         notation = _without_absent(found.notation, present, node.meta["val"])
     else:
         notation = found.notation(operands)
+    if node.target in _USERS:
+        _check_fits(node, notation, _shapes(inputs), _shapes(outputs))
     if found.linear == "all":
         linear: Linear = (tuple(range(len(inputs))),)
     else:
         linear = _renumbered(found.linear(operands) if callable(found.linear) else found.linear, present)
     return signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
+
+
+def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> None:
+    problem = misfit(notation, inputs, outputs)
+    if problem:
+        where = origin(node)
+        shapes = f"{', '.join(map(str, inputs)) or 'none'} -> {', '.join(map(str, outputs))}"
+        raise CaptureError(
+            f"the rule {notation!r} of {node.target} does not fit the shapes {shapes}: {problem}\n"
+            f"  {where.source}   {where.code}\n"
+            "Correct what was given to zg.register_rule; a rule that depends on shapes is a function of the operands."
+        )
 
 
 def _present(node: fx.Node) -> list[bool]:
