@@ -117,10 +117,10 @@ class _Norm:
         A whole bucket is summed in the same pieces as a split one, so that the stages agree bitwise.
         """
         bucket = gradient.bucket
-        if bucket.is_whole:
-            term = self.box(term, _SPLIT, f"gradient of {bucket.name}")
         if bucket.padded > bucket.numel and term is not gradient.reduced:
             term = self.without_padding(term, bucket)
+        if bucket.is_whole:
+            term = self.box(term, _SPLIT, f"gradient of {bucket.name}")
         if math.isinf(self.p):
             rows = self.emit(aten.view.default, term, [self.ranks, bucket.padded // self.ranks])
             return self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [1]))

@@ -36,7 +36,8 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
         joined.replace_all_uses_with(flat[0])
         flat[0].meta["gradient"] = joined.meta.pop("gradient")
         return
-    gradients = [node.all_input_nodes[0] for node in flat]
+    # A gradient that was reduced by itself comes flat out of its collective.
+    gradients = [node.all_input_nodes[0] if node.target is aten.reshape.default else node for node in flat]
     order = positions(graph)
     first = min(gradients, key=order.__getitem__)
     bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
