@@ -62,7 +62,7 @@ def plan_layout(
         CaptureError: an optimizer holds state that its own update does not know.
     """
     order = _first_uses(captured, members)
-    edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items()}
+    edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items() if name in updates}
     kept: list[Planned] = []
     loose: list[str] = []
     for store, names in _by_store(members, order).items():
@@ -141,7 +141,7 @@ def _new(
             None if update is None else (update.rate, update.program.key),
             holding.key(),
             # One edit, and one part in each norm, for the whole bucket.
-            None if update is None else edits[name],
+            edits.get(name),
             # Two graphs that want different buckets of the same parameters settle on what suits both.
             None if (store := store_of(parameter)) is None else store.serial,
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.

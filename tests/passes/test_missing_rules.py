@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,13 @@ def test_a_rule_that_does_not_fit_is_named(notation: str, words: list[str]) -> N
     assert all(word in str(error.value) for word in (str(overload), *words)), error.value
     users_rule(overload, "n i, i o -> n o", ())
     assert "S(0), B -> S(0)" in shown(rules.of_node(node, 2) or ())
+
+
+def example() -> float:
+    file = Path(__file__).parents[2] / "examples" / "custom_operator.py"
+    result: float = runpy.run_path(str(file))["main"]()
+    return result
+
+
+def test_the_example_of_a_custom_operator_computes_the_same_on_two_ranks(pool: Pool) -> None:
+    assert pool.run(2, example) == [pytest.approx(example(), rel=1e-5)] * 2
