@@ -30,11 +30,11 @@ rms_norm.register_fake(lambda x, weight: torch.empty_like(x))
 rms_norm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
 
 
-def save(context: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    context.save_for_backward(*inputs)
+def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-rms_norm.register_autograd(lambda context, grad: rms_norm_backward(grad, *context.saved_tensors), setup_context=save)
+rms_norm.register_autograd(lambda ctx, grad: rms_norm_backward(grad, *ctx.saved_tensors), setup_context=save)
 
 # One letter per dimension. Rows n are free; channels c! are not, for the mean runs over them. The weight's gradient
 # lacks n: over split rows it is a partial sum.

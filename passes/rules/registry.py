@@ -72,8 +72,8 @@ def letters(rank: int) -> list[str]:
 
 
 def known() -> tuple[OpOverload, ...]:
-    """The operators that have a rule of their own."""
-    return tuple(_RULES)
+    """The operators that have a rule of their own, and one of ours."""
+    return tuple(operator for operator in _RULES if operator not in _USERS)
 
 
 def find(target: Any) -> Rule | None:

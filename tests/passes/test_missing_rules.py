@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
-import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -255,8 +255,14 @@ def test_a_rule_that_does_not_fit_is_named(notation: str, words: list[str]) -> N
 
 
 def example() -> float:
-    file = Path(__file__).parents[2] / "examples" / "custom_operator.py"
-    result: float = runpy.run_path(str(file))["main"]()
+    spec = importlib.util.spec_from_file_location(
+        "custom_operator", Path(__file__).parents[2] / "examples" / "custom_operator.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result: float = module.main()
     return result
 
 
