@@ -14,6 +14,7 @@ from zerograph._torch import FakeTensor
 from zerograph.mesh import Mesh, local_shape
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
+from zerograph.passes.context import Context
 from zerograph.passes.cost import boxing_cost, signature_cost
 from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
@@ -31,16 +32,22 @@ class Line:
         sbp: SBP along this dimension of every tensor that a node yields.
         signature: chosen for every operator.
         zero_dim: the mesh dimension that ZeRO splits along.
+        batch_is_split: whether the ranks along this dimension give different parts of the batch.
         values: of every node the tensors that it yields, as large as the ranks along this dimension hold them together.
     """
 
     graph: fx.Graph
     dim: int
     zero_dim: int
+    batch_is_split: bool
     ranks: int
     values: dict[fx.Node, tuple[Tensor, ...]]
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
+
+    def returned(self, have: Sbp) -> Sbp:
+        """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
+        return have if isinstance(have, Split) and self.batch_is_split else broadcast
 
     def choose(self, node: fx.Node, signature: Signature) -> None:
         self.signature[node] = signature
@@ -91,8 +98,7 @@ class Line:
                 if isinstance(have, Split) or (isinstance(have, PartialSum) and self.dim != self.zero_dim):
                     yield broadcast
             elif reader.op == "output":
-                if isinstance(have, PartialSum):
-                    yield broadcast
+                yield self.returned(have)
             elif reader in self.signature:
                 yield from self.needed_by(reader, self.signature[reader], made)
 
@@ -122,7 +128,7 @@ class Line:
         return sum(self.tensor_cost((node, index)) for node in self.values for index in range(len(self.values[node])))
 
 
-def open_line(graph: fx.Graph, mesh: Mesh, zero_dim: int, settled: Sequence[Line]) -> Line:
+def open_line(graph: fx.Graph, context: Context, settled: Sequence[Line]) -> Line:
     """The problem along the mesh dimension behind those that are settled."""
     values = {}
     for node in graph.nodes:
@@ -130,8 +136,10 @@ def open_line(graph: fx.Graph, mesh: Mesh, zero_dim: int, settled: Sequence[Line
         if not whole or node.target is operator.getitem:
             continue
         prefixes = [tuple(one.sbp[node][index] for one in settled) for index in range(len(whole))]
-        values[node] = tuple(_cut(value, prefix, mesh) for value, prefix in zip(whole, prefixes, strict=True))
-    return Line(graph, len(settled), zero_dim, mesh.shape[len(settled)], values)
+        values[node] = tuple(_cut(value, prefix, context.mesh) for value, prefix in zip(whole, prefixes, strict=True))
+    dim = len(settled)
+    batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.inputs)
+    return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values)
 
 
 def _cut(value: Any, prefix: NdSbp, mesh: Mesh) -> Tensor:

@@ -20,7 +20,7 @@ from zerograph.passes.cost import PACKET
 from zerograph.passes.line import Line, open_line
 from zerograph.passes.rules import Signature
 from zerograph.passes.solve import improve
-from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, whole, wire_bytes
+from zerograph.sbp import NdSbp, Sbp, Split, broadcast, whole, wire_bytes
 from zerograph.step_graph import origin, output_nodes, role, writes
 
 
@@ -28,10 +28,12 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Every tensor has an SBP, every operator a signature per mesh dimension in ``node.meta["signature"]``."""
     lines: list[Line] = []
     for _ in context.mesh.shape:
-        lines.append(_place_along(open_line(module.graph, context.mesh, context.zero_dim, lines), context))
+        lines.append(_place_along(open_line(module.graph, context, lines), context))
     for node in module.graph.nodes:
         _write_down(node, lines)
-    _settle_boundaries(module.graph)
+    module.graph.output_node().meta["needs"] = [
+        tuple(line.returned(line.have(node)) for line in lines) for node in output_nodes(module.graph)
+    ]
     return module
 
 
@@ -141,14 +143,6 @@ def _write_down(node: fx.Node, lines: list[Line]) -> None:
     elif isinstance(node.meta.get("val"), (list, tuple)) and node.op == "call_function":
         count = len(rules.output_values(node))
         node.meta["sbp"] = tuple(tuple(line.sbp[node][index] for line in lines) for index in range(count))
-
-
-def _settle_boundaries(graph: fx.Graph) -> None:
-    """What the user gets back is whole or split, never partial."""
-    graph.output_node().meta["needs"] = [
-        tuple(broadcast if isinstance(one, PartialSum) else one for one in node.meta["sbp"])
-        for node in output_nodes(graph)
-    ]
 
 
 def _warn_of_missing_rule(node: fx.Node, line: Line, context: Context) -> None:

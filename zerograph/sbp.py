@@ -13,29 +13,29 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from zerograph.errors import PlacementError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Broadcast:
     """Every rank holds all of the tensor."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "B"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
     """Rank r holds slice r of dimension ``dim``."""
 
     dim: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PartialSum:
     """The tensor is the sum of what the ranks hold."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "P"
 
 

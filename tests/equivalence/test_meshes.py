@@ -50,20 +50,18 @@ def train(name: str, stages: list[int], dtype: torch.dtype, sbp: Any) -> list[An
 
 
 @pytest.mark.parametrize(
-    ("name", "sbp", "dtype", "tolerance"),
+    ("name", "sbp", "stages", "dtype", "tolerance"),
     [
-        ("mlp", BOTH, torch.float64, 1e-12),
-        ("conv", BOTH, torch.float32, 1e-6),
-        ("gpt_tied", BOTH, torch.float32, 1e-6),
-        ("gpt", FIRST, torch.float32, 1e-6),
-        ("gpt", FIRST, torch.float64, 1e-12),
+        ("mlp", BOTH, [0, 1, 2, 3], torch.float64, 1e-12),
+        ("conv", BOTH, [2], torch.float32, 1e-6),
+        ("gpt_tied", BOTH, [3], torch.float32, 1e-6),
+        ("gpt", FIRST, [0, 3], torch.float64, 1e-12),
     ],
-    ids=["mlp-hybrid-fp64", "conv-hybrid", "gpt_tied-hybrid", "gpt-tensor-parallel", "gpt-tensor-parallel-fp64"],
+    ids=["mlp-hybrid", "conv-hybrid", "gpt_tied-hybrid", "gpt-tensor-parallel"],
 )
 def test_a_mesh_computes_what_one_device_computes(
-    pool: Pool, name: str, sbp: Any, dtype: torch.dtype, tolerance: float
+    pool: Pool, name: str, sbp: Any, stages: list[int], dtype: torch.dtype, tolerance: float
 ) -> None:
-    stages = [0, 1, 2, 3] if name == "mlp" or (dtype == torch.float32 and sbp == FIRST) else [2, 3]
     everybody = pool.run(4, train, name, stages, dtype, sbp)
     wanted = expected(name, dtype, 8, STEPS)
     for stage, (losses, state, _, _, _) in zip(stages, everybody[0], strict=True):
@@ -87,7 +85,7 @@ def test_hybrid_shards_reduce_within_a_node_and_then_between_nodes(pool: Pool) -
     between = next(one for one in big if one.kind == "all-reduce")
     # Only the shard crosses between nodes.
     assert between.tensor_bytes * 2 == inside.tensor_bytes
-    assert placements["model.0.weight"] == "(Broadcast(), Split(dim=0))"
+    assert placements["model.0.weight"] == "(B, S(0))"
     # Parameters and two moments, halved, and a step count.
     elements = sum(p.numel() for p in make("mlp").parameters())
     assert nbytes == pytest.approx(3 * 4 * elements / 2, abs=64)
@@ -99,7 +97,7 @@ def test_tensor_parallelism_moves_activations_only_along_its_own_dimension(pool:
     # Per block one all-reduce of what the two halves of the MLP sum to, and one of its gradient.
     assert {(one.kind, one.mesh_dim) for one in activations} == {("all-reduce", 1)}
     assert Counter(one.phase for one in activations) == {"forward": 2, "backward": 2}
-    assert placements["model.blocks.0.up.weight"] == "(Split(dim=1), Split(dim=0))"
+    assert placements["model.blocks.0.up.weight"] == "(S(1), S(0))"
     weights = [one for one in collectives if one.tensors[0].startswith("model.")]
     assert {one.mesh_dim for one in weights} == {0}
 
@@ -143,3 +141,59 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
     assert len(found) == len(words)
     for message, wanted in zip(found, words, strict=True):
         assert wanted in message
+
+
+class Predict(zg.ZeroGraph):
+    """A forward graph on the module of a train graph."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.model = model
+        for name, value in options.items():
+            setattr(self.config, name, value)
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def move_between_meshes() -> dict[str, Any]:
+    """Trained on a line, then with tensor parallelism, then on a line again; looked at from all sides."""
+    data = batches("gpt", 3, 8, torch.float64)
+    model = make("gpt", torch.float64)
+    annotated = make("gpt", torch.float64)
+    annotate(annotated)
+    grid = {"placement": zg.placement("cpu", ranks=GRID), "batch_sbp": FIRST}
+    line = TrainStep(model, adamw(model), 3)
+    line(data[0][0].chunk(4)[zg.rank()], data[0][1].chunk(4)[zg.rank()])
+    square = TrainStep(annotated, adamw(annotated), 2, **grid)
+    square.load_state_dict(line.state_dict())
+    square(own(data[1][0], FIRST), own(data[1][1], FIRST))
+    with square.full_parameters():
+        opened = {name: value.detach().clone() for name, value in annotated.state_dict().items()}
+        with torch.no_grad():
+            eager = annotated(data[2][0])
+    predicted = Predict(annotated, **grid)(own(data[2][0], FIRST))
+    # Loaded back into a graph that is compiled already: into the shards that are there.
+    line.load_state_dict(square.state_dict())
+    line(data[2][0].chunk(4)[zg.rank()], data[2][1].chunk(4)[zg.rank()])
+    reloaded = make("gpt", torch.float64)
+    annotate(reloaded)
+    again = TrainStep(reloaded, adamw(reloaded), 1, **grid)
+    again.compile(own(data[0][0], FIRST), own(data[0][1], FIRST))
+    again.load_state_dict(line.state_dict())
+    return {"opened": opened, "eager": own(eager, FIRST), "predicted": predicted, "end": again.state_dict()}
+
+
+def test_state_moves_between_a_line_and_a_mesh(pool: Pool) -> None:
+    found = pool.run(4, move_between_meshes)[0]
+    second = expected("gpt", torch.float64, 8, 2)[1]
+    third = expected("gpt", torch.float64, 8, 3)[1]
+    for name, value in second.items():
+        assert deviation(found["opened"][name], value) <= 1e-12, name
+    torch.testing.assert_close(found["predicted"], found["eager"], rtol=1e-12, atol=1e-12)
+    for name, value in third.items():
+        assert deviation(found["end"]["modules"]["model"][name], value) <= 1e-12, name
+    model = make("gpt", torch.float64)
+    optimizer = adamw(model)
+    optimizer.load_state_dict(found["end"]["optimizers"][0])
+    assert float(optimizer.state[model.head.weight]["step"]) == 3

@@ -20,7 +20,7 @@ from zerograph.sbp import Split, broadcast
 from zerograph.step_graph import Boxing, Role, placeholders
 from zerograph.zero import OFF
 
-MESH = line(2, 0, "none")
+CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, ((Split(0),),))
 SIZE = 64
 
 
@@ -34,8 +34,7 @@ def graph_of(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
 
 def placed(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
     module = graph_of(function)
-    context = Context(MESH, OFF, (), {}, ((Split(0),),))
-    return box(place(module, context), context)
+    return box(place(module, CONTEXT), CONTEXT)
 
 
 def sent(module: fx.GraphModule) -> float:
@@ -85,7 +84,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("seed", range(12))
 def test_no_other_choice_for_a_chain_is_cheaper(seed: int) -> None:
     module = graph_of(random_chain(seed))
-    place(module, Context(MESH, OFF, (), {}, ((Split(0),),)))
+    place(module, CONTEXT)
     found = cost_of(module, {n: n.meta["signature"][0] for n in module.graph.nodes if "signature" in n.meta})
     problem = fresh(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -95,7 +94,7 @@ def test_no_other_choice_for_a_chain_is_cheaper(seed: int) -> None:
 
 
 def fresh(module: fx.GraphModule) -> Line:
-    problem = open_line(module.graph, MESH, 0, [])
+    problem = open_line(module.graph, CONTEXT, [])
     for node in placeholders(module.graph):
         problem.sbp[node] = (Split(0),)
     return problem
