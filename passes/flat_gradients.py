@@ -15,12 +15,10 @@ from zerograph.buckets import Bucket
 from zerograph.gradients import TOTAL_NORM, Edited, followed, is_edit, norm_terms
 from zerograph.passes.boxing import boxing
 from zerograph.passes.edit import emit
-from zerograph.sbp import WHOLE, NdSbp, Split, show
+from zerograph.sbp import NdSbp, Split, show, whole
 from zerograph.step_graph import origin
 
 aten = torch.ops.aten
-
-_SPLIT: NdSbp = (Split(0),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class FlatGradient:
 def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:
     if node not in done:
         if node.target is aten.full.default:
-            done[node] = emit(graph, node.target, ([bucket.padded], node.args[1]), origin(node), **node.kwargs)
+            done[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **node.kwargs)
         else:
             flat = {given: _replay(graph, given, done, bucket) for given in followed(node)}
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: flat.get(given, given))
@@ -68,11 +66,11 @@ def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket
     return done[node]
 
 
-def settle_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], ranks: int) -> None:
+def settle_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_dims: int) -> None:
     """Each total norm is a sum over this rank's part of every bucket, and one boxing of a scalar."""
     for norm in graph.find_nodes(op="call_function", target=TOTAL_NORM):
         with graph.inserting_before(norm):
-            total = _total_norm(graph, norm, gradients, ranks)
+            total = _total_norm(graph, norm, gradients, mesh_dims)
         norm.replace_all_uses_with(total)
         graph.erase_node(norm)
 
@@ -84,8 +82,8 @@ def drop_unread_edits(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _total_norm(graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient], ranks: int) -> fx.Node:
-    maker = _Norm(graph, norm, float(norm.args[1]), ranks)  # type: ignore[arg-type]
+def _total_norm(graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient], mesh_dims: int) -> fx.Node:
+    maker = _Norm(graph, norm, float(norm.args[1]), mesh_dims)  # type: ignore[arg-type]
     apart = Counter(norm_terms(norm))
     flat = []
     for gradient in gradients:
@@ -106,7 +104,7 @@ class _Norm:
     graph: fx.Graph
     norm: fx.Node
     p: float
-    ranks: int
+    mesh_dims: int
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.graph, target, args, origin(self.norm), **kwargs)
@@ -119,12 +117,19 @@ class _Norm:
         bucket = gradient.bucket
         if bucket.padded > bucket.numel and term is not gradient.reduced:
             term = self.without_padding(term, bucket)
-        if bucket.is_whole:
-            term = self.box(term, _SPLIT, f"gradient of {bucket.name}")
-        if math.isinf(self.p):
-            rows = self.emit(aten.view.default, term, [self.ranks, bucket.padded // self.ranks])
-            return self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [1]))
-        return self.summed(term)
+        split = Split(0 if bucket.rows is None else 1)
+        sbp = tuple(split if dim == bucket.zero_dim else one for dim, one in enumerate(bucket.sbp))
+        if bucket.sbp != sbp:
+            term = self.box(term, sbp, f"gradient of {bucket.name}")
+        if not math.isinf(self.p):
+            return self.summed(term)
+        rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
+        largest = self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
+        if bucket.rows is None:
+            return largest
+        across = self.box(largest, whole(self.mesh_dims), "the largest gradient of each rank")
+        # As many as the others have, so that they go together.
+        return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
     def without_padding(self, term: fx.Node, bucket: Bucket) -> fx.Node:
         """An edit may make something of the zeros behind the last gradient."""
@@ -160,9 +165,11 @@ class _Norm:
         """All buckets' shares as one number that every rank has."""
         if math.isinf(self.p):
             rows = self.emit(aten.stack.default, list(shares), 1)
-            largest = self.box(self.emit(aten.amax.default, rows, [1]), WHOLE, "the largest gradient of each rank")
+            largest = self.box(
+                self.emit(aten.amax.default, rows, [1]), whole(self.mesh_dims), "the largest gradient of each rank"
+            )
             return self.emit(aten.amax.default, largest, [0])
-        return self.box(self.folded(aten.add.Tensor, shares), WHOLE, "the gradients' norm")
+        return self.box(self.folded(aten.add.Tensor, shares), whole(self.mesh_dims), "the gradients' norm")
 
     def root(self, shares: Sequence[fx.Node]) -> fx.Node:
         if math.isinf(self.p):

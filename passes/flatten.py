@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zerograph.buckets import Bucket
+from zerograph.buckets import Bucket, Slot
 from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.edit import emit, fake, first_computed, positions
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
-from zerograph.sbp import WHOLE, show
+from zerograph.sbp import show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
     updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
     gradients = [_flat_gradient(graph, bucket, flat[bucket.name], edited, context) for bucket in updated]
-    settle_total_norms(graph, gradients, context.ranks)
+    settle_total_norms(graph, gradients, context.mesh.dims)
     for gradient in gradients:
         with graph.inserting_before(graph.output_node()):
             final = gradient.final(graph)
@@ -51,7 +51,7 @@ def _take_gradients(graph: fx.Graph) -> None:
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    return _input(graph, Role("bucket", bucket.name), (bucket.padded,), bucket.dtype, bucket.device)
+    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.device)
 
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
@@ -71,22 +71,45 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> None:
         whole = _whole(graph, bucket, flat, min(first.values(), key=order.__getitem__))
         for slot, user in first.items():
             with graph.inserting_before(user):
-                part = emit(graph, aten.slice.Tensor, (whole, 0, slot.offset, slot.offset + slot.numel), origin(user))
-                view = emit(graph, aten.view.default, (part, list(slot.shape)), origin(user))
+                dim = 0 if bucket.rows is None else 1
+                span = slot.offset, slot.offset + slot.numel
+                part = emit(graph, aten.slice.Tensor, (whole, dim, *span), origin(user))
+                view = _from_rows(graph, part, slot, bucket.rows, origin(user))
             view.meta["parameter"] = slot.name
             parameters[slot].replace_all_uses_with(view)
     for parameter in parameters.values():
         graph.erase_node(parameter)
 
 
+def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:
+    """The parameter in its own shape, as a view; rows are pieces of its split dimension."""
+    if rows is None or slot.split is None:
+        return emit(graph, aten.view.default, (part, list(slot.shape)), where)
+    piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
+    stacked = emit(graph, aten.view.default, (part, [rows, *piece]), where)
+    order = [*range(1, slot.split + 1), 0, *range(slot.split + 1, len(piece) + 1)]
+    beside = emit(graph, aten.permute.default, (stacked, order), where)
+    return emit(graph, aten.reshape.default, (beside, list(slot.shape)), where)
+
+
+def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:
+    """A gradient as it lies in its bucket: flat, or one row for each piece of the split dimension."""
+    if rows is None or slot.split is None:
+        return emit(graph, aten.reshape.default, (gradient, [-1]), where)
+    at, shape = slot.split, list(slot.shape)
+    apart = emit(graph, aten.view.default, (gradient, [*shape[:at], rows, shape[at] // rows, *shape[at + 1 :]]), where)
+    first = emit(graph, aten.permute.default, (apart, [at, *(d for d in range(len(shape) + 1) if d != at)]), where)
+    return emit(graph, aten.reshape.default, (first, [rows, slot.numel]), where)
+
+
 def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.Node:
     """The bucket as computation sees it: always whole. To compute on shards of weights may move fewer bytes in a
     small batch, but it would be another sum in another order, and the stages would no longer agree."""
-    if bucket.is_whole:
+    if bucket.sbp == bucket.gathered:
         return flat
     with graph.inserting_before(user):
-        gather = emit(graph, boxing, (flat, show(WHOLE)), origin(user))
-    gather.meta["target_sbp"] = WHOLE
+        gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
+    gather.meta["target_sbp"] = bucket.gathered
     gather.meta["tensor"] = bucket.name
     return gather
 
@@ -112,8 +135,9 @@ def _bucket_gradient(
     last = max(ready, key=order.__getitem__)
     backward = replace(origin(last), phase="backward")
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
-        flat = [emit(graph, aten.reshape.default, (gradient, [-1]), backward) for gradient in gradients]
-        joined = emit(graph, aten.cat.default, (flat,), backward)
+        pairs = zip(gradients, bucket.slots, strict=True)
+        laid = [_to_rows(graph, gradient, slot, bucket.rows, backward) for gradient, slot in pairs]
+        joined = emit(graph, aten.cat.default, (laid, 0 if bucket.rows is None else 1), backward)
         if bucket.padded > bucket.numel:
             padding = [0, bucket.padded - bucket.numel]
             joined = emit(graph, aten.constant_pad_nd.default, (joined, padding, 0.0), backward)
@@ -129,7 +153,7 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     program = update.program.first if update.first and update.program.first else update.program.graph
     inputs = {"param": flat, "grad": gradient, "lr": _lr_input(graph, update.lr)}
     for name, spec in update.program.state.items():
-        shape = () if spec.scalar else (bucket.padded,)
+        shape = () if spec.scalar else bucket.shape
         device = torch.device("cpu") if spec.scalar else bucket.device
         inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}

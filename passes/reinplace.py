@@ -19,7 +19,8 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No gradient is copied twice, and a step never holds two copies of its state."""
     graph = module.graph
     for node in list(graph.nodes):
-        if "gradient" in node.meta:
+        # Rows lie in no one piece: they are joined where the gradients are complete.
+        if "gradient" in node.meta and node.meta["val"].dim() == 1:
             _fill(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
@@ -36,7 +37,7 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
         joined.replace_all_uses_with(flat[0])
         flat[0].meta["gradient"] = joined.meta.pop("gradient")
         return
-    # A gradient that was reduced by itself comes flat out of its collective.
+    # One that had to change its SBP first comes flat from a collective.
     gradients = [node.all_input_nodes[0] if node.target is aten.reshape.default else node for node in flat]
     order = positions(graph)
     first = min(gradients, key=order.__getitem__)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.buckets import Bucket, Slot
+from zerograph.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.errors import InputError
+from zerograph.mesh import local_part
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.step_graph import nbytes
@@ -34,8 +35,8 @@ class Store:
     Attributes:
         layout: which parameters lie where.
         parameters: the modules' own parameters, in slot order.
-        flat: this rank's shard, 1-D, ``layout.local_numel`` elements.
-        state: optimizer state by name: 1-D like ``flat``, or 0-d and equal on all ranks.
+        flat: this rank's part of the bucket: 1-D, or one row of it.
+        state: optimizer state by name: shaped like ``flat``, or 0-d and equal on all ranks.
         specs: what the entries of ``state`` are.
         fresh: no update has been made: a plain optimizer would hold no state yet.
         first_differs: the first update is another program than the later ones.
@@ -62,19 +63,15 @@ class Store:
 
     def whole(self, shard: Tensor) -> Tensor:
         """The whole of ``flat`` or of one state entry, in memory of its own. A collective where split."""
-        return shard.clone() if self.layout.is_whole else gather_whole(self.job, shard)
+        return gather_whole(self.job, shard, self.layout.sbp)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """The part of each parameter in a whole flat tensor, in its shape: views, in slot order."""
-        slots = self.layout.slots
-        return [whole[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in slots]
+        """The part of each parameter in a whole bucket, in its shape and in slot order: views if it is flat."""
+        return [from_rows(whole[..., s.offset : s.offset + s.numel], s) for s in self.layout.slots]
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole flat tensor, a view."""
-        if self.layout.is_whole:
-            return whole
-        size = self.layout.local_numel
-        return whole[self.job.rank * size : (self.job.rank + 1) * size]
+        """This rank's part of a whole bucket, a view."""
+        return whole[local_part(whole.shape, self.layout.sbp, self.job.mesh)]
 
     def check_lent(self) -> None:
         """Raise if somebody replaced the data of a parameter that is a view of this bucket.
@@ -128,9 +125,9 @@ def settle(
 
 
 def _shard(store: Store, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    whole = torch.zeros(store.layout.padded, dtype=dtype, device=device)
-    for place, part in zip(store.parts(whole), parts, strict=True):
-        place.copy_(part)
+    whole = torch.zeros(store.layout.shape, dtype=dtype, device=device)
+    for slot, part in zip(store.layout.slots, parts, strict=True):
+        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, store.layout.rows)
     broadcast_from_first(store.job, [whole])
     return whole if store.layout.is_whole else store.own(whole).clone()
 
@@ -140,7 +137,7 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
         value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
-        return torch.full((store.layout.local_numel,), spec.initial or 0.0, dtype=spec.dtype, device=store.flat.device)
+        return torch.full(store.flat.shape, spec.initial or 0.0, dtype=spec.dtype, device=store.flat.device)
     return _shard(store, [one[name] for one in held], spec.dtype, store.flat.device)
 
 
@@ -220,13 +217,15 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _load(store: Store, shard: Tensor, values: Sequence[Tensor | None]) -> None:
-    start = 0 if store.layout.is_whole else store.job.rank * store.layout.local_numel
+    *_, own = local_part(store.layout.shape, store.layout.sbp, store.job.mesh)
+    rows = local_part(store.layout.shape, store.layout.sbp, store.job.mesh)[:-1]
     with torch.no_grad():
         for slot, value in zip(store.layout.slots, values, strict=True):
-            low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + shard.numel())
+            low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
             if value is not None and low < high:
-                part = value.reshape(-1)[low - slot.offset : high - slot.offset]
-                shard[low - start : high - start] = part.to(shard)
+                laid = to_rows(value, slot, store.layout.rows)[rows]
+                part = laid[..., low - slot.offset : high - slot.offset]
+                shard[..., low - own.start : high - own.start] = part.to(shard)
 
 
 def bytes_at_rest(stores: Iterable[Store]) -> int:

@@ -5,6 +5,7 @@
 """
 
 from zerograph import sbp
+from zerograph.annotate import annotate
 from zerograph.config import Config
 from zerograph.errors import (
     CaptureError,
@@ -38,6 +39,7 @@ __all__ = [
     "VerificationError",
     "ZeroGraph",
     "ZeroGraphError",
+    "annotate",
     "placement",
     "rank",
     "register_rule",

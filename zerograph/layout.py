@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerograph.annotate import annotated_sbp
 from zerograph.buckets import Bucket, Parameter, plan_buckets
 from zerograph.config import Config
 from zerograph.errors import CaptureError
@@ -68,7 +69,7 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates) and len({edits.get(name) for name in names}) == 1:
+        elif _usable(store, names, members, config, updates, job) and len({edits.get(name) for name in names}) == 1:
             store.job.check_alive()
             update = updates.get(names[0])
             layout = replace(store.layout, slots=_named_here(store, members))
@@ -101,7 +102,7 @@ def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, 
 
 
 def _usable(
-    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update]
+    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update], job: Job
 ) -> bool:
     """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
     found = [updates.get(name) for name in names]
@@ -110,8 +111,16 @@ def _usable(
         return not any(found)
     complete = len(names) == len(store.parameters)
     alike = all(one is not None and (one.rate, one.program.key) == (first.rate, first.program.key) for one in found)
+    zero_dim = config.zero_dim_on(job.mesh.dims)
     whole = {_stays_whole(members.parameters[name], config) for name in names}
-    return complete and alike and whole == {store.layout.is_whole} and store.specs == first.program.state
+    return (
+        complete
+        and alike
+        and store.job.mesh == job.mesh
+        and store.layout.zero_dim == zero_dim
+        and whole == {store.layout.sbp == store.layout.gathered}
+        and store.specs == first.program.state
+    )
 
 
 def _stays_whole(parameter: nn.Parameter, config: Config) -> bool:
@@ -133,6 +142,7 @@ def _new(
     names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
+    zero_dim = config.zero_dim_on(job.mesh.dims)
     parameters, holdings = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
@@ -147,10 +157,12 @@ def _new(
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
             name if name in tied else None,
         )
-        parameters.append(Parameter(name, tuple(parameter.shape), parameter.dtype, parameter.device, key))
+        sbp = annotated_sbp(name, parameter, job.mesh, zero_dim)
+        parameters.append(Parameter(name, tuple(parameter.shape), parameter.dtype, parameter.device, key, sbp))
     buckets = plan_buckets(
         parameters,
-        ranks=job.size,
+        mesh=job.mesh,
+        zero_dim=zero_dim,
         split=config.policy.split,
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,

@@ -34,15 +34,18 @@ _MOST_CANDIDATES = 256
 _DRAWS = 2
 
 
-def discover(node: fx.Node, ranks: int, folder: Path | None = None) -> tuple[Signature, ...] | None:
+def discover(
+    node: fx.Node, ranks: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], folder: Path | None = None
+) -> tuple[Signature, ...] | None:
     """The signatures of a node's operator over ``ranks`` ranks; None where it cannot be tried.
 
-    Deterministic: every rank finds the same. ``folder`` remembers what was found; None: :func:`cache_folder`.
+    Deterministic: every rank finds the same. ``inputs`` and ``outputs`` tell shapes and dtypes; ``folder`` remembers
+    what was found; None: :func:`cache_folder`.
     """
-    trial = _trial(node, ranks)
+    trial = _trial(node, ranks, inputs, outputs)
     if trial is None:
         return None
-    file = _file(node, ranks, folder or cache_folder())
+    file = _file(node, inputs, ranks, folder or cache_folder())
     remembered = _read(file)
     if remembered is not None and all(trial.holds(signature) for signature in remembered):
         return remembered
@@ -133,11 +136,10 @@ class _Trial:
         return None if any(result is None for result in results) else [r for r in results if r is not None]
 
 
-def _trial(node: fx.Node, ranks: int) -> _Trial | None:
+def _trial(node: fx.Node, ranks: int, values: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Trial | None:
     target = node.target
     if not isinstance(target, OpOverload) or is_mutable(target) or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    values, wanted = [given.meta["val"] for given in tensor_arguments(node)], output_values(node)
     if not values or sum(tensor.numel() for tensor in (*values, *wanted)) > MOST_ELEMENTS:
         return None
     draws = []
@@ -235,10 +237,15 @@ def _whole(node: fx.Node) -> Signature:
     return Signature((broadcast,) * len(tensor_arguments(node)), (broadcast,) * len(output_values(node)))
 
 
-def _file(node: fx.Node, ranks: int, folder: Path) -> Path:
+def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> Path:
+    remaining = iter(inputs)
+
     def shown(argument: fx.Node) -> str:
         value = argument.meta.get("val")
-        return f"{tuple(value.shape)} {value.dtype} {value.device.type}" if isinstance(value, Tensor) else str(value)
+        if not isinstance(value, Tensor):
+            return str(value)
+        given = next(remaining)
+        return f"{tuple(given.shape)} {given.dtype} {given.device.type}"
 
     key = f"{node.target} {fx.map_arg((node.args, node.kwargs), shown)} {ranks} {torch.__version__}"
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
