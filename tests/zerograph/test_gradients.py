@@ -439,3 +439,36 @@ def test_what_build_must_not_do_with_gradients(body: Callable[..., Loss], words:
     with pytest.raises(zg.CaptureError) as error:
         Step(body, model, [optimizer_of(model)], 2)(x, y)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def on_a_grid(plain: bool) -> list[list[Tensor]]:
+    """Norms and parameters with tensor parallelism beside ZeRO, for the 2-norm and the largest; or of plain PyTorch."""
+    results = []
+    for p in (2.0, float("inf")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        optimizer, returned = optimizer_of(model), []
+        if not plain:
+            rows, columns = (zg.sbp.broadcast, zg.sbp.split(0)), (zg.sbp.broadcast, zg.sbp.split(1))
+            for name, sbp in {"0.weight": rows, "0.bias": rows, "2.weight": columns}.items():
+                zg.annotate(model.get_parameter(name), sbp=sbp)
+            step = Step(clip(p), model, [optimizer], 2)
+            step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+            step.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+        for x, y in data(torch.float64, 2):
+            if plain:
+                optimizer.zero_grad()
+                returned.append(clip(p)(model, None, x, y)[1].detach())
+                optimizer.step()
+            else:
+                row = zg.rank() // 2
+                returned.append(step(x.chunk(2)[row], y.chunk(2)[row])[1])
+        state = model.state_dict() if plain else step.state_dict()["modules"]["model"]
+        results.append([*returned, *state.values()])
+    return results
+
+
+def test_clipping_beside_tensor_parallelism(pool: Pool) -> None:
+    for found, wanted in zip(pool.run(4, on_a_grid, False)[0], on_a_grid(True), strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
