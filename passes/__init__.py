@@ -2,7 +2,7 @@
 
 ``pipeline``   the passes in their order: start here
 ``context``    what a pass is told besides the graph
-``flatten`` ``place`` ``box`` ``regather`` ``localize`` ``schedule`` ``reinplace``   one pass each
+``simplify`` ``flatten`` ``place`` ``box`` ``regather`` ``localize`` ``schedule`` ``reinplace``   one pass each
 ``verify``     what must hold after each
 ``boxing``     the boxing node and what it costs
 ``rules``      which SBPs an operator's inputs and outputs may have together
