@@ -57,9 +57,10 @@ def _in_order(node: fx.Node) -> fx.Node | None:
     value, result = source.meta["val"], node.meta["val"]
     if len(indices) != value.dim() or not all(isinstance(index, fx.Node) for index in indices):
         return None
-    axes = [_counts_along(index, size, result.dim()) for index, size in zip(indices, value.shape, strict=True)]
+    found = [_counts_along(index, size, result.dim()) for index, size in zip(indices, value.shape, strict=True)]
+    axes = [axis for axis in found if axis is not None]
     # Each dimension along a later one of the result: then the elements come in the order in which they lie.
-    if None in axes or axes != sorted(set(axes)) or value.numel() != result.numel():
+    if len(axes) < len(found) or axes != sorted(set(axes)) or value.numel() != result.numel():
         return None
     with node.graph.inserting_before(node):
         return emit(node.graph, aten.view.default, (source, list(result.shape)), origin(node))
