@@ -52,6 +52,8 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
         node.meta["global"] = tuple(node.meta["val"].shape)
     if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
         node.update_arg(_SIZE_ARGUMENT[node.target], list(shapes[0]))
+    elif node.target is aten.affine_grid_generator.default:
+        node.update_arg(1, [shapes[0][0], *rules.arguments(node)["size"][1:]])
     elif node.target in _BATCH_ARGUMENT:
         node.update_arg(_BATCH_ARGUMENT[node.target], shapes[0][0])
     elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
@@ -76,8 +78,9 @@ _SIZE_ARGUMENT: dict[Any, int] = {
     aten.full.default: 0,
     aten.zeros.default: 0,
     aten.ones.default: 0,
-    aten.upsample_nearest2d_backward.default: 2,
-    aten.upsample_bilinear2d_backward.default: 2,
+    aten.diagonal_backward.default: 1,
+    aten.unfold_backward.default: 1,
+    **{backward: 2 for _, backward in rules.spatial.RESAMPLING},
 }
 
 # Operators that are told the number of samples, and where.
@@ -153,7 +156,7 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
         lowering = _Lowering(graph, node, context, found)
-        if found.ranks == 1:
+        if found.ranks == 1 or found.source == found.target:
             result = lowering.emit(aten.alias.default, source)
         else:
             before, after = found.source[found.dim], found.target[found.dim]

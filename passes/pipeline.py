@@ -16,6 +16,7 @@ from zerograph.passes.localize import localize
 from zerograph.passes.place import place
 from zerograph.passes.regather import regather
 from zerograph.passes.reinplace import reinplace
+from zerograph.passes.reorder import reorder
 from zerograph.passes.schedule import schedule
 from zerograph.passes.simplify import simplify
 from zerograph.passes.unfuse import unfuse
@@ -26,6 +27,7 @@ Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 PIPELINE: tuple[Pass, ...] = (
     simplify,  # no operator hides what a simpler one says
     unfuse,  # where products may be summed over ranks, no bias is in them
+    reorder,  # no view flattens the batch behind another dimension
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
     place,  # every tensor has an SBP, every operator a signature
     box,  # where two SBPs meet stands one boxing node

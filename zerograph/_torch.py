@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,11 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "TorchDispatchMode",
+    "adaptive_output",
     "all_gather",
     "annotated",
     "backward_sequence_number",
+    "causal_masks_unread",
     "compiling",
     "decompositions",
     "examples",
@@ -236,3 +239,15 @@ def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
 def single_process_store() -> Any:
     """A store without a socket, so that one process needs no address and no free port (untyped in torch)."""
     return dist.HashStore()  # type: ignore[attr-defined]
+
+
+def causal_masks_unread() -> contextlib.AbstractContextManager[Any]:
+    """nn.Transformer compares a mask's values with a causal one's to find a faster kernel: it shall take our word."""
+    return patch.object(
+        torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)
+    )
+
+
+def adaptive_output(output: Tensor, loss: Tensor) -> Any:
+    """What AdaptiveLogSoftmaxWithLoss returns; its class is in a private module."""
+    return torch.nn.modules.adaptive._ASMoutput(output, loss)

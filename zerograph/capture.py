@@ -17,6 +17,7 @@ from zerograph import _torch, decompositions, source
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
+from zerograph.substitutes import substituted
 
 aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ def capture(
     train: bool,
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
     clip_grad_norm: float | None = None,
+    batch_norm_groups: int = 1,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -63,6 +65,7 @@ def capture(
         train: optimizers are registered, so some parameter must get a gradient.
         groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
         clip_grad_norm: clip all gradients together to this norm after ``build()``.
+        batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, runs ``backward()`` on a non-scalar or, with
@@ -101,8 +104,8 @@ def capture(
             gradient for gradient in found.values() if gradient is not None
         ]
 
-    with mode, _torch.compiling(), _torch.preserved_metadata(), _explained():
-        traced = _torch.trace(step, [*state.values(), *batch], decompositions.table())
+    with mode, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
+        traced = _torch.trace(step, [*state.values(), *batch], decompositions.table(batch_norm_groups))
         if train and not gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"

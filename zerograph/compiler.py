@@ -114,7 +114,7 @@ class Compiler:
     def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, key)
+        captured, seconds = self._capture(members, batch, job.size if self.config.batch_norm == "local" else 1, key)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -154,9 +154,9 @@ class Compiler:
             ) from error
         return _Prepared(captured, passes, context, name, function, layout)
 
-    def _capture(self, members: Members, batch: Batch, key: Hashable) -> tuple[Captured, float]:
+    def _capture(self, members: Members, batch: Batch, batch_norm_groups: int, key: Hashable) -> tuple[Captured, float]:
         clip = self.config.clip_grad_norm if self.optimizers else None
-        key = (key, clip)
+        key = (key, clip, batch_norm_groups)
         if key not in self._captures:
             began = time.perf_counter()
             captured = capturing.capture(
@@ -170,6 +170,7 @@ class Compiler:
                 train=bool(self.optimizers),
                 groups=_groups(members, self.optimizers),
                 clip_grad_norm=clip,
+                batch_norm_groups=batch_norm_groups,
             )
             self._captures[key] = captured, time.perf_counter() - began
         return self._captures[key]

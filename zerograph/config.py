@@ -31,6 +31,9 @@ class Config:
             inputs and warn once, ``"error"``, or ``"discover"`` how it may be split by trying it on random data.
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
+        batch_norm: whose statistics batch norm takes in training: ``"global"`` (default), those of the whole batch,
+            as one device would; or ``"local"``: each rank normalises its part of the batch by itself and exchanges
+            nothing for it; running statistics then take the mean over the ranks of theirs.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -46,6 +49,7 @@ class Config:
     clip_grad_norm: float | None = None
     on_missing_rule: str = "gather"
     backend: str | Callable[..., Any] = "auto"
+    batch_norm: str = "global"
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -137,6 +141,10 @@ def _backend(value: Any) -> str:
     return "" if known else "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable"
 
 
+def _batch_norm(value: Any) -> str:
+    return "" if value in ("global", "local") else "unknown batch norm; choose 'global' or 'local'"
+
+
 def _timeout(value: Any) -> str:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**31
     return "" if good else "give seconds, more than 0"
@@ -168,6 +176,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "clip_grad_norm": _clip_grad_norm,
     "on_missing_rule": _on_missing_rule,
     "backend": _backend,
+    "batch_norm": _batch_norm,
     "timeout": _timeout,
     "placement": _placement,
     "batch_sbp": _batch_sbp,

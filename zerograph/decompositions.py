@@ -14,15 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph import batch_norm
 from zerograph._torch import decompositions
 
 aten = torch.ops.aten
 
 
-def table() -> dict[Any, Callable[..., Any]]:
-    """Decompositions for capture: torch's own where they exist, ours for what they would leave whole."""
+def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
+    """Decompositions for capture: torch's own where they exist, ours for what they would leave whole.
+
+    Args:
+        batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
+    """
+    from_torch = decompositions(_FROM_TORCH)
     return {
-        **decompositions(_FROM_TORCH),
+        **from_torch,
+        **(batch_norm.grouped(batch_norm_groups, from_torch) if batch_norm_groups > 1 else {}),
         aten.mean.default: lambda x, dtype=None: _mean(x, None, False, dtype),
         aten.mean.dim: lambda x, dim=None, keepdim=False, dtype=None: _mean(x, dim, keepdim, dtype),
         aten.var.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
@@ -34,6 +41,24 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.var_mean.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
             x, dim, correction, keepdim
         ),
+        aten.nansum.default: _nansum,
+        aten.norm.Scalar: lambda x, p=2: _norm(x, p, None, False),
+        aten.norm.ScalarOpt_dim: _norm,
+        aten.norm.ScalarOpt_dtype: lambda x, p, *, dtype: _norm(x.to(dtype), p, None, False),
+        aten.norm.ScalarOpt_dim_dtype: lambda x, p, dim, keepdim=False, *, dtype: _norm(x.to(dtype), p, dim, keepdim),
+        aten.dist.default: lambda x, y, p=2: _norm(x - y, p, None, False),
+        aten.multi_margin_loss.default: _multi_margin_loss,
+        aten.multi_margin_loss_backward.default: _multi_margin_loss_backward,
+        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+        aten.multilabel_margin_loss_backward.default: _multilabel_margin_loss_backward,
+        aten.rrelu_with_noise_functional.default: _rrelu,
+        # It only reads the status that the kernel returned, and raises.
+        aten._linalg_check_errors.default: lambda *_, **__: None,
+        aten.empty.memory_format: lambda size, *, dtype=None, device=None, **_: torch.full(
+            size, 0, dtype=dtype or torch.get_default_dtype(), device=device
+        ),
+        aten.empty_like.default: _filled_like(0),
+        aten.new_empty.default: _new_filled(0),
         aten.ones_like.default: _filled_like(1),
         aten.zeros_like.default: _filled_like(0),
         aten.full_like.default: lambda x, fill, **options: _filled_like(fill)(x, **options),
@@ -93,6 +118,68 @@ def _var_mean(x: Tensor, dim: Sequence[int] | int | None, correction: Any, keepd
     squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
     variance = squares / max(count - (1 if correction is None else correction), 0)
     return variance, mean if keepdim else mean.squeeze(dims)
+
+
+def _nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    valid = torch.where(x.isnan(), 0, x)
+    total: Tensor = aten.sum.dim_IntList(valid, _dims(x, dim), keepdim, dtype=dtype)
+    return total
+
+
+def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim)
+    return length
+
+
+# Reductions of the losses' kernels, by number: none, mean, sum.
+_NONE, _MEAN = 0, 1
+
+
+def _reduced(each: Tensor, reduction: int) -> Tensor:
+    return each.mean() if reduction == _MEAN else each.sum()
+
+
+def _unreduced(gradient: Tensor, samples: int, reduction: int) -> Tensor:
+    """The gradient of each sample's loss, from that of their mean or sum."""
+    return (gradient / samples if reduction == _MEAN else gradient).expand(samples)
+
+
+def _multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = _MEAN
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    return _reduced(aten.multi_margin_loss.default(x, target, p, margin, weight, _NONE), reduction)
+
+
+def _multi_margin_loss_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each = _unreduced(gradient, len(x), reduction)
+    return aten.multi_margin_loss_backward.default(each, x, target, p, margin, weight, _NONE)
+
+
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each, is_target = aten.multilabel_margin_loss_forward.default(x, target, _NONE)
+    return _reduced(each, reduction), is_target
+
+
+def _multilabel_margin_loss_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each = _unreduced(gradient, len(x), reduction)
+    return aten.multilabel_margin_loss_backward.default(each, x, target, _NONE, is_target)
+
+
+def _rrelu(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Any:
+    """In evaluation mode a leaky relu, though the operator is tagged as random."""
+    return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise)
 
 
 def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:

@@ -4,10 +4,23 @@
 ``discover``   signatures of an operator without a rule, found by trying
 ``users``      rules that users register
 ``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
-``pointwise``, ``matmul``, ``shape``, ``reduction``, ``indexing``, ``nn``   the rules, one line an operator
+``pointwise``, ``matmul``, ``linalg``, ``reduction``, ``shape``, ``movement``, ``indexing``, ``nn``, ``spatial``,
+``attention``, ``loss``       the rules, one line an operator
 """
 
-from zerograph.passes.rules import indexing, matmul, nn, pointwise, reduction, shape
+from zerograph.passes.rules import (
+    attention,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    movement,
+    nn,
+    pointwise,
+    reduction,
+    shape,
+    spatial,
+)
 from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import (
     all_broadcast,
@@ -23,9 +36,13 @@ __all__ = [
     "Signature",
     "all_broadcast",
     "arguments",
+    "attention",
     "find",
     "indexing",
+    "linalg",
+    "loss",
     "matmul",
+    "movement",
     "nn",
     "of_node",
     "output_values",
@@ -33,5 +50,6 @@ __all__ = [
     "reduction",
     "rule",
     "shape",
+    "spatial",
     "tensor_arguments",
 ]

@@ -10,6 +10,7 @@ operand that carries it; an output that lacks it is then a partial sum, an input
 ``(b t)``   one dimension that runs over two factors, the first one slowest
 ``b:4``     a factor of size 4, where no dimension of its own tells
 ``...``     any number of leading or trailing factors, aligned at the right as in broadcasting
+``+ m n``   an operand that is added to the result: where that is a partial sum, so is the operand
 =========== ===================================================================================
 
 The precedent is the sharding rule of Shardy (OpenXLA): pass-through, reduction and need-replication factors.
@@ -63,6 +64,7 @@ def signatures(
         ValueError: the notation does not fit the shapes: a mistake in the rule.
     """
     left, right = notation.split("->")
+    added = [part.startswith("+") for part in _commas(left, len(inputs))]
     operands = [_parse(part, shape) for part, shape in zip(_commas(left, len(inputs)), inputs, strict=True)]
     results = [_parse(part, shape) for part, shape in zip(_commas(right, len(outputs)), outputs, strict=True)]
     sizes = _sizes([*operands, *results], [*inputs, *outputs])
@@ -73,12 +75,11 @@ def signatures(
         where = [_position(operand, name, sizes) for operand in [*operands, *results]]
         if sizes[name] % ranks or sizes[name] == 0 or any(at is _NOWHERE_LEGAL for at in where):
             continue
-        found.append(
-            Signature(
-                tuple(broadcast if at is None else Split(at) for at in where[: len(operands)]),
-                tuple(partial_sum if at is None else Split(at) for at in where[len(operands) :]),
-            )
-        )
+        made = tuple(partial_sum if at is None else Split(at) for at in where[len(operands) :])
+        # Added once, not once per rank.
+        rest = [partial_sum if one and partial_sum in made else broadcast for one in added]
+        given = tuple(rest[i] if at is None else Split(at) for i, at in enumerate(where[: len(operands)]))
+        found.append(Signature(given, made))
     for group in linear:
         chosen = (group,) if isinstance(group, int) else group
         if all(index < len(inputs) for index in chosen):
@@ -143,7 +144,7 @@ def _commas(text: str, operands: int) -> list[str]:
 def _parse(text: str, shape: Shape) -> _Operand:
     dimensions: list[_Dimension] = []
     group: list[_Factor] | None = None
-    tokens = text.replace("(", " ( ").replace(")", " ) ").split()
+    tokens = text.lstrip("+").replace("(", " ( ").replace(")", " ) ").split()
     explicit = _count(tokens)
     for token in tokens:
         if token == "(":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, letters, rule, together, whole
+from zerograph.passes.rules.registry import Operands, added, letters, rule, together, whole
 
 aten = torch.ops.aten
 
@@ -44,7 +44,19 @@ def _line(prefix: str, dim: int, same: list[bool]) -> str:
 rule(aten.gather.default, _gathered, linear=(0,))
 rule(aten.scatter.value, _scattered)
 rule(aten.scatter.src, _scattered, linear=together(0, 2))
-rule(aten.scatter_add.default, _scattered, linear=together(0, 2))
+rule(aten.scatter_add.default, lambda operands: _scatter_added(operands), linear=together(0, 2))
+rule(aten.scatter_reduce.two, _scattered)
+
+
+def _scatter_added(operands: Operands) -> str:
+    """What is added may come in parts: those of the indexed dimension add up to the whole."""
+    source, index, values = operands.inputs
+    dim = operands["dim"] % source.dim() if source.dim() else 0
+    same = [size == index.shape[i] == values.shape[i] for i, size in enumerate(source.shape)]
+    line, inner = _line("s", dim, same), _line("i", dim, same)
+    if index.shape == values.shape:
+        inner = inner.replace(f"i{dim}!", f"i{dim}")
+    return f"{added(operands, line)}, {inner}, {inner} -> {line}"
 
 
 def _index_selected(operands: Operands) -> str:
@@ -60,14 +72,26 @@ rule(aten.index_select.default, _index_selected, linear=(0,))
 
 def _index_added(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
-    dim = operands["dim"] % rank
-    # What is added to zeros may be added in parts.
-    picked = "picked" if operands.zero[0] else "picked!"
-    whole, source = (" ".join(name if i == dim else f"d{i}" for i in range(rank)) for name in ("v!", picked))
-    return f"{whole}, {picked}, {source} -> {whole}"
+    dim = operands["dim"] % rank if rank else 0
+    line = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
+    values = " ".join("picked" if i == dim else f"d{i}" for i in range(operands.inputs[2].dim()))
+    return f"{added(operands, line)}, {'picked' if operands.inputs[1].dim() else ''}, {values} -> {line}"
+
+
+def _index_written(operands: Operands) -> str:
+    """Rows that are written stay together: of two with one index only one counts."""
+    rank = operands.inputs[0].dim()
+    dim = operands["dim"] % rank if rank else 0
+    line = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
+    index = "picked!" if operands.inputs[1].dim() else ""
+    values = " ".join("picked!" if i == dim else f"d{i}" for i in range(operands.inputs[-1].dim()))
+    return ", ".join([line, index, values][: len(operands.inputs)]) + f" -> {line}"
 
 
 rule(aten.index_add.default, _index_added, linear=together(0, 2))
+rule(aten.index_copy.default, _index_written, linear=together(0, 2))
+rule(aten.index_fill.int_Scalar, _index_written, linear=lambda operands: () if operands["value"] else (0,))
+rule(aten.index_fill.int_Tensor, _index_written, linear=together(0, 2))
 
 
 def _looked_up(operands: Operands) -> str:
@@ -83,10 +107,11 @@ def _put(operands: Operands) -> str:
     source, indices, result = _advanced(operands)
     values = operands.inputs[-1].dim()
     names = result.split()[-values:] if values else []
-    if not (operands["accumulate"] and operands.zero[0]):
-        # Of a split index each rank would keep the old value where the others put the new one.
-        indices = [_unsplittable(index) for index in indices]
-        names = [_unsplittable(name) if name.startswith("i") else name for name in names]
+    if operands["accumulate"]:
+        return f"{added(operands, source)}, {', '.join(indices)}, {' '.join(names)} -> {source}"
+    # Of a split index each rank would keep the old value where the others put the new one.
+    indices = [_unsplittable(index) for index in indices]
+    names = [_unsplittable(name) if name.startswith("i") else name for name in names]
     return f"{source}, {', '.join(indices)}, {' '.join(names)} -> {source}"
 
 

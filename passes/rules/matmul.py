@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule
+from zerograph.passes.rules.factors import Linear
+from zerograph.passes.rules.registry import Operands, added, rule, together
 
 aten = torch.ops.aten
 
@@ -13,19 +14,47 @@ rule(aten.bmm.default, "b m k, b k n -> b m n", linear=(0, 1))
 rule(aten.mv.default, "m k, k -> m", linear=(0, 1))
 
 
-# With an added bias, splitting k would add the bias once per rank: k stays whole.
 def _addmm(operands: Operands) -> str:
     bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
-    return f"{bias or '...'}, m k!, k! n -> m n"
+    return f"{added(operands, bias)}, m k, k n -> m n"
 
 
 def _baddbmm(operands: Operands) -> str:
-    bias = {0: "...", 1: "n", 2: "m n", 3: "b m n"}[operands.inputs[0].dim()]
-    return f"{bias}, b m k!, b k! n -> b m n"
+    bias = {0: "", 1: "n", 2: "m n", 3: "b m n"}[operands.inputs[0].dim()]
+    return f"{added(operands, bias)}, b m k, b k n -> b m n"
 
 
-rule(aten.addmm.default, _addmm, linear=((0, 1), (0, 2)))
-rule(aten.baddbmm.default, _baddbmm, linear=((0, 1), (0, 2)))
+def _addbmm(operands: Operands) -> str:
+    bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
+    return f"{added(operands, bias)}, b m k, b k n -> m n"
+
+
+def _addr(operands: Operands) -> str:
+    bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
+    return f"{added(operands, bias)}, m, n -> m n"
+
+
+def _trilinear(operands: Operands) -> str:
+    """Three operands, each lacking the dimensions that it is expanded by; their product, summed over some."""
+    lines = []
+    expanded = (operands["expand1"], operands["expand2"], operands["expand3"])
+    rank = operands.inputs[0].dim() + len(expanded[0])
+    for missing in expanded:
+        lines.append(" ".join(f"d{d}" for d in range(rank) if d not in missing))
+    result = " ".join(f"d{d}" for d in range(rank) if d not in operands["sumdim"])
+    return ", ".join(lines) + " -> " + result
+
+
+def _product_added(operands: Operands) -> Linear:
+    """In the summand together with either factor."""
+    return together(0, 1)(operands) + together(0, 2)(operands)
+
+
+rule(aten.addmm.default, _addmm, linear=_product_added)
+rule(aten.baddbmm.default, _baddbmm, linear=_product_added)
+rule(aten.addbmm.default, _addbmm, linear=_product_added)
+rule(aten.addr.default, _addr, linear=_product_added)
+rule(aten._trilinear.default, _trilinear, linear=(0, 1, 2))
 
 
 def _convolution(operands: Operands) -> str:

@@ -1,4 +1,4 @@
-"""Normalisation, attention and pooling."""
+"""Normalisation and attention."""
 
 from __future__ import annotations
 
@@ -70,35 +70,3 @@ def _mask(operands: Operands, position: int) -> str:
     if len(operands.inputs) <= position:
         return ""
     return ", " + {2: "q! k!", 4: "b h q! k!"}[operands.inputs[position].dim()]
-
-
-def _windowed(operands: Operands) -> str:
-    """Pooling and resampling: each sample and channel for itself, windows whole."""
-    lines = []
-    for index, value in enumerate((*operands.inputs, *operands.outputs)):
-        free = ["n", "c"] if value.dim() >= 4 else ["n"]
-        lines.append(" ".join([*free, *(f"v{index}x{i}!" for i in range(value.dim() - len(free)))]))
-    inputs = len(operands.inputs)
-    return ", ".join(lines[:inputs]) + " -> " + ", ".join(lines[inputs:])
-
-
-for _operator in (
-    aten.max_pool2d_with_indices.default,
-    aten.max_pool2d_with_indices_backward.default,
-    aten.max_pool3d_with_indices.default,
-    aten.max_pool3d_with_indices_backward.default,
-):
-    rule(_operator, _windowed)
-for _operator in (
-    aten.avg_pool2d.default,
-    aten.avg_pool2d_backward.default,
-    aten.avg_pool3d.default,
-    aten.avg_pool3d_backward.default,
-    aten._adaptive_avg_pool2d.default,
-    aten._adaptive_avg_pool2d_backward.default,
-    aten.upsample_nearest2d.default,
-    aten.upsample_nearest2d_backward.default,
-    aten.upsample_bilinear2d.default,
-    aten.upsample_bilinear2d_backward.default,
-):
-    rule(_operator, _windowed, linear=(0,))

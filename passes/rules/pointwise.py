@@ -28,6 +28,26 @@ rule(aten.silu_backward.default, pointwise, linear=(0,))
 rule(aten.sigmoid_backward.default, pointwise, linear=(0,))
 rule(aten.tanh_backward.default, pointwise, linear=(0,))
 rule(aten.threshold_backward.default, pointwise, linear=(0,))
+rule(aten.elu_backward.default, pointwise, linear=(0,))
+rule(aten.hardshrink_backward.default, pointwise, linear=(0,))
+rule(aten.hardsigmoid_backward.default, pointwise, linear=(0,))
+rule(aten.hardswish_backward.default, pointwise, linear=(0,))
+rule(aten.hardtanh_backward.default, pointwise, linear=(0,))
+rule(aten.leaky_relu_backward.default, pointwise, linear=(0,))
+rule(aten.logit_backward.default, pointwise, linear=(0,))
+rule(aten.mish_backward.default, pointwise, linear=(0,))
+rule(aten.rrelu_with_noise_backward.default, pointwise, linear=(0,))
+rule(aten.softplus_backward.default, pointwise, linear=(0,))
+rule(aten.softshrink_backward.default, pointwise, linear=(0,))
+rule(aten._prelu_kernel_backward.default, pointwise, linear=(0,))
+rule(aten.lerp.Tensor, pointwise, linear=together(0, 1))
+rule(aten.addcmul.default, pointwise, linear=lambda operands: together(0, 1)(operands) + together(0, 2)(operands))
+rule(aten.addcdiv.default, pointwise, linear=together(0, 1))
+
+# Of the family, though nobody tagged them.
+rule(aten.hardswish.default, pointwise)
+rule(aten._prelu_kernel.default, pointwise)
+rule(aten.bucketize.Tensor, "..., s! -> ...")
 
 # Copies: tagged as nothing, but they touch each element alone.
 rule(aten.clone.default, pointwise, linear=(0,))
@@ -46,3 +66,21 @@ def _linear_cast(operands: Operands) -> Linear:
 
 
 rule(aten._to_copy.default, pointwise, linear=_linear_cast)
+
+
+def _log_sigmoid(operands: Operands) -> str:
+    """The second output is scratch memory, which only the CPU's kernel uses."""
+    buffer = operands.outputs[1] if len(operands.outputs) == 2 else operands.inputs[2]
+    used = "..." if buffer.shape == operands.inputs[0].shape else " ".join(f"b{i}!" for i in range(buffer.dim()))
+    return f"... -> ..., {used}" if len(operands.outputs) == 2 else f"..., ..., {used} -> ..."
+
+
+rule(aten.log_sigmoid_forward.default, _log_sigmoid)
+rule(aten.log_sigmoid_backward.default, _log_sigmoid, linear=(0,))
+
+# Complex numbers.
+rule(aten._conj.default, pointwise, linear=(0,))
+rule(aten.view_as_real.default, "... -> ... parts!", linear=(0,))
+rule(aten.view_as_complex.default, "... parts! -> ...", linear=(0,))
+rule(aten.complex.default, pointwise, linear=together(0, 1))
+rule(aten.polar.default, pointwise, linear=(0,))

@@ -52,6 +52,12 @@ for _operator in (
     aten.prod.default,
     aten.prod.dim_int,
     aten.logsumexp.default,
+    aten.aminmax.default,
+    aten.kthvalue.default,
+    aten.median.default,
+    aten.median.dim,
+    aten.nanmedian.dim,
+    aten.mode.default,
 ):
     rule(_operator, _reduce(False))
 
@@ -72,6 +78,16 @@ def along(argument: str = "dim", operands_with_dim: int = 1) -> Callable[[Operan
 rule(aten._softmax.default, along())
 rule(aten._safe_softmax.default, along())
 rule(aten._log_softmax.default, along())
+for _operator in (
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.sort.stable,
+    aten.argsort.default,
+    aten.argsort.stable,
+):
+    rule(_operator, along())
 rule(aten._softmax_backward_data.default, along(), linear=(0,))
 rule(aten._log_softmax_backward_data.default, along(), linear=(0,))
 rule(aten.histc.default, lambda operands: _counted(operands))
@@ -101,3 +117,15 @@ def _counted(operands: Operands) -> str:
     fixed = operands["min"] != operands["max"]
     source = " ".join(name if fixed else f"{name}!" for name in _letters(operands.inputs[0].dim()))
     return f"{source} -> bins!"
+
+
+def _renormed(operands: Operands) -> str:
+    """Each slice along the dimension has its own norm."""
+    rank = operands.inputs[0].dim()
+    dim = operands["dim"] % rank
+    text = " ".join(name if i == dim else f"{name}!" for i, name in enumerate(_letters(rank)))
+    return f"{text} -> {text}"
+
+
+rule(aten.renorm.default, _renormed)
+rule(aten.linalg_cross.default, along(), linear=(0, 1))

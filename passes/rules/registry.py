@@ -87,6 +87,25 @@ def letters(rank: int) -> list[str]:
     return [f"d{i}" for i in range(rank)]
 
 
+def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
+    """Operators whose operands all have the same first ``count`` dimensions, each index of them for itself."""
+
+    def notation(operands: Operands) -> str:
+        free, lines = count(operands), []
+        for number, value in enumerate((*operands.inputs, *operands.outputs)):
+            rest = [f"v{number}x{i}!" for i in range(value.dim() - free)]
+            lines.append(" ".join([*letters(min(free, value.dim())), *rest]))
+        inputs = len(operands.inputs)
+        return ", ".join(lines[:inputs]) + " -> " + ", ".join(lines[inputs:])
+
+    return notation
+
+
+def added(operands: Operands, names: str) -> str:
+    """The first operand where it is added to a result that may be a sum of parts: zeros need not be a sum for that."""
+    return names if operands.zero[0] else f"+ {names}"
+
+
 def known() -> tuple[OpOverload, ...]:
     """The operators that have a rule of their own, and one of ours."""
     return tuple(operator for operator in _RULES if operator not in _USERS)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.equivalence import families_torch
 from tests.equivalence.family import Family
 
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 61, 32, 2, 4, 12
@@ -207,4 +208,4 @@ _ALL = (
     Family("convnext", convnext, _images(16)),
 )
 
-FAMILIES = {family.name: family for family in _ALL}
+FAMILIES = {family.name: family for family in (*_ALL, *families_torch.FAMILIES)}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from tests.passes.samples import SAMPLES, Zeros
+from tests.passes import samples, samples_torch
+from tests.passes.samples import Zeros
 from zerograph._torch import fake_mode
 from zerograph.mesh import line
 from zerograph.passes import rules
@@ -38,7 +39,7 @@ def graph_of(operator: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, fx.
             return value
         node = graph.placeholder(f"x{len(tensors)}")
         with mode:
-            fake = torch.empty(value.shape, dtype=value.dtype)
+            fake = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         node.meta |= {"val": fake, "role": Role("input", str(len(tensors)))}
         tensors.append(value)
         return node
@@ -83,14 +84,7 @@ def run_in_pieces(operator: Any, args: Any, kwargs: Any, signature: Signature, r
     """The operator's outputs, computed by ``ranks`` ranks under ``signature``."""
     outputs = []
     for rank in range(ranks):
-        module, node, tensors = graph_of(operator, args, kwargs)
-        given = rules.tensor_arguments(node)
-        for argument, sbp in zip(given, signature.inputs, strict=True):
-            argument.meta["sbp"] = (sbp,)
-        node.meta["signature"] = (signature,)
-        found = [(sbp,) for sbp in signature.outputs]
-        node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
-        localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
+        module, tensors = local_outputs(operator, args, kwargs, signature, ranks, rank)
         module.recompile()
         torch.manual_seed(0)
         local = [
@@ -99,6 +93,24 @@ def run_in_pieces(operator: Any, args: Any, kwargs: Any, signature: Signature, r
         ]
         outputs.append([v for v in pytree.tree_leaves(module(*local)) if isinstance(v, Tensor)])
     return [joined(list(parts), sbp) for parts, sbp in zip(zip(*outputs, strict=True), signature.outputs, strict=True)]
+
+
+SAMPLES = {**samples.SAMPLES, **samples_torch.SAMPLES}
+
+
+def local_outputs(
+    operator: Any, args: Any, kwargs: Any, signature: Signature, ranks: int, rank: int
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A graph of the operator on this rank's shapes, which ``localize`` checks, and the tensors for its inputs."""
+    module, node, tensors = graph_of(operator, args, kwargs)
+    given = rules.tensor_arguments(node)
+    for argument, sbp in zip(given, signature.inputs, strict=True):
+        argument.meta["sbp"] = (sbp,)
+    node.meta["signature"] = (signature,)
+    found = [(sbp,) for sbp in signature.outputs]
+    node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
+    localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
+    return module, tensors
 
 
 CASES = [(operator, number) for operator, samples in SAMPLES.items() for number in range(len(samples))]
@@ -128,7 +140,44 @@ def _floating(node: fx.Node, signature: Signature) -> bool:
 
 
 def test_every_rule_has_samples() -> None:
-    assert set(registry.known()) - set(SAMPLES) == set()
+    assert set(registry.known()) - set(SAMPLES) - set(SHAPE_PROVED) == set()
+
+
+def _attended(name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of an accelerator's attention and of its backward, of shapes only."""
+    q, k, v = (torch.empty(4, 2, 8, 16, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    bias = torch.empty(4, 2, 8, 8, dtype=torch.bfloat16, device="meta")
+    state = torch.empty((), dtype=torch.int64, device="meta")
+    if name == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v)
+        return (q, k, v), (out, q, k, v, out, lse, None, None, 8, 8, 0.0, False, state, state)
+    if name == "efficient":
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+        masks = [True, True, True, False]
+        return (q, k, v, bias, True), (out, q, k, v, bias, out, lse, state, state, 0.0, masks)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True)
+    return (q, k, v, bias, True), (out, q, k, v, out, lse, state, state, bias, None, None, 8, 8, 0.0, False)
+
+
+# Kernels of accelerators only: that pieces compute what the whole does is shown of the CPU's kernel, which has the same
+# factors; here, that pieces have the shapes that the rule says.
+SHAPE_PROVED = {
+    getattr(aten, f"_scaled_dot_product_{name}_attention{suffix}").default: _attended(name)[number]
+    for name in ("flash", "efficient", "cudnn")
+    for number, suffix in enumerate(("", "_backward"))
+}
+
+
+@pytest.mark.parametrize("operator", SHAPE_PROVED, ids=str)
+def test_pieces_of_an_accelerators_operator_have_the_shapes_of_the_rule(operator: Any) -> None:
+    args = SHAPE_PROVED[operator]
+    _, node, _ = graph_of(operator, args, {})
+    found = rules.of_node(node, 2)
+    assert found
+    split = [one for one in found if any(isinstance(sbp, Split) for sbp in one.inputs)]
+    assert {one.inputs[0] for one in split} == {Split(0), Split(1)}
+    for signature in found:
+        local_outputs(operator, args, {}, signature, 2, 0)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
         "capture",
         "simplify",
         "unfuse",
+        "reorder",
         "flatten",
         "place",
         "box",

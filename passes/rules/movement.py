@@ -1,0 +1,103 @@
+"""Operators that repeat, roll, window or embed elements along some dimensions and leave the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zerograph.passes.rules.registry import Operands, rule, together
+from zerograph.passes.rules.registry import letters as _letters
+
+aten = torch.ops.aten
+
+
+def _keeping(touched: Callable[[Operands], set[int]]) -> Callable[[Operands], str]:
+    """Operators that keep every dimension in its place and mix elements along those that are ``touched`` only."""
+
+    def notation(operands: Operands) -> str:
+        rank = operands.inputs[0].dim()
+        mixed = {dim % rank for dim in touched(operands)} if rank else set()
+        lines = [
+            " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(_letters(rank)))
+            for number in range(len(operands.inputs) + len(operands.outputs))
+        ]
+        return ", ".join(lines[: len(operands.inputs)]) + " -> " + ", ".join(lines[len(operands.inputs) :])
+
+    return notation
+
+
+def _rolled(operands: Operands) -> set[int]:
+    # Without dimensions it rolls the flattened tensor.
+    return set(operands["dims"]) or set(range(operands.inputs[0].dim()))
+
+
+rule(aten.roll.default, _keeping(_rolled), linear=(0,))
+rule(aten.glu.default, _keeping(lambda operands: {operands["dim"]}))
+rule(aten.glu_backward.default, _keeping(lambda operands: {operands["dim"]}), linear=(0,))
+for _operator in (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default):
+    rule(_operator, _keeping(lambda operands: set(operands["dim"])), linear=(0,))
+
+
+def _unfolded(operands: Operands) -> str:
+    rank = operands.inputs[0].dim()
+    dim = operands["dimension"] % rank if rank else 0
+    letters = _letters(rank)
+    left = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
+    right = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
+    return f"{left} -> {right} size!"
+
+
+def _folded(operands: Operands) -> str:
+    rank = operands.outputs[0].dim()
+    dim = operands["dim"] % rank if rank else 0
+    letters = _letters(rank)
+    left = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
+    right = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
+    return f"{left} size! -> {right}"
+
+
+rule(aten.unfold.default, _unfolded, linear=(0,))
+rule(aten.unfold_backward.default, _folded, linear=(0,))
+
+
+def _diagonal(operands: Operands) -> str:
+    matrix, line = _matrix_and_diagonal(operands, operands.inputs[0].dim())
+    return f"{matrix} -> {line}"
+
+
+def _from_diagonal(operands: Operands) -> str:
+    matrix, line = _matrix_and_diagonal(operands, operands.outputs[0].dim())
+    return f"{line} -> {matrix}"
+
+
+def _onto_diagonal(operands: Operands) -> str:
+    matrix, line = _matrix_and_diagonal(operands, operands.inputs[0].dim())
+    return f"{matrix}, {line} -> {matrix}"
+
+
+def _matrix_and_diagonal(operands: Operands, rank: int) -> tuple[str, str]:
+    matrix = {operands["dim1"] % rank, operands["dim2"] % rank}
+    kept = [name for i, name in enumerate(_letters(rank)) if i not in matrix]
+    return " ".join(f"{n}!" if i in matrix else n for i, n in enumerate(_letters(rank))), " ".join([*kept, "diagonal!"])
+
+
+rule(aten.diagonal.default, _diagonal, linear=(0,))
+rule(aten.diagonal_copy.default, _diagonal, linear=(0,))
+rule(aten.diagonal_backward.default, _from_diagonal, linear=(0,))
+rule(aten.diag_embed.default, _from_diagonal, linear=(0,))
+rule(aten.diagonal_scatter.default, _onto_diagonal, linear=together(0, 1))
+rule(aten.trace.default, "i! j! -> ", linear=(0,))
+
+
+def _turned(operands: Operands) -> str:
+    letters = _letters(operands.inputs[0].dim())
+    first, second = (dim % len(letters) for dim in operands["dims"])
+    left = [f"{name}!" if i in (first, second) else name for i, name in enumerate(letters)]
+    right = list(left)
+    if operands["k"] % 2:
+        right[first], right[second] = left[second], left[first]
+    return f"{' '.join(left)} -> {' '.join(right)}"
+
+
+rule(aten.rot90.default, _turned, linear=(0,))

@@ -1,0 +1,105 @@
+"""Images and the like: pooling, resampling, padding, sampling. Each sample, and mostly each channel, for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerograph.passes.rules.registry import leading, rule
+
+aten = torch.ops.aten
+
+
+def _each(operators: tuple[Any, ...], trailing: int, *, linear: bool) -> None:
+    """Rules for operators that mix elements along the last ``trailing`` dimensions of their first operand only."""
+    for operator in operators:
+        rule(operator, leading(lambda operands: operands.inputs[0].dim() - trailing), linear=(0,) if linear else ())
+
+
+_each(
+    (aten.adaptive_max_pool2d.default, aten.max_pool2d_with_indices.default, aten.max_unpool2d.default), 2, linear=False
+)
+_each(
+    (aten.adaptive_max_pool3d.default, aten.max_pool3d_with_indices.default, aten.max_unpool3d.default), 3, linear=False
+)
+_each((aten.reflection_pad1d.default, aten.replication_pad1d.default), 1, linear=True)
+_each((aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default), 1, linear=True)
+_each(
+    (
+        aten.adaptive_max_pool2d_backward.default,
+        aten.max_pool2d_with_indices_backward.default,
+        aten.avg_pool2d.default,
+        aten.avg_pool2d_backward.default,
+        aten._adaptive_avg_pool2d.default,
+        aten._adaptive_avg_pool2d_backward.default,
+        aten.reflection_pad2d.default,
+        aten.reflection_pad2d_backward.default,
+        aten.replication_pad2d.default,
+        aten.replication_pad2d_backward.default,
+    ),
+    2,
+    linear=True,
+)
+_each(
+    (
+        aten.adaptive_max_pool3d_backward.default,
+        aten.max_pool3d_with_indices_backward.default,
+        aten.avg_pool3d.default,
+        aten.avg_pool3d_backward.default,
+        aten._adaptive_avg_pool3d.default,
+        aten._adaptive_avg_pool3d_backward.default,
+        aten.reflection_pad3d.default,
+        aten.reflection_pad3d_backward.default,
+        aten.replication_pad3d.default,
+        aten.replication_pad3d_backward.default,
+    ),
+    3,
+    linear=True,
+)
+
+# Always a sample and a channel dimension, then those that are resampled.
+RESAMPLING = (
+    (aten.upsample_nearest1d.default, aten.upsample_nearest1d_backward.default),
+    (aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact1d_backward.default),
+    (aten.upsample_linear1d.default, aten.upsample_linear1d_backward.default),
+    (aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default),
+    (aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact2d_backward.default),
+    (aten.upsample_bilinear2d.default, aten.upsample_bilinear2d_backward.default),
+    (aten._upsample_bilinear2d_aa.default, aten._upsample_bilinear2d_aa_backward.default),
+    (aten.upsample_bicubic2d.default, aten.upsample_bicubic2d_backward.default),
+    (aten._upsample_bicubic2d_aa.default, aten._upsample_bicubic2d_aa_backward.default),
+    (aten.upsample_nearest3d.default, aten.upsample_nearest3d_backward.default),
+    (aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d_backward.default),
+    (aten.upsample_trilinear3d.default, aten.upsample_trilinear3d_backward.default),
+)
+for _forward, _backward in RESAMPLING:
+    rule(_forward, leading(lambda operands: 2), linear=(0,))
+    rule(_backward, leading(lambda operands: 2), linear=(0,))
+
+_each((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), 3, linear=True)
+rule(aten.channel_shuffle.default, "n c! ... -> n c! ...", linear=(0,))
+
+
+# Windows in a row are columns: samples are free where there are several.
+def _samples(rank: int) -> Any:
+    return leading(lambda operands: operands.inputs[0].dim() - rank)
+
+
+rule(aten.im2col.default, _samples(3), linear=(0,))
+rule(aten.col2im.default, _samples(2), linear=(0,))
+
+# Each point of the grid reads the image for itself; the image's gradient is the sum over the points.
+rule(aten.grid_sampler_2d.default, "n c h! w!, n i j xy! -> n c i j", linear=(0,))
+rule(aten.grid_sampler_3d.default, "n c d! h! w!, n i j k xyz! -> n c i j k", linear=(0,))
+rule(
+    aten.grid_sampler_2d_backward.default,
+    "n c i j, n c h! w!, n i j xy! -> n c h! w!, n i j xy!",
+    linear=(0,),
+)
+rule(
+    aten.grid_sampler_3d_backward.default,
+    "n c i j k, n c d! h! w!, n i j k xyz! -> n c d! h! w!, n i j k xyz!",
+    linear=(0,),
+)
+rule(aten.affine_grid_generator.default, leading(lambda operands: 1), linear=(0,))

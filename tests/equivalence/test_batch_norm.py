@@ -1,0 +1,116 @@
+"""``config.batch_norm = "local"``: each rank's part of the batch is normalised by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import part
+from tests.pool import Pool
+
+SAMPLES, STEPS = 8, 2
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.images = nn.BatchNorm1d(3), nn.BatchNorm2d(4, affine=False)
+        self.volumes, self.convolution = nn.BatchNorm3d(2, momentum=0.3), nn.Conv2d(3, 4, 3, bias=False)
+        self.instances = nn.InstanceNorm2d(4, affine=True)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.images(self.convolution(self.vectors(x.flatten(2)).view(x.shape)))
+        volumes = self.volumes(hidden.view(len(x), 2, 2, *hidden.shape[2:])).view(hidden.shape)
+        out = self.head((F.gelu(volumes) + self.instances(hidden).sin()).mean((2, 3))).squeeze(1)
+        return F.mse_loss(out, target)
+
+
+def _made() -> tuple[Normed, list[Tensor]]:
+    torch.manual_seed(0)
+    return Normed().double(), [torch.randn(SAMPLES, 3, 4, 4).double(), torch.randn(SAMPLES).double()]
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config.batch_norm = "local"
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, *batch: Tensor) -> Tensor:
+        loss = self.model(*batch)
+        loss.backward()
+        return loss
+
+
+def train() -> tuple[list[Tensor], dict[str, Tensor], list[Any], Tensor, int]:
+    model, batch = _made()
+    step = Step(model)
+    losses = [step(*map(part, batch)) for _ in range(STEPS)]
+    forward = [one for one in step.collectives() if one.phase == "forward" and one.kind != "slice"]
+    state = step.state_dict()["modules"]["model"]
+    model.eval()
+    evaluated = step(*map(part, batch))
+    captures = len(step._compiler._captures)
+    step.config.batch_norm = "global"
+    model.train()
+    step(*map(part, batch))
+    return losses, state, [one.bytes for one in forward], evaluated, len(step._compiler._captures) - captures
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> Any:
+    return pool.run(2, train)[0]
+
+
+def _plainly() -> tuple[list[Tensor], Normed, list[Tensor]]:
+    """Each half of the batch by itself; running statistics are the mean of what the halves would make of them."""
+    model, batch = _made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        after = []
+        halves = []
+        for half in range(2):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            loss = model(*(one.chunk(2)[half] for one in batch))
+            (loss / 2).backward()
+            halves.append(loss.detach())
+            after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        for name, buffer in model.named_buffers():
+            buffer.copy_((after[0][name] + after[1][name]) / 2)
+        optimizer.step()
+        losses.append((halves[0] + halves[1]) / 2)
+    return losses, model, batch
+
+
+def test_each_rank_normalises_its_part(trained: Any) -> None:
+    losses, model, batch = _plainly()
+    torch.testing.assert_close(trained[0], losses, rtol=1e-10, atol=1e-12)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-10, atol=1e-12, msg=name)
+    model.eval()
+    torch.testing.assert_close(trained[3], model(*batch).detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_forward_exchanges_running_statistics_and_the_loss_only(trained: Any) -> None:
+    # Of 3, 4 and 2 channels a mean and a variance each, and the loss, in fp64.
+    assert sum(trained[2]) == 8 * (2 * (3 + 4 + 2) + 1)
+
+
+def test_the_option_makes_another_capture(trained: Any) -> None:
+    assert trained[4] == 1
+
+
+def test_unknown_batch_norms_are_refused() -> None:
+    with pytest.raises(zg.ConfigError, match="choose 'global' or 'local'"):
+        zg.Config().batch_norm = "locl"

@@ -1,0 +1,103 @@
+"""Functions of torch.nn that cannot be traced, or not sample by sample, and what stands for them during capture.
+
+They read values, or make shapes of values, where the same numbers can be had without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.operators import ctc_loss
+
+
+@contextlib.contextmanager
+def substituted() -> Iterator[None]:
+    """Inside, torch.nn uses our forms of what it could not be traced with."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss))
+        stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
+        stack.enter_context(patch.object(F, "embedding_bag", _bags(F.embedding_bag)))
+        stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
+        stack.enter_context(_torch.causal_masks_unread())
+        yield
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """As torch's, except that negative variances are clamped without being refused first: that would read them."""
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    # The clamp does not count in backward.
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Torch's kernel as an operator of fixed shapes, one number per sample."""
+    lengths = [torch.as_tensor(one, device=log_probs.device).long() for one in (input_lengths, target_lengths)]
+    if log_probs.dim() == 2:
+        first, second = (one.reshape(1) for one in lengths)
+        return _ctc_loss(log_probs[:, None], targets[None], first, second, blank, reduction, zero_infinity).squeeze()
+    loss = ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
+    if zero_infinity:
+        loss = torch.where(loss.isinf(), 0, loss)
+    return _reduced(loss / lengths[1].clamp(min=1) if reduction == "mean" else loss, reduction)
+
+
+def _bags(plain: Any) -> Any:
+    """Bags of one size are rows of a lookup, which is by sample; torch's kernel is told offsets into the batch."""
+
+    def embedding_bag(
+        input: Tensor, weight: Tensor, offsets: Any = None, max_norm: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        names = ["norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights"]
+        names += ["include_last_offset", "padding_idx"]
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        mode, padding = options.get("mode", "mean"), options.get("padding_idx")
+        if input.dim() != 2 or max_norm is not None or (mode == "max" and padding is not None):
+            result: Tensor = plain(input, weight, offsets, max_norm, **options)
+            return result
+        rows = F.embedding(input, weight, padding, scale_grad_by_freq=options.get("scale_grad_by_freq", False))
+        if mode == "max":
+            return rows.amax(1)
+        counts = torch.ones_like(input, dtype=weight.dtype) if padding is None else (input != padding).to(weight.dtype)
+        scale = options.get("per_sample_weights")
+        total = (rows * (counts if scale is None else counts * scale).unsqueeze(-1)).sum(1)
+        return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
+
+    return embedding_bag
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> Any:
+    """Every cluster for every sample, of which each takes its own; torch selects the samples of a cluster first."""
+    x, target = (input_, target_) if target_.dim() else (input_[None], target_[None])
+    found = self.log_prob(x).gather(1, target[:, None]).squeeze(1)
+    output = found if target_.dim() else found.squeeze(0)
+    return _torch.adaptive_output(output, (-found).mean())
