@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils import _pytree as pytree
 
+from tests.passes.samples import Zeros
 from tests.passes.test_rules import SAMPLES, graph_of
 from zerograph.passes import rules
 from zerograph.sbp import Sbp, Split, broadcast, partial_sum
@@ -38,6 +39,11 @@ def theirs(operator: Any, args: Any, kwargs: Any) -> set[tuple[Placed, Placed]]:
     return found  # type: ignore[return-value]
 
 
+def _samples(operator: Any) -> list[Any]:
+    """Those with zeros that the graph made are left out: DTensor cannot know of them."""
+    return [one for one in SAMPLES[operator] if not any(isinstance(leaf, Zeros) for leaf in pytree.tree_leaves(one))]
+
+
 def _sbp(placement: Any) -> Sbp | None:
     if isinstance(placement, Replicate):
         return broadcast
@@ -49,7 +55,7 @@ def _sbp(placement: Any) -> Sbp | None:
 def contradictions(operator: Any) -> list[str]:
     """Where both have a strategy for the same inputs, but not with the same outputs."""
     found, additional = [], 0
-    for args, kwargs in SAMPLES[operator]:
+    for args, kwargs in _samples(operator):
         _, node, _ = graph_of(operator, args, kwargs)
         known: dict[Placed, set[Placed]] = {}
         for inputs, outputs in theirs(operator, args, kwargs):
@@ -75,5 +81,5 @@ def test_dtensor_yields_the_same_outputs(operator: Any) -> None:
 
 
 def test_there_is_something_to_compare() -> None:
-    compared = sum(bool(theirs(operator, *SAMPLES[operator][0])) for operator in COMMON)
+    compared = sum(bool(theirs(operator, *_samples(operator)[0])) for operator in COMMON)
     assert compared > 80
