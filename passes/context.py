@@ -13,11 +13,24 @@ from zerograph.zero import ZeroPolicy
 
 @dataclass(frozen=True)
 class BucketUpdate:
-    """How a bucket is updated: the program, whether it is the first update, the learning rate's input name."""
+    """How a bucket is updated.
 
-    program: UpdateProgram
+    Attributes:
+        programs: of each slot; where the bucket is not dealt, one for all.
+        first: it is the first update.
+        lr: name of the learning rate's input.
+        layouts: of the state's entries that are 1-D, by name; see :class:`zerograph.runtime.state.Store`.
+    """
+
+    programs: tuple[UpdateProgram, ...]
     first: bool
     lr: str
+    layouts: Mapping[str, Bucket]
+
+    @property
+    def program(self) -> UpdateProgram:
+        """The first slot's: what all have in common can be asked of it."""
+        return self.programs[0]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +12,10 @@ from torch import fx
 from zerograph.buckets import Bucket
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.deal import dealt_update
 from zerograph.passes.edit import emit, fake, first_computed, positions
-from zerograph.sbp import WHOLE, show
+from zerograph.passes.rules import Signature
+from zerograph.sbp import WHOLE, NdSbp, Split, broadcast, show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
 aten = torch.ops.aten
@@ -31,8 +34,11 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if update is not None:
             own = [gradients[slot.name] for slot in bucket.slots]
             ready = own if context.policy.reduce_early else list(gradients.values())
-            reduced = _bucket_gradient(graph, bucket, own, ready)
-            _update(graph, bucket, flat[bucket.name], reduced, update)
+            reduced = _bucket_gradient(graph, bucket, gradients, ready)
+            if bucket.dealt:
+                _dealt_update(graph, bucket, flat[bucket.name], reduced, update)
+            else:
+                _update(graph, bucket, flat[bucket.name], reduced, update)
     graph.eliminate_dead_code()
     return module
 
@@ -89,21 +95,28 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
 
 
 def _bucket_gradient(
-    graph: fx.Graph, bucket: Bucket, gradients: Sequence[fx.Node], ready: Sequence[fx.Node]
+    graph: fx.Graph, bucket: Bucket, gradients: Mapping[str, fx.Node], ready: Sequence[fx.Node]
 ) -> fx.Node:
-    """The gradients end to end, reduced to the bucket's own SBP, right behind the last of ``ready``."""
+    """The gradients as the bucket lays its parameters, reduced to its own SBP, right behind the last of ``ready``."""
     order = positions(graph)
     last = max(ready, key=order.__getitem__)
     backward = replace(origin(last), phase="backward")
+    # What is dealt out is reduced to its owners, whether or not all ranks keep the parameters.
+    target: NdSbp = (Split(0),) if bucket.dealt else bucket.sbp
+    slots = sorted(bucket.slots, key=lambda slot: slot.offset)
+    ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
-        flat = [emit(graph, aten.reshape.default, (gradient, [-1]), backward) for gradient in gradients]
-        joined = emit(graph, aten.cat.default, (flat,), backward)
-        if bucket.padded > bucket.numel:
-            padding = [0, bucket.padded - bucket.numel]
-            joined = emit(graph, aten.constant_pad_nd.default, (joined, padding, 0.0), backward)
+        parts = []
+        for index, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+            part = emit(graph, aten.reshape.default, (gradients[slot.name], [-1]), backward)
+            gaps = [0 if index else slot.offset, end - slot.offset - slot.numel]
+            if any(gaps):
+                part = emit(graph, aten.constant_pad_nd.default, (part, gaps, 0.0), backward)
+            parts.append(part)
+        joined = emit(graph, aten.cat.default, (parts,), backward)
         joined.meta["gradient"] = bucket.name
-        reduced = emit(graph, boxing, (joined, show(bucket.sbp)), backward)
-    reduced.meta["target_sbp"] = bucket.sbp
+        reduced = emit(graph, boxing, (joined, show(target)), backward)
+    reduced.meta["target_sbp"] = target
     reduced.meta["tensor"] = f"gradient of {bucket.name}"
     return reduced
 
@@ -126,6 +139,25 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
                 copies[node] = emit(graph, node.target, args, _UPDATE, **kwargs)
             elif node.op == "output":
                 _write_new_state(graph, update, node, copies, inputs)
+
+
+def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
+    """One node for the updates of all parameters: which of them a rank makes is for ``localize`` to say."""
+    states = [
+        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.device)
+        for name, layout in update.layouts.items()
+    ]
+    inputs = (flat, gradient, _lr_input(graph, update.lr), *states)
+    with graph.inserting_before(graph.output_node()):
+        updated = emit(graph, dealt_update, inputs, _UPDATE)
+        updated.meta["bucket"] = bucket.name
+        split, whole = Split(0), broadcast
+        updated.meta["signature"] = Signature(
+            (split, split, whole, *(split for _ in states)), (split, *(split for _ in states))
+        )
+        for index, node in enumerate((flat, *states)):
+            new = emit(graph, operator.getitem, (updated, index), _UPDATE)
+            emit(graph, aten.copy_.default, (node, new), _UPDATE)
 
 
 def _write_new_state(

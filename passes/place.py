@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
+from zerograph.passes.deal import dealt_update
 from zerograph.passes.rules import Signature
 from zerograph.sbp import WHOLE, NdSbp, PartialSum, Sbp, Split, wire_bytes
 from zerograph.step_graph import nbytes, origin, output_nodes, role, writes
@@ -52,7 +53,9 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     if found.kind == "input":
         return context.inputs[int(found.name)]
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
-        name = found.name.split(".")[0]
+        name, _, state = found.name.partition(".")
+        if state:
+            return context.updates[name].layouts[state].sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
     return WHOLE
 
@@ -66,6 +69,9 @@ def _choose(node: fx.Node, context: Context) -> None:
         assert isinstance(source, fx.Node)
         assert isinstance(index, int)
         node.meta["sbp"] = source.meta["sbp"][_tensor_index(source.meta["val"], index)]
+        return
+    if node.target is dealt_update:
+        _assign(node, node.meta["signature"])
         return
     candidates = _candidates(node, context)
     _assign(node, min(candidates, key=lambda signature: _cost(node, signature, context.ranks)))

@@ -26,7 +26,7 @@ from zerograph.runtime.process_group import Job, agree, broadcast_from_first, di
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
 from zerograph.step_graph import Captured, Role, origin, output_nodes
-from zerograph.update import UpdateProgram, trace_update
+from zerograph.update import UpdateProgram, check_separate, trace_update
 from zerograph.zero import OFF
 
 
@@ -85,6 +85,7 @@ class Compiler:
     config: Config
     _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
     _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
+    _separate: set[Hashable] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
@@ -131,9 +132,14 @@ class Compiler:
             policy=policy,
             buckets=tuple(one.bucket for one in layout),
             updates={
-                one.bucket.name: BucketUpdate(one.update.program, one.fresh and one.first_differs, one.update.rate)
+                one.bucket.name: BucketUpdate(
+                    tuple(update.program for update in one.updates),
+                    one.fresh and one.first_differs,
+                    one.updates[0].rate,
+                    one.layouts,
+                )
                 for one in layout
-                if one.update is not None
+                if one.updates
             },
             inputs=batch.sbp,
             warn=self._warn,
@@ -184,7 +190,11 @@ class Compiler:
 
     def _program(self, optimizer: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> UpdateProgram:
         hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
-        key = (id(optimizer), hyperparameters, parameter.shape, parameter.dtype, parameter.device)
+        kind = (id(optimizer), hyperparameters, parameter.dtype, parameter.device)
+        key = (*kind, parameter.shape)
+        if kind not in self._separate:
+            check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+            self._separate.add(kind)
         if key not in self._programs:
             known = self._programs.values()
             self._programs[key] = trace_update(
@@ -212,7 +222,7 @@ class Compiler:
         for one in layout:
             name = one.bucket.name
             if name in new:
-                stores[name] = settle(job, one.bucket, new[name], one.specs, one.first_differs, one.keeper)
+                stores[name] = settle(job, one.bucket, new[name], one.specs, one.layouts, one.first_differs, one.keeper)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
             broadcast_from_first(job, [*plain, *members.buffers.values()])
@@ -225,7 +235,7 @@ class Compiler:
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
         executor = bind(job, graph, prepared.function, stores, lookups)
-        rates = {one.update.rate: one.update.group for one in prepared.layout if one.update is not None}
+        rates = {update.rate: update.group for one in prepared.layout for update in one.updates}
         needs = graph.graph.output_node().meta["needs"]
         outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
         return CompiledStep(
@@ -264,6 +274,7 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
     lines = [
         f"{one.bucket.name}: {', '.join(slot.name for slot in one.bucket.slots)}; optimizer state "
         f"{'none yet' if one.fresh else ', '.join(one.specs)}"
+        f"{f'; dealt out to ranks {one.bucket.owners}' if one.bucket.dealt else ''}"
         for one in layout
     ]
     for node in graph.graph.nodes:
