@@ -223,6 +223,8 @@ class _ValuesAsTensors(TorchFunctionMode):
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
             if func is Tensor.item:
                 return args[0].detach().reshape(()).to(torch.float64, copy=True)
@@ -340,23 +342,32 @@ def check_separate(
         CaptureError: it does (a norm over all gradients, for example).
     """
     sample = _Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
-    _, state = sample.trace({})
-    spec = {key: _StateTensor(tuple(value.shape), _width(value)) for key, value in state.items()}
-    both = _functional(sample.trace(spec, parameters=2)[0])
+    both, _ = sample.trace({}, parameters=2)
+    # By the node that made the memory: in-place operators and views share it.
     reads: dict[fx.Node, set[str]] = {}
     for node in both.graph.nodes:
         if node.op == "placeholder":
             name = node.meta["update_input"]
             reads[node] = set() if name == "lr" else {"second" if name.endswith(" 1") else "first"}
-            continue
-        reads[node] = set().union(*(reads[given] for given in node.all_input_nodes))
-        if len(reads[node]) > 1:
-            raise CaptureError(
-                f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
-                f"{node.target} at {_line(node)}\n"
-                "The graph updates each parameter for itself. What needs all gradients (clipping, a global norm) "
-                "belongs into build(), behind backward()."
-            )
+        elif node.op != "output":
+            memory = _memory(node)
+            found = reads.setdefault(memory, set())
+            found |= {one for given in node.all_input_nodes for one in reads[_memory(given)]}
+            if len(found) > 1:
+                raise CaptureError(
+                    f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
+                    f"{node.target} at {_line(node)}\n"
+                    "The graph updates each parameter for itself. What needs all gradients (clipping, a global norm) "
+                    "belongs into build(), behind backward()."
+                )
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The node that made the tensor which ``node`` is, or is a view of."""
+    root = _root(node)
+    while root.op == "call_function" and getattr(root.target, "is_view", False):
+        root = _root(root.all_input_nodes[0])
+    return root
 
 
 def _refuse_random(graph: fx.GraphModule, optimizer: str) -> None:
@@ -374,18 +385,19 @@ def _line(node: fx.Node) -> str:
 
 def _mixing(graph: fx.GraphModule) -> str | None:
     """The first operator that makes the update not elementwise, and where it stands, for a reader."""
+    found: list[fx.Node] = []
     for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if _is_pointwise(node.target):
-            if any(given.op == "get_attr" and given.meta["val"].dim() for given in node.all_input_nodes):
-                return "it has a constant for each element"
-            continue
         values = [node.meta.get("val"), *(given.meta.get("val") for given in node.all_input_nodes)]
-        if all(not isinstance(value, Tensor) or value.dim() == 0 for value in values):
-            continue
-        return f"{node.target} at {_line(node)} mixes elements"
-    return None
+        tensors = any(isinstance(value, Tensor) and value.dim() for value in values)
+        # A constant with dimensions has the parameter's shape, or is broadcast over it.
+        constant = any(given.op == "get_attr" and given.meta["val"].dim() for given in node.all_input_nodes)
+        if node.op == "call_function" and tensors and (constant or not _is_pointwise(node.target)):
+            found.append(node)
+    if not found:
+        return None
+    # A view says less of what the update does than what computes on it.
+    telling = [node for node in found if not getattr(node.target, "is_view", False)] or found
+    return f"{telling[0].target} at {_line(telling[0])} mixes elements"
 
 
 # Copies and fills work element by element, but carry no pointwise tag.
