@@ -63,8 +63,13 @@ def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:
     """A flat gradient, and how many unused elements of the bucket lie before and behind it."""
     if part.target is not aten.constant_pad_nd.default:
         return part, 0, 0
-    before, behind = part.args[1]  # type: ignore[misc]
-    return part.all_input_nodes[0], int(before), int(behind)  # type: ignore[call-overload]
+    flat, gaps = part.args[:2]
+    assert isinstance(flat, fx.Node)
+    assert isinstance(gaps, (list, tuple))
+    before, behind = gaps
+    assert isinstance(before, int)
+    assert isinstance(behind, int)
+    return flat, before, behind
 
 
 def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: int) -> int:

@@ -10,7 +10,6 @@ share a flat bucket only if their traces are the same operator by operator, cons
 from __future__ import annotations
 
 import builtins
-import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -177,10 +176,12 @@ class _Sample:
         for one in each:
             leaves.append(nn.Parameter(one["param"]))
             leaves[-1].grad = one["grad"]
-        twin = copy.copy(self._optimizer)
-        # A scheduler replaces step() on the instance; the twin must run the class's.
-        twin.__dict__ = {key: value for key, value in twin.__dict__.items() if key != "step"}
-        group = {**self._group, "params": leaves, "lr": lr}
+        # Not copy.copy(): optimizers leave out of it what their classes keep beside groups and state. And without
+        # step(), which a scheduler replaces on the instance; the twin must run the class's.
+        twin = object.__new__(type(self._optimizer))
+        own = ("step", "state", "param_groups")
+        vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
+        group = {**_containers({**self._group, "params": leaves}), "lr": lr}
         group.update({key: value for key, value in _TRACEABLE.items() if key in group})
         twin.param_groups = [group]
         states = [{name: one[name] for name in one if name not in ("param", "grad")} for one in each]
@@ -192,6 +193,13 @@ class _Sample:
 
     def _fake_state(self, spec: _StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device if spec.shape else None)
+
+
+def _containers(value: Any) -> Any:
+    """The same values in lists and dicts of their own, for tracing to change."""
+    if type(value) is dict:
+        return {key: _containers(one) for key, one in value.items()}
+    return [_containers(one) for one in value] if type(value) is list else value
 
 
 def _trace(step: Callable[..., Any], arguments: Sequence[Tensor], optimizer: str) -> fx.GraphModule:
@@ -214,8 +222,8 @@ class _ValuesAsTensors(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._builtins = builtins.max, builtins.min
-        builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)  # type: ignore[assignment]
-        builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)  # type: ignore[assignment]
+        builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)
+        builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -494,7 +502,7 @@ def _functional(graph: fx.GraphModule) -> fx.GraphModule:
         constant = getattr(functional, str(node.target))
         if isinstance(constant, Tensor) and constant.dim() == 0:
             with functional.graph.inserting_before(node):
-                options = {"dtype": constant.dtype, "device": constant.device}
+                options: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device}
                 full = functional.graph.call_function(aten.full.default, ([], constant.item()), options)
             full.meta.update(node.meta)
             node.replace_all_uses_with(full)
