@@ -90,7 +90,7 @@ def trace_update(
         raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
     # In a 0-d parameter's state nobody could tell its moments from the step count.
     sample = _Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
-    first, state = sample.trace({})
+    first, state = sample.trace(None)
     steady, _ = sample.trace({key: _StateTensor(tuple(value.shape), _width(value)) for key, value in state.items()})
     _refuse_random(steady, name)
     mixes = _mixing(steady) or _mixing(first)
@@ -129,39 +129,47 @@ class _Sample:
     def __init__(self, optimizer: Any, group: Mapping[str, Any], shape: torch.Size, dtype: Any, device: Any) -> None:
         self._optimizer, self._group = optimizer, group
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._kept: dict[str, Any] = {}
 
-    def trace(self, state: Mapping[str, _StateTensor], parameters: int = 1) -> tuple[fx.GraphModule, dict[str, Tensor]]:
+    def trace(
+        self, state: Mapping[str, _StateTensor] | None, parameters: int = 1
+    ) -> tuple[fx.GraphModule, dict[str, Tensor]]:
         """The graph of one ``step()``, with mutation, and the state tensors that the optimizer holds after it.
 
         Its inputs are ``lr``, then for each parameter itself, its gradient and its state, as ``update_input`` says:
         ``param``, ``grad`` and names of state, of parameters but the first with a number behind.
+
+        Args:
+            state: what the optimizer holds before, besides what is no tensor: that is as the last trace left it.
+                None: the very first step.
         """
         after: dict[str, Tensor] = {}
-        names = ["param", "grad", *state]
+        names = ["param", "grad", *(state or ())]
 
         def step(lr: Tensor, *values: Tensor) -> list[Tensor]:
             starts = range(0, len(values), len(names))
             each = [dict(zip(names, values[start:], strict=False)) for start in starts]
-            leaves, twin = self._twin(each, lr)
+            leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
             numbers = _numbers(twin)
             # The class's own step, without torch's profiling wrapper and without what schedulers put around it.
             function = type(twin).step
             getattr(function, "__wrapped__", function)(twin)
-            if state and (changed := _changed(numbers, _numbers(twin))):
+            if state is not None and (changed := _changed(numbers, _numbers(twin))):
                 raise CaptureError(
                     f"{type(twin).__name__} keeps a number that changes from step to step: {changed}\n"
                     "Keep it as a 0-d tensor in the parameter's state, so that it is an input of the graph."
                 )
             found = twin.state.get(leaves[0], {})
             after.update({key: value for key, value in found.items() if isinstance(value, Tensor)})
-            return [] if state else list(after.values())
+            self._kept = {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+            return list(after.values()) if state is None else []
 
         with _torch.fake_mode(), _torch.compiling(), torch.no_grad():
             lr = torch.empty((), dtype=torch.float64)
             values = [
                 value
                 for _ in range(parameters)
-                for value in (self._fake(), self._fake(), *map(self._fake_state, state.values()))
+                for value in (self._fake(), self._fake(), *map(self._fake_state, (state or {}).values()))
             ]
             traced = _trace(step, [lr, *values], type(self._optimizer).__name__)
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
@@ -171,7 +179,9 @@ class _Sample:
         _widen_scalars(traced)
         return traced, after
 
-    def _twin(self, each: Sequence[Mapping[str, Tensor]], lr: Tensor) -> tuple[list[nn.Parameter], Any]:
+    def _twin(
+        self, each: Sequence[Mapping[str, Tensor]], lr: Tensor, kept: Mapping[str, Any]
+    ) -> tuple[list[nn.Parameter], Any]:
         leaves = []
         for one in each:
             leaves.append(nn.Parameter(one["param"]))
@@ -184,7 +194,9 @@ class _Sample:
         group = {**_containers({**self._group, "params": leaves}), "lr": lr}
         group.update({key: value for key, value in _TRACEABLE.items() if key in group})
         twin.param_groups = [group]
-        states = [{name: one[name] for name in one if name not in ("param", "grad")} for one in each]
+        states = [
+            {**kept, **{name: value for name, value in one.items() if name not in ("param", "grad")}} for one in each
+        ]
         twin.state = defaultdict(dict, {leaf: one for leaf, one in zip(leaves, states, strict=True) if one})
         return leaves, twin
 
@@ -350,7 +362,7 @@ def check_separate(
         CaptureError: it does (a norm over all gradients, for example).
     """
     sample = _Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
-    both, _ = sample.trace({}, parameters=2)
+    both, _ = sample.trace(None, parameters=2)
     # By the node that made the memory: in-place operators and views share it.
     reads: dict[fx.Node, set[str]] = {}
     for node in both.graph.nodes:

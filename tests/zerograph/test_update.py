@@ -214,9 +214,10 @@ def test_an_update_that_reads_other_parameters_is_refused() -> None:
         step(x, y)
 
 
-def test_a_number_that_changes_between_steps_is_refused() -> None:
+@pytest.mark.parametrize(("in_state", "where"), [(True, r"state\['step'\]"), (False, r"counts\[0\]")])
+def test_a_number_that_changes_between_steps_is_refused(in_state: bool, where: str) -> None:
     net = model()
-    step = Step(net, [Counting(net.parameters(), lr=0.1)], 2)
+    step = Step(net, [Counting(net.parameters(), 0.1, in_state)], 2)
     (x, y), *_ = data()
-    with pytest.raises(zg.CaptureError, match=r"keeps a number that changes from step to step: counts\[0\]"):
+    with pytest.raises(zg.CaptureError, match=f"keeps a number that changes from step to step: {where}"):
         step(x, y)
