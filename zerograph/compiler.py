@@ -89,12 +89,15 @@ class Compiler:
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
-    def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
+    def compile(
+        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, *, reads_metric: bool = False
+    ) -> CompiledStep:
         """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
 
         Args:
             key: equal for equal members and inputs: then the capture is the same, whatever the configuration.
             doing: names the step in messages.
+            reads_metric: a scheduler will read the first 0-d tensor that ``build()`` returns.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -102,7 +105,7 @@ class Compiler:
         problem: Exception | None = None
         prepared: _Prepared | None = None
         try:
-            prepared = self._prepare(job, members, batch, key)
+            prepared = self._prepare(job, members, batch, key, reads_metric)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
@@ -111,7 +114,7 @@ class Compiler:
         stores = self._apply(job, members, prepared.layout)
         return self._bind(job, members, prepared, stores)
 
-    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
+    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable, reads_metric: bool) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
         captured, seconds = self._capture(members, batch, key)
@@ -119,6 +122,14 @@ class Compiler:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
+            )
+        returned = zip(
+            output_nodes(captured.graph.graph), captured.graph.graph.output_node().meta["roles"], strict=True
+        )
+        if reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
+            raise CaptureError(
+                "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
+                "Return the loss, or whatever is to fall or rise, from build()."
             )
         if job.size > 1:
             _refuse_random(captured.graph)
@@ -192,14 +203,14 @@ class Compiler:
         hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
         kind = (id(optimizer), hyperparameters, parameter.dtype, parameter.device)
         key = (*kind, parameter.shape)
-        if kind not in self._separate:
-            check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
-            self._separate.add(kind)
         if key not in self._programs:
             known = self._programs.values()
             self._programs[key] = trace_update(
                 optimizer, group, parameter.shape, parameter.dtype, parameter.device, known
             )
+        if kind not in self._separate:
+            check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+            self._separate.add(kind)
         return self._programs[key]
 
     def _warn(self, message: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch, inspection, state_dict
@@ -63,6 +63,9 @@ class ZeroGraph:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
         """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
 
+        ``ReduceLROnPlateau`` is stepped with the first 0-d tensor that ``build()`` returns: its value is then read in
+        each step, which waits for the device.
+
         Raises:
             ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
         """
@@ -70,11 +73,6 @@ class ZeroGraph:
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         if any(one is optimizer for one in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau needs a metric, which the graph cannot know\nCall scheduler.step(metric) yourself; "
-                "the graph reads the learning rate anew for each step."
-            )
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
         self._optimizers.append(optimizer)
@@ -103,7 +101,7 @@ class ZeroGraph:
         rates = {name: float(group.get("lr", 0.0)) for name, group in step.rates.items()}
         values = step.executor(batch.tensors, rates, self._doing())
         if self._optimizers:
-            self._step_made(step)
+            self._step_made(step, values)
         sbp = [one for one, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
         return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
@@ -253,20 +251,23 @@ class ZeroGraph:
         assert batch is not None
         assert members is not None
         if step is None:
-            step = self._compiler.compile(job, members, batch, capture_key, self._doing())
+            plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+            step = self._compiler.compile(job, members, batch, capture_key, self._doing(), reads_metric=plateau)
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step
         self._latest = step
         return step, batch
 
-    def _step_made(self, step: CompiledStep) -> None:
+    def _step_made(self, step: CompiledStep, values: Sequence[Tensor]) -> None:
         for store in step.updated:
             store.fresh = False
         self.steps_done += 1
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             _torch.mark_step_called(optimizer)
-            if scheduler is not None:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(next(value for value in values if value.dim() == 0).item())
+            elif scheduler is not None:
                 scheduler.step()
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
