@@ -18,13 +18,13 @@ class BucketUpdate:
     Attributes:
         programs: of each slot; where the bucket is not dealt, one for all.
         first: it is the first update.
-        lr: name of the learning rate's input.
+        numbers: name of each hyperparameter's input in the graph, by its name in the programs: the learning rate, ...
         layouts: of the state's entries that are 1-D, by name; see :class:`zerograph.runtime.state.Store`.
     """
 
     programs: tuple[UpdateProgram, ...]
     first: bool
-    lr: str
+    numbers: Mapping[str, str]
     layouts: Mapping[str, Bucket]
 
     @property

@@ -14,17 +14,23 @@ from zerograph.update import UpdateProgram
 aten = torch.ops.aten
 
 
-def dealt_update(flat: Tensor, gradient: Tensor, lr: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+def dealt_update(
+    flat: Tensor, gradient: Tensor, numbers: Sequence[Tensor], states: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """New values of the bucket and of its state. Stands for every parameter's update until ``localize``."""
     return (torch.empty_like(flat), *(torch.empty_like(state) for state in states))
 
 
 def own_updates(bucket: Bucket, update: BucketUpdate, rank: int) -> fx.GraphModule:
-    """The updates of the parameters that ``rank`` owns, in place: takes this rank's shards of bucket, gradient and
-    states, and the learning rate; returns the bucket's. Parameters of one shape run one program."""
+    """The updates of the parameters that ``rank`` owns, in place; parameters of one shape run one program.
+
+    It takes this rank's shard of the bucket and of its gradient, the hyperparameters, and the shards of the states; it
+    returns the bucket's.
+    """
     root = torch.nn.Module()
     graph = fx.Graph()
-    flat, gradient, lr = (graph.placeholder(name) for name in ("flat", "gradient", "lr"))
+    flat, gradient = graph.placeholder("flat"), graph.placeholder("gradient")
+    numbers = {name: graph.placeholder(f"number_{index}") for index, name in enumerate(update.numbers)}
     states = {name: graph.placeholder(f"state_{index}") for index, name in enumerate(update.layouts)}
     modules: dict[UpdateProgram, str] = {}
     assert bucket.owners is not None
@@ -40,7 +46,7 @@ def own_updates(bucket: Bucket, update: BucketUpdate, rank: int) -> fx.GraphModu
         own = {
             "param": _part(graph, flat, slot, slot.offset - rank * shard, shape),
             "grad": _part(graph, gradient, slot, slot.offset - rank * shard, shape),
-            "lr": lr,
+            **numbers,
         }
         for name, layout in update.layouts.items():
             part = layout.slots[index]
@@ -59,10 +65,11 @@ def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequen
 
 
 def _runnable(program: UpdateProgram, *, first: bool) -> fx.GraphModule:
-    """The program with the inputs param, grad, lr and every state; writes to all that it changes, returns nothing."""
+    """The program with inputs param, grad, every number and every state; it writes what changes, returns nothing."""
     source = program.first if first and program.first is not None else program.graph
     graph = fx.Graph()
-    inputs = {name: graph.placeholder(name) for name in ("param", "grad", "lr")}
+    inputs = {name: graph.placeholder(name) for name in ("param", "grad")}
+    inputs |= {name: graph.placeholder(f"number_{index}") for index, name in enumerate(program.numbers)}
     inputs |= {name: graph.placeholder(f"state_{index}") for index, name in enumerate(program.state)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:

@@ -59,7 +59,7 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(found.name.replace(".", "_"))
+        node = graph.placeholder(found.name.replace(".", "_").replace("[", "_").replace("]", ""))
     node.meta |= {"role": found, "val": fake(graph, shape, dtype, device)}
     return node
 
@@ -124,7 +124,7 @@ def _bucket_gradient(
 def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """The update program once over the whole bucket; new values go to the bucket's inputs at the graph's end."""
     program = update.program.first if update.first and update.program.first else update.program.graph
-    inputs = {"param": flat, "grad": gradient, "lr": _lr_input(graph, update.lr)}
+    inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else (bucket.padded,)
         device = torch.device("cpu") if spec.scalar else bucket.device
@@ -147,13 +147,13 @@ def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.N
         _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.device)
         for name, layout in update.layouts.items()
     ]
-    inputs = (flat, gradient, _lr_input(graph, update.lr), *states)
+    numbers = list(_numbers(graph, update).values())
     with graph.inserting_before(graph.output_node()):
-        updated = emit(graph, dealt_update, inputs, _UPDATE)
+        updated = emit(graph, dealt_update, (flat, gradient, numbers, states), _UPDATE)
         updated.meta["bucket"] = bucket.name
-        split, whole = Split(0), broadcast
+        split = Split(0)
         updated.meta["signature"] = Signature(
-            (split, split, whole, *(split for _ in states)), (split, *(split for _ in states))
+            (split, split, *(broadcast for _ in numbers), *(split for _ in states)), (split, *(split for _ in states))
         )
         for index, node in enumerate((flat, *states)):
             new = emit(graph, operator.getitem, (updated, index), _UPDATE)
@@ -171,8 +171,12 @@ def _write_new_state(
         emit(graph, aten.copy_.default, (inputs[name], made), _UPDATE)
 
 
-def _lr_input(graph: fx.Graph, name: str) -> fx.Node:
-    for node in placeholders(graph, "lr"):
-        if role(node) == Role("lr", name):
-            return node
-    return _input(graph, Role("lr", name), (), torch.float64, torch.device("cpu"))
+def _numbers(graph: fx.Graph, update: BucketUpdate) -> dict[str, fx.Node]:
+    """The hyperparameters that are inputs: 0-d, shared by the buckets of a group."""
+    there = {found.name: node for node in placeholders(graph, "hyperparameter") if (found := role(node))}
+    return {
+        short: there[name]
+        if name in there
+        else _input(graph, Role("hyperparameter", name), (), torch.float64, torch.device("cpu"))
+        for short, name in update.numbers.items()
+    }

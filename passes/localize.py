@@ -83,14 +83,14 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     name = node.meta["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
     module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], context.rank))
-    flat = node.args[0]
-    assert isinstance(flat, fx.Node)
+    inputs = node.all_input_nodes
+    flat = inputs[0]
     with module.graph.inserting_before(node):
-        own = module.graph.call_module(f"update_{name}", node.args)
+        own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
     for part in list(node.users):
         for write in list(part.users):
-            if write.target is aten.copy_.default and write.args[0] in node.args:
+            if write.target is aten.copy_.default and write.args[0] in inputs:
                 module.graph.erase_node(write)
         part.replace_all_uses_with(own)
         module.graph.erase_node(part)

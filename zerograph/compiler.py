@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import capture as capturing
+from zerograph import hyperparameters
 from zerograph.batch import Batch
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.passes import rules
@@ -41,7 +43,7 @@ class CompiledStep:
         backend: name of what compiled the last graph.
         executor: runs it.
         stores: the bucket at rest behind each of ``context.buckets``, by name.
-        rates: the optimizer group behind each learning rate input.
+        numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
         outputs: SBP and global shape of each tensor that it returns.
     """
 
@@ -51,7 +53,7 @@ class CompiledStep:
     backend: str
     executor: Executor
     stores: Mapping[str, Store]
-    rates: Mapping[str, Mapping[str, Any]]
+    numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
 
     @property
@@ -86,6 +88,10 @@ class Compiler:
     _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
     _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
     _separate: set[Hashable] = field(default_factory=set)
+    # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
+    _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
+    _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
+    _constant: set[tuple[int, int, Path]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
@@ -146,7 +152,7 @@ class Compiler:
                 one.bucket.name: BucketUpdate(
                     tuple(update.program for update in one.updates),
                     one.fresh and one.first_differs,
-                    one.updates[0].rate,
+                    one.updates[0].numbers(),
                     one.layouts,
                 )
                 for one in layout
@@ -195,23 +201,64 @@ class Compiler:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        program = self._program(optimizer, group, parameter)
-                        found[name] = Update(program, f"optimizer{number}.group{index}.lr", group, optimizer)
+                        program = self._program(number, index, parameter)
+                        found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 
-    def _program(self, optimizer: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> UpdateProgram:
-        hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
-        kind = (id(optimizer), hyperparameters, parameter.dtype, parameter.device)
+    def _program(self, number: int, index: int, parameter: nn.Parameter) -> UpdateProgram:
+        optimizer = self.optimizers[number]
+        group = optimizer.param_groups[index]
+        lifted = self._lifted.get((number, index), {})
+        constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
+        kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, parameter.device)
         key = (*kind, parameter.shape)
         if key not in self._programs:
             known = self._programs.values()
-            self._programs[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known
+            program = self._programs[key] = trace_update(
+                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known, tuple(lifted)
             )
+            for path, thresholds in lifted.items():
+                thresholds |= program.thresholds[hyperparameters.name(path)]
         if kind not in self._separate:
             check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
             self._separate.add(kind)
         return self._programs[key]
+
+    def constants(self, number: int, index: int) -> Mapping[str, Any]:
+        """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""
+        group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
+        for path, thresholds in self._lifted.get((number, index), {}).items():
+            value = hyperparameters.read(group, path)
+            group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
+        return group
+
+    def lift_changed(self) -> None:
+        """Make inputs of the hyperparameters that changed since the last step: from now on they need no compiling.
+
+        One that the update uses in a way that is not understood stays a constant: each change compiles anew.
+        """
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                place = number, index
+                now = hyperparameters.numbers(group)
+                before = self._last.get(place, now)
+                self._last[place] = now
+                lifted = self._lifted.setdefault(place, {})
+                for path in now:
+                    if path in before and before[path] != now[path] and path not in lifted:
+                        self._lift(number, index, path)
+
+    def _lift(self, number: int, index: int, path: Path) -> None:
+        lifted = self._lifted[number, index]
+        if (number, index, path) in self._constant:
+            return
+        lifted[path] = set()
+        try:
+            for parameter in self.optimizers[number].param_groups[index]["params"]:
+                self._program(number, index, parameter)
+        except NotLiftedError:
+            del lifted[path]
+            self._constant.add((number, index, path))
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -246,11 +293,16 @@ class Compiler:
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
         executor = bind(job, graph, prepared.function, stores, lookups)
-        rates = {update.rate: update.group for one in prepared.layout for update in one.updates}
+        numbers = {
+            name: (update.group, update.program.numbers[short])
+            for one in prepared.layout
+            for update in one.updates
+            for short, name in update.numbers().items()
+        }
         needs = graph.graph.output_node().meta["needs"]
         outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
         return CompiledStep(
-            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, rates, outputs
+            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, numbers, outputs
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, inspection, state_dict
+from zerograph import _torch, hyperparameters, inspection, state_dict
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.compiler import CompiledStep, Compiler
 from zerograph.config import Config
@@ -98,8 +98,8 @@ class ZeroGraph:
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
         step, batch = self._ready(args, kwargs)
-        rates = {name: float(group.get("lr", 0.0)) for name, group in step.rates.items()}
-        values = step.executor(batch.tensors, rates, self._doing())
+        numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
+        values = step.executor(batch.tensors, numbers, self._doing())
         if self._optimizers:
             self._step_made(step, values)
         sbp = [one for one, _ in step.outputs]
@@ -238,7 +238,8 @@ class ZeroGraph:
                 members = self._members()
             self._check_usable(members)
             batch = read_batch(args, kwargs, job.size)
-            known = capture_facts(members, self._attributes(), self._optimizers)
+            self._compiler.lift_changed()
+            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))

@@ -21,17 +21,25 @@ from zerograph.update import StateSpec, UpdateProgram
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """How a parameter is updated: by which program, of which optimizer's group, at which learning rate input."""
+    """How a parameter is updated: by which program, of which optimizer's group, and that group's name in the graph."""
 
     program: UpdateProgram
-    rate: str
+    group_name: str
     group: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
+
+    def numbers(self) -> dict[str, str]:
+        """Name of each hyperparameter's input in the graph, by its name in the program."""
+        return {number: f"{self.group_name}.{number}" for number in self.program.numbers}
 
     def key(self) -> Hashable:
         """Equal for parameters that one bucket can update: in a dealt one each has a program of its own."""
         program = self.program
-        return self.rate, (program.key if program.mixes is None else tuple(program.state.items()))
+        return (
+            self.group_name,
+            tuple(program.numbers),
+            (program.key if program.mixes is None else tuple(program.state.items())),
+        )
 
 
 @dataclass(frozen=True, eq=False)

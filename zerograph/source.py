@@ -38,6 +38,11 @@ def is_users(filename: str) -> bool:
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
 
 
+def is_optimizers(filename: str) -> bool:
+    """Whether a file may hold an optimizer: the user's, or one of ``torch.optim``."""
+    return is_users(filename) or filename.startswith(_OPTIMIZERS)
+
+
 def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings.
 
@@ -47,7 +52,7 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if is_users(filename) or (optimizers and filename.startswith(_OPTIMIZERS)):
+        if is_users(filename) or (optimizers and is_optimizers(filename)):
             return _describe(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""

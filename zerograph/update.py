@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from zerograph import _torch, source
+from zerograph import _torch, hyperparameters, source
 from zerograph.errors import CaptureError
+from zerograph.hyperparameters import Lift, Path, Watched
 from zerograph.step_graph import placeholders
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ class StateSpec:
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """An update as a functional graph: placeholders param, grad, state by name, lr; writes as ``copy_`` nodes.
+    """An update as a functional graph: placeholders param, grad, state and numbers by name; writes as ``copy_`` nodes.
 
     ``first`` is the graph of the very first update where it differs from the later ones. ``key`` is equal for
     equal programs; it says nothing about the shape of an elementwise one.
@@ -56,6 +57,8 @@ class UpdateProgram:
     Attributes:
         mixes: the operator that makes it not elementwise, and where it is called; None if there is none.
         shapes: of the state's entries, where ``mixes``.
+        numbers: the hyperparameters that are inputs, by name: where they stand in the group.
+        thresholds: numbers with which the optimizer compared those, by name.
     """
 
     optimizer: str
@@ -66,6 +69,8 @@ class UpdateProgram:
     operators: int
     mixes: str | None
     shapes: Mapping[str, tuple[int, ...]]
+    numbers: Mapping[str, Path]
+    thresholds: Mapping[str, set[float]]
 
 
 def trace_update(
@@ -75,13 +80,16 @@ def trace_update(
     dtype: torch.dtype,
     device: Any,
     known: Iterable[UpdateProgram] = (),
+    lifted: Sequence[Path] = (),
 ) -> UpdateProgram:
     """Trace ``optimizer.step()`` for one parameter of ``group``, leaving the optimizer itself alone.
 
     Args:
         known: programs for other shapes, to return one of them if it is the same.
+        lifted: hyperparameters besides the learning rate that are to be inputs.
 
     Raises:
+        NotLiftedError: the update uses one of ``lifted`` in a way that is not understood.
         CaptureError: the update keeps a Python number that changes from step to step, branches on a tensor's value,
             draws random numbers, or belongs to an optimizer that cannot be one graph.
     """
@@ -89,9 +97,27 @@ def trace_update(
     if name in UNSUPPORTED:
         raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
     # In a 0-d parameter's state nobody could tell its moments from the step count.
-    sample = _Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
-    first, state = sample.trace(None)
-    steady, _ = sample.trace({key: _StateTensor(tuple(value.shape), _width(value)) for key, value in state.items()})
+    shape_traced = shape or torch.Size((1,))
+    numbers = {hyperparameters.name(path): path for path in lifted}
+    thresholds: dict[str, set[float]] = {number: set() for number in numbers}
+    for number, path in numbers.items():
+        watched = Watched(hyperparameters.read(group, path), thresholds[number])
+        group = hyperparameters.replaced(group, path, watched)
+    first, steady, state = _both(_Sample(optimizer, group, shape_traced, dtype, device))
+    lifts = Lift(first), Lift(steady)
+    for number, path in list(numbers.items()):
+        old = hyperparameters.read(group, path)
+        new = hyperparameters.another(old, thresholds[number])
+        if new is None:
+            # Nothing but this very value takes this branch of the update: there it is a constant.
+            del numbers[number]
+            continue
+        other = hyperparameters.replaced(group, path, new)
+        graphs = _both(_Sample(optimizer, other, shape_traced, dtype, device))
+        for lift, graph in zip(lifts, graphs[:2], strict=True):
+            lift.compare(graph, number, old, new)
+    for lift in lifts:
+        lift.apply(list(numbers))
     _refuse_random(steady, name)
     mixes = _mixing(steady) or _mixing(first)
     initial = {key: _initial_value(first, index) for index, key in enumerate(state)}
@@ -114,7 +140,17 @@ def trace_update(
         operators=sum(node.op == "call_function" for node in functional.graph.nodes),
         mixes=mixes,
         shapes=shapes,
+        numbers={"lr": hyperparameters.LR, **numbers},
+        thresholds=thresholds,
     )
+
+
+def _both(sample: _Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
+    """The first update, the later ones, and the state that the first leaves."""
+    first, state = sample.trace(None)
+    spec = {key: _StateTensor(tuple(value.shape), _width(value)) for key, value in state.items()}
+    steady, _ = sample.trace(spec)
+    return first, steady, state
 
 
 @dataclass(frozen=True)

@@ -118,3 +118,67 @@ def test_a_plateau_needs_a_metric() -> None:
         step(*data()[0])
     assert step.steps_done == 0
     assert type(model.weight) is nn.Parameter
+
+
+def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]:
+    """How many steps were compiled while a scheduler or the user changes numbers, and the weights, ours and plain."""
+    counts, weights = 0, []
+    for plain in (False, True):
+        model, _ = make()
+        optimizer = kind(model.parameters(), lr=0.05, **options)
+        scheduler = SCHEDULERS[name](optimizer) if name in SCHEDULERS else None
+        step = None if plain else Step(model, optimizer, scheduler)
+        for index, (x, y) in enumerate(data()):
+            if name not in SCHEDULERS:
+                optimizer.param_groups[0][name] = 0.1 + index / 10
+            if step is not None:
+                before = step._latest
+                step(x, y)
+                counts += step._latest is not before
+                continue
+            optimizer.zero_grad()
+            TokenLoss()(model(x), y).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        weights.append(model.weight.detach() if step is None else step.state_dict()["modules"]["model"]["weight"])
+    return counts, weights[0], weights[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "compiles"),
+    [
+        ("onecycle", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 2),
+        ("onecycle", torch.optim.AdamW, {"amsgrad": True}, 2),
+        ("onecycle", torch.optim.RMSprop, {"momentum": 0.5, "centered": True}, 2),
+        ("weight_decay", torch.optim.AdamW, {}, 2),
+        ("weight_decay", torch.optim.Muon, {}, 2),
+        ("momentum", torch.optim.Muon, {}, 2),
+        ("weight_decay", torch.optim.Adafactor, {}, 2),
+        # Multiplied with another number before it meets a tensor: stays a constant, compiled each time.
+        ("d", torch.optim.Adafactor, {}, STEPS),
+    ],
+)
+def test_a_hyperparameter_that_changes_becomes_an_input(name: str, kind: Any, options: Any, compiles: int) -> None:
+    count, weight, wanted = compiled(name, kind, **options)
+    torch.testing.assert_close(weight, wanted, rtol=1e-10, atol=1e-12)
+    assert count == compiles
+
+
+def test_a_hyperparameter_that_crosses_a_threshold_compiles_anew() -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    plain_model, _ = make()
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, weight_decay=0.1)
+    step = Step(model, optimizer, None)
+    seen = set()
+    for (x, y), decay in zip(data(), [0.1, 0.2, 0.3, 0.0, 0.4, 0.0, 0.5], strict=False):
+        optimizer.param_groups[0]["weight_decay"] = plain.param_groups[0]["weight_decay"] = decay
+        step(x, y)
+        seen.add(step._latest)
+        plain.zero_grad()
+        TokenLoss()(plain_model(x), y).backward()
+        plain.step()
+    torch.testing.assert_close(step.state_dict()["modules"]["model"]["weight"], plain_model.weight.detach())
+    # A constant first, then an input, and without the decay's own operators where it is 0.
+    assert len(seen) == 3
