@@ -80,11 +80,15 @@ class _Prepared:
 
 @dataclass
 class Compiler:
-    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again."""
+    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
+
+    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns.
+    """
 
     build: Callable[..., Any]
     optimizers: Optimizers
     config: Config
+    reads_metric: bool = False
     _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
     _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
     _separate: set[Hashable] = field(default_factory=set)
@@ -95,15 +99,12 @@ class Compiler:
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
-    def compile(
-        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, *, reads_metric: bool = False
-    ) -> CompiledStep:
+    def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
         """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
 
         Args:
             key: equal for equal members and inputs: then the capture is the same, whatever the configuration.
             doing: names the step in messages.
-            reads_metric: a scheduler will read the first 0-d tensor that ``build()`` returns.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -111,7 +112,7 @@ class Compiler:
         problem: Exception | None = None
         prepared: _Prepared | None = None
         try:
-            prepared = self._prepare(job, members, batch, key, reads_metric)
+            prepared = self._prepare(job, members, batch, key)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
@@ -120,7 +121,7 @@ class Compiler:
         stores = self._apply(job, members, prepared.layout)
         return self._bind(job, members, prepared, stores)
 
-    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable, reads_metric: bool) -> _Prepared:
+    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
         captured, seconds = self._capture(members, batch, key)
@@ -132,7 +133,7 @@ class Compiler:
         returned = zip(
             output_nodes(captured.graph.graph), captured.graph.graph.output_node().meta["roles"], strict=True
         )
-        if reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
+        if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
             raise CaptureError(
                 "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
                 "Return the loss, or whatever is to fall or rise, from build()."

@@ -77,6 +77,7 @@ class ZeroGraph:
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
+        self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         _guard(optimizer)
 
     def set_zero_mode(self, mode: str, stage: int = 1) -> None:
@@ -252,8 +253,7 @@ class ZeroGraph:
         assert batch is not None
         assert members is not None
         if step is None:
-            plateau = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
-            step = self._compiler.compile(job, members, batch, capture_key, self._doing(), reads_metric=plateau)
+            step = self._compiler.compile(job, members, batch, capture_key, self._doing())
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step
