@@ -10,8 +10,9 @@ from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit
 from zerograph.passes.place import needed
+from zerograph.passes.route import held_bytes, route
 from zerograph.sbp import NdSbp, show
-from zerograph.step_graph import Boxing, nbytes, origin, role
+from zerograph.step_graph import Boxing, origin, role
 
 
 def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -20,25 +21,54 @@ def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     made: dict[tuple[fx.Node, NdSbp], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is boxing:
-            _describe(node, node.meta["tensor"])
+            _split_steps(graph, node, context)
             continue
-        inputs = [_boxed(graph, given, sbp, node, made) for given, sbp in needed(node)]
+        inputs = [_boxed(graph, given, sbp, node, made, context) for given, sbp in needed(node)]
         _replace_tensors(node, inputs)
     return module
 
 
 def _boxed(
-    graph: fx.Graph, given: fx.Node, sbp: NdSbp, reader: fx.Node, made: dict[tuple[fx.Node, NdSbp], fx.Node]
+    graph: fx.Graph,
+    given: fx.Node,
+    sbp: NdSbp,
+    reader: fx.Node,
+    made: dict[tuple[fx.Node, NdSbp], fx.Node],
+    context: Context,
 ) -> fx.Node:
     """``given`` in the SBP that ``reader`` needs; ``made`` remembers the boxing nodes so far."""
-    if given.meta["sbp"] == sbp:
-        return given
-    if (given, sbp) not in made:
-        with graph.inserting_before(reader):
-            node = made[given, sbp] = emit(graph, boxing, (given, show(sbp)), origin(reader))
-        node.meta["sbp"] = sbp
-        _describe(node, _name_of(given))
-    return made[given, sbp]
+    source = given
+    for step in _route(given, sbp, context):
+        if (given, step) not in made:
+            with graph.inserting_before(reader):
+                made[given, step] = emit(graph, boxing, (source, show(step)), origin(reader))
+            made[given, step].meta["sbp"] = step
+            _describe(made[given, step], _name_of(given), context)
+        source = made[given, step]
+    return source
+
+
+def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
+    """A boxing node that an earlier pass asked for: one node for each step of its way."""
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    source = given
+    for step in _route(given, node.meta["sbp"], context)[:-1]:
+        with graph.inserting_before(node):
+            source = emit(graph, boxing, (source, show(step)), origin(node))
+        source.meta |= {"sbp": step, "tensor": node.meta["tensor"]}
+        _describe(source, node.meta["tensor"], context)
+    node.replace_input_with(given, source)
+    if source.meta["sbp"] == node.meta["sbp"]:
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    else:
+        _describe(node, node.meta["tensor"], context)
+
+
+def _route(given: fx.Node, sbp: NdSbp, context: Context) -> tuple[NdSbp, ...]:
+    value: Tensor = given.meta["val"]
+    return route(given.meta["sbp"], sbp, tuple(value.shape), value.element_size(), context.mesh)
 
 
 def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
@@ -53,12 +83,15 @@ def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
         node.args, node.kwargs = args, kwargs
 
 
-def _describe(node: fx.Node, tensor: str) -> None:
+def _describe(node: fx.Node, tensor: str, context: Context) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    node.meta["boxing"] = Boxing(
-        source.meta["sbp"], node.meta["sbp"], tensor, nbytes(node.meta["val"]), origin(node).phase
-    )
+    before: NdSbp = source.meta["sbp"]
+    after: NdSbp = node.meta["sbp"]
+    value: Tensor = node.meta["val"]
+    dim = next(index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
+    held = held_bytes(before, dim, tuple(value.shape), value.element_size(), context.mesh)
+    node.meta["boxing"] = Boxing(before, after, dim, context.mesh.shape[dim], tensor, held, origin(node).phase)
 
 
 def _name_of(node: fx.Node) -> str:

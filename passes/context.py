@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from zerograph.buckets import Bucket
+from zerograph.mesh import Mesh
 from zerograph.sbp import NdSbp
 from zerograph.update import UpdateProgram
 from zerograph.zero import ZeroPolicy
@@ -38,8 +39,8 @@ class Context:
     """One compilation's facts.
 
     Attributes:
-        ranks, rank: size of the mesh and this rank's place in it.
-        group: name of the process group that collectives run in.
+        mesh: the ranks of the step, and this one's place among them.
+        zero_dim: the mesh dimension that ZeRO splits along.
         policy: what the ZeRO stage decides.
         buckets: layout of the parameters that lie in buckets, in order of first use.
         updates: by bucket name, for those that this step updates.
@@ -47,11 +48,14 @@ class Context:
         warn: is told, once per operator, what could not be done well.
     """
 
-    ranks: int
-    rank: int
-    group: str
+    mesh: Mesh
     policy: ZeroPolicy
     buckets: tuple[Bucket, ...]
     updates: Mapping[str, BucketUpdate]
     inputs: tuple[NdSbp, ...]
+    zero_dim: int = 0
     warn: Callable[[str], None] = field(default=lambda message: None)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size

@@ -50,7 +50,9 @@ def own_updates(bucket: Bucket, update: BucketUpdate, rank: int) -> fx.GraphModu
         }
         for name, layout in update.layouts.items():
             part = layout.slots[index]
-            own[name] = _part(graph, states[name], part, part.offset - rank * layout.local_numel, program.shapes[name])
+            own[name] = _part(
+                graph, states[name], part, part.offset - rank * (layout.padded // layout.ranks), program.shapes[name]
+            )
         graph.call_module(modules[program], tuple(own.values()))
     graph.output(flat)
     module = fx.GraphModule(root, graph)

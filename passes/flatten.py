@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zerograph.buckets import Bucket
+from zerograph.buckets import Bucket, Slot
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.deal import dealt_update
 from zerograph.passes.edit import emit, fake, first_computed, positions
 from zerograph.passes.rules import Signature
-from zerograph.sbp import WHOLE, NdSbp, Split, broadcast, show
+from zerograph.sbp import Sbp, broadcast, show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _take_gradients(graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    return _input(graph, Role("bucket", bucket.name), (bucket.padded,), bucket.dtype, bucket.device)
+    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.device)
 
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
@@ -74,22 +74,45 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> None:
         whole = _whole(graph, bucket, flat, min(first.values(), key=order.__getitem__))
         for slot, user in first.items():
             with graph.inserting_before(user):
-                part = emit(graph, aten.slice.Tensor, (whole, 0, slot.offset, slot.offset + slot.numel), origin(user))
-                view = emit(graph, aten.view.default, (part, list(slot.shape)), origin(user))
+                dim = 0 if bucket.rows is None else 1
+                span = slot.offset, slot.offset + slot.numel
+                part = emit(graph, aten.slice.Tensor, (whole, dim, *span), origin(user))
+                view = _from_rows(graph, part, slot, bucket.rows, origin(user))
             view.meta["parameter"] = slot.name
             parameters[slot].replace_all_uses_with(view)
     for parameter in parameters.values():
         graph.erase_node(parameter)
 
 
+def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:
+    """The parameter in its own shape, as a view; rows are pieces of its split dimension."""
+    if rows is None or slot.split is None:
+        return emit(graph, aten.view.default, (part, list(slot.shape)), where)
+    piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
+    stacked = emit(graph, aten.view.default, (part, [rows, *piece]), where)
+    order = [*range(1, slot.split + 1), 0, *range(slot.split + 1, len(piece) + 1)]
+    beside = emit(graph, aten.permute.default, (stacked, order), where)
+    return emit(graph, aten.reshape.default, (beside, list(slot.shape)), where)
+
+
+def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:
+    """A gradient as it lies in its bucket: flat, or one row for each piece of the split dimension."""
+    if rows is None or slot.split is None:
+        return emit(graph, aten.reshape.default, (gradient, [-1]), where)
+    at, shape = slot.split, list(slot.shape)
+    apart = emit(graph, aten.view.default, (gradient, [*shape[:at], rows, shape[at] // rows, *shape[at + 1 :]]), where)
+    first = emit(graph, aten.permute.default, (apart, [at, *(d for d in range(len(shape) + 1) if d != at)]), where)
+    return emit(graph, aten.reshape.default, (first, [rows, slot.numel]), where)
+
+
 def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.Node:
     """The bucket as computation sees it: always whole. To compute on shards of weights may move fewer bytes in a
     small batch, but it would be another sum in another order, and the stages would no longer agree."""
-    if bucket.is_whole:
+    if bucket.sbp == bucket.gathered:
         return flat
     with graph.inserting_before(user):
-        gather = emit(graph, boxing, (flat, show(WHOLE)), origin(user))
-    gather.meta["target_sbp"] = WHOLE
+        gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
+    gather.meta["target_sbp"] = bucket.gathered
     gather.meta["tensor"] = bucket.name
     return gather
 
@@ -102,18 +125,18 @@ def _bucket_gradient(
     last = max(ready, key=order.__getitem__)
     backward = replace(origin(last), phase="backward")
     # What is dealt out is reduced to its owners, whether or not all ranks keep the parameters.
-    target: NdSbp = (Split(0),) if bucket.dealt else bucket.sbp
+    target = bucket.split_sbp if bucket.dealt else bucket.sbp
     slots = sorted(bucket.slots, key=lambda slot: slot.offset)
     ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
         parts = []
         for index, (slot, end) in enumerate(zip(slots, ends, strict=True)):
-            part = emit(graph, aten.reshape.default, (gradients[slot.name], [-1]), backward)
+            part = _to_rows(graph, gradients[slot.name], slot, bucket.rows, backward)
             gaps = [0 if index else slot.offset, end - slot.offset - slot.numel]
             if any(gaps):
                 part = emit(graph, aten.constant_pad_nd.default, (part, gaps, 0.0), backward)
             parts.append(part)
-        joined = emit(graph, aten.cat.default, (parts,), backward)
+        joined = emit(graph, aten.cat.default, (parts, 0 if bucket.rows is None else 1), backward)
         joined.meta["gradient"] = bucket.name
         reduced = emit(graph, boxing, (joined, show(target)), backward)
     reduced.meta["target_sbp"] = target
@@ -126,7 +149,7 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     program = update.program.first if update.first and update.program.first else update.program.graph
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
-        shape = () if spec.scalar else (bucket.padded,)
+        shape = () if spec.scalar else bucket.shape
         device = torch.device("cpu") if spec.scalar else bucket.device
         inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}
@@ -151,13 +174,15 @@ def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.N
     with graph.inserting_before(graph.output_node()):
         updated = emit(graph, dealt_update, (flat, gradient, numbers, states), _UPDATE)
         updated.meta["bucket"] = bucket.name
-        split = Split(0)
-        updated.meta["signature"] = Signature(
-            (split, split, *(broadcast for _ in numbers), *(split for _ in states)), (split, *(split for _ in states))
-        )
+        updated.meta["signatures"] = tuple(_dealt_signature(one, len(numbers), len(states)) for one in bucket.split_sbp)
         for index, node in enumerate((flat, *states)):
             new = emit(graph, operator.getitem, (updated, index), _UPDATE)
             emit(graph, aten.copy_.default, (node, new), _UPDATE)
+
+
+def _dealt_signature(one: Sbp, numbers: int, states: int) -> Signature:
+    """Along one mesh dimension: ZeRO's, where the owners are, or another, where all ranks do the same."""
+    return Signature((one, one, *[broadcast] * numbers, *[one] * states), (one, *[one] * states))
 
 
 def _write_new_state(

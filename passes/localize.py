@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
+from zerograph.mesh import local_shape
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
 from zerograph.passes.edit import emit, evaluate, fake
-from zerograph.sbp import Broadcast, NdSbp, PartialSum, Split, show
+from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.step_graph import Boxing, origin
 
 aten = torch.ops.aten
@@ -38,27 +39,18 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def local_shape(shape: Sequence[int], sbp: NdSbp, ranks: int) -> tuple[int, ...]:
-    """This rank's shape of a global tensor of ``shape``; split dimensions divide by the number of ranks."""
-    local = [int(size) for size in shape]
-    for one in sbp:
-        if isinstance(one, Split):
-            local[one.dim] //= ranks
-    return tuple(local)
-
-
 def _enter(node: fx.Node, context: Context) -> None:
     value = node.meta["val"]
     node.meta["global"] = tuple(value.shape)
     if any(isinstance(one, Split) for one in node.meta["sbp"]):
-        shape = local_shape(value.shape, node.meta["sbp"], context.ranks)
+        shape = local_shape(value.shape, node.meta["sbp"], context.mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
 
 
 def _compute_locally(node: fx.Node, context: Context) -> None:
     outputs = rules.output_values(node)
     sbps = [node.meta["sbp"]] if isinstance(node.meta["val"], Tensor) else list(node.meta.get("sbp", ()))
-    shapes = [local_shape(value.shape, sbp, context.ranks) for value, sbp in zip(outputs, sbps, strict=True)]
+    shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
     if isinstance(node.meta["val"], Tensor):
         node.meta["global"] = tuple(node.meta["val"].shape)
     if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
@@ -82,7 +74,9 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
     name = node.meta["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
-    module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], context.rank))
+    module.add_submodule(
+        f"update_{name}", own_updates(bucket, context.updates[name], context.mesh.position[bucket.zero_dim])
+    )
     inputs = node.all_input_nodes
     flat = inputs[0]
     with module.graph.inserting_before(node):
@@ -142,6 +136,15 @@ class _Lowering:
     graph: fx.Graph
     node: fx.Node
     context: Context
+    found: Boxing
+
+    @property
+    def ranks(self) -> int:
+        return self.found.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.context.mesh.position[self.found.dim]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = emit(self.graph, target, args, origin(self.node), **kwargs)
@@ -150,8 +153,8 @@ class _Lowering:
         return made
 
     def collective(self, target: Any, *args: Any) -> fx.Node:
-        start = self.emit(target, *args, self.context.group)
-        start.meta["boxing"] = self.node.meta["boxing"]
+        start = self.emit(target, *args, self.context.mesh.groups[self.found.dim])
+        start.meta["boxing"] = self.found
         return self.emit(c10d.wait_tensor.default, start)
 
     def contiguous(self, source: fx.Node) -> fx.Node:
@@ -163,8 +166,8 @@ class _Lowering:
         """As many equal parts as ranks along ``cut``, laid end to end along ``join``."""
         if cut == join:
             return source
-        size = source.meta["val"].shape[cut] // self.context.ranks
-        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.context.ranks)]
+        size = source.meta["val"].shape[cut] // self.ranks
+        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.ranks)]
         return self.emit(aten.cat.default, parts, join)
 
 
@@ -173,48 +176,48 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
-        lowering = _Lowering(graph, node, context)
-        if context.ranks == 1:
+        lowering = _Lowering(graph, node, context, found)
+        if found.ranks == 1:
             result = lowering.emit(aten.alias.default, source)
         else:
-            result = _LOWERINGS[type(found.source[0]), type(found.target[0])](lowering, source, found)
+            before, after = found.source[found.dim], found.target[found.dim]
+            result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _all_reduce(lower: _Lowering, source: fx.Node, _: Boxing) -> fx.Node:
+def _all_reduce(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     return lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
 
 
-def _reduce_scatter(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=_dim(found.target), join=0))
-    ranks = lower.context.ranks
-    return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", ranks)
+def _reduce_scatter(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
 
 
-def _all_gather(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
-    whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.context.ranks)
-    return lower.rearranged(whole, cut=0, join=_dim(found.source))
+def _all_gather(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
+    return lower.rearranged(whole, cut=0, join=_dim(before))
 
 
-def _all_to_all(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=_dim(found.target), join=0))
-    sizes = [parts.meta["val"].shape[0] // lower.context.ranks] * lower.context.ranks
+def _all_to_all(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
     received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
-    return lower.rearranged(received, cut=0, join=_dim(found.source))
+    return lower.rearranged(received, cut=0, join=_dim(before))
 
 
-def _slice(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
-    dim = _dim(found.target)
-    size = source.meta["val"].shape[dim] // lower.context.ranks
-    start = lower.context.rank * size
+def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    dim = _dim(after)
+    size = source.meta["val"].shape[dim] // lower.ranks
+    start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
-    part.meta["boxing"] = found
+    part.meta["boxing"] = lower.found
     part.meta["slice"] = True
     return lower.contiguous(part)
 
 
-_LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Boxing], fx.Node]] = {
+_LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
     (PartialSum, Broadcast): _all_reduce,
     (PartialSum, Split): _reduce_scatter,
     (Split, Broadcast): _all_gather,
@@ -223,6 +226,6 @@ _LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Boxing], fx.No
 }
 
 
-def _dim(sbp: NdSbp) -> int:
-    assert isinstance(sbp[0], Split), show(sbp)
-    return sbp[0].dim
+def _dim(sbp: Sbp) -> int:
+    assert isinstance(sbp, Split), sbp
+    return sbp.dim

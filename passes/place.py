@@ -1,39 +1,40 @@
-"""place: every tensor gets an SBP, every operator the cheapest of its signatures.
+"""place: every tensor gets an SBP, every operator the cheapest of its signatures, one mesh dimension after another.
 
-Greedy in graph order, by bytes moved. Whole tensors that only split consumers read (constants, expansions of
-scalars) are then made split in the first place, last to first, so that no rank computes what it throws away.
+Along a mesh dimension first greedily in graph order, then better where that pays for a boxing (``solve``; what a
+choice costs says ``cost``). Whole tensors that only split consumers read (constants, expansions of scalars) are then
+made split in the first place, last to first, so that no rank computes what it throws away. A later mesh dimension
+sees operators on the pieces that the earlier ones leave, so any signatures of theirs go together.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor, fx
 
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
+from zerograph.passes.cost import PACKET
 from zerograph.passes.deal import dealt_update
+from zerograph.passes.line import Line, open_line
 from zerograph.passes.rules import Signature
-from zerograph.sbp import WHOLE, NdSbp, PartialSum, Sbp, Split, wire_bytes
-from zerograph.step_graph import nbytes, origin, output_nodes, role, writes
+from zerograph.passes.solve import improve
+from zerograph.sbp import NdSbp, Sbp, Split, broadcast, whole, wire_bytes
+from zerograph.step_graph import origin, output_nodes, role, writes
 
 
 def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Every tensor has an SBP, every operator a signature in ``node.meta["signature"]``."""
-    graph = module.graph
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["sbp"] = _at_rest(node, context)
-        elif node.op == "get_attr":
-            node.meta["sbp"] = WHOLE
-        elif node.op == "call_function":
-            _choose(node, context)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function":
-            _pull_split(node, context)
-    _settle_boundaries(graph)
+    """Every tensor has an SBP, every operator a signature per mesh dimension in ``node.meta["signature"]``."""
+    lines: list[Line] = []
+    for _ in context.mesh.shape:
+        lines.append(_place_along(open_line(module.graph, context, lines), context))
+    for node in module.graph.nodes:
+        _write_down(node, lines)
+    module.graph.output_node().meta["needs"] = [
+        tuple(line.returned(line.have(node)) for line in lines) for node in output_nodes(module.graph)
+    ]
     return module
 
 
@@ -41,10 +42,58 @@ def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
     """Each tensor that the node reads, with the SBP in which it needs it."""
     if node.op == "output":
         return list(zip(output_nodes(node.graph), node.meta["needs"], strict=True))
-    signature: Signature | None = node.meta.get("signature")
-    if signature is None:
+    signatures: tuple[Signature, ...] | None = node.meta.get("signature")
+    if signatures is None:
         return []
-    return [(given, (sbp,)) for given, sbp in zip(rules.tensor_arguments(node), signature.inputs, strict=True)]
+    return [
+        (given, tuple(signature.inputs[index] for signature in signatures))
+        for index, given in enumerate(rules.tensor_arguments(node))
+    ]
+
+
+def _place_along(line: Line, context: Context) -> Line:
+    free = _choose_greedily(line, context)
+    improve(line, free)
+    if line.total_cost() > _WORTH_ANOTHER:
+        other = replace(line, sbp={}, signature={})
+        other_free = _choose_greedily(other, context, wary=True)
+        improve(other, other_free)
+        if other.total_cost() < line.total_cost():
+            line, free = other, other_free
+    for node in reversed(free):
+        _pull_split(node, line, free)
+    return line
+
+
+# A data-parallel step pays for a few sums and counts only.
+_WORTH_ANOTHER = 16 * PACKET
+
+
+def _choose_greedily(line: Line, context: Context, *, wary: bool = False) -> dict[fx.Node, tuple[Signature, ...]]:
+    """Place every node, in graph order; returns the signatures that were free to choose from.
+
+    With ``wary`` a partial sum is rather reduced whole than scattered: what is then split on every rank must often be
+    gathered again soon, and makes gradients of whole parameters partial.
+    """
+    free: dict[fx.Node, tuple[Signature, ...]] = {}
+    written = {node for node, _, _ in writes(line.graph)}
+    for node in line.graph.nodes:
+        if node.op == "placeholder":
+            line.sbp[node] = (_at_rest(node, context)[line.dim],)
+        elif node.op == "get_attr":
+            line.sbp[node] = (broadcast,)
+        elif node.target is boxing:
+            line.sbp[node] = (node.meta["target_sbp"][line.dim],)
+        elif node.target is dealt_update:
+            line.choose(node, node.meta["signatures"][line.dim])
+        elif node in written:
+            # State is written in the SBP that it rests in.
+            rest = line.sbp[node.args[0]][0]
+            line.choose(node, Signature((rest, rest), (rest,)))
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            free[node] = _candidates(node, line, context)
+            line.choose(node, min(free[node], key=lambda signature: line.entry_cost(node, signature, wary=wary)))
+    return {node: signatures for node, signatures in free.items() if line.values.get(node)}
 
 
 def _at_rest(node: fx.Node, context: Context) -> NdSbp:
@@ -57,101 +106,54 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
         if state:
             return context.updates[name].layouts[state].sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
-    return WHOLE
+    return whole(context.mesh.dims)
 
 
-def _choose(node: fx.Node, context: Context) -> None:
-    if node.target is boxing:
-        node.meta["sbp"] = node.meta["target_sbp"]
-        return
-    if node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        assert isinstance(index, int)
-        node.meta["sbp"] = source.meta["sbp"][_tensor_index(source.meta["val"], index)]
-        return
-    if node.target is dealt_update:
-        _assign(node, node.meta["signature"])
-        return
-    candidates = _candidates(node, context)
-    _assign(node, min(candidates, key=lambda signature: _cost(node, signature, context.ranks)))
-
-
-def _candidates(node: fx.Node, context: Context) -> tuple[Signature, ...]:
-    found = rules.of_node(node, context.ranks)
+def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature, ...]:
+    if not rules.output_values(node):
+        return (rules.all_broadcast(node),)
+    found = line.signatures(node)
     if found is not None:
         return found
-    whole = rules.all_broadcast(node)
-    if context.ranks > 1 and rules.output_values(node):
-        _warn_of_missing_rule(node, whole, context)
-    return (whole,)
+    if line.ranks > 1:
+        _warn_of_missing_rule(node, line, context)
+    return (rules.all_broadcast(node),)
 
 
-def _cost(node: fx.Node, signature: Signature, ranks: int) -> tuple[float, float, int]:
-    """Bytes moved, then bytes sliced away, then outputs split although no input is."""
-    moved = sliced = 0.0
-    for given, wanted in zip(rules.tensor_arguments(node), signature.inputs, strict=True):
-        have: NdSbp = given.meta["sbp"]
-        size = nbytes(given.meta["val"])
-        moved += wire_bytes(have, (wanted,), size, ranks)
-        sliced += size if have != (wanted,) else 0
-    # A whole output from whole inputs beats a split one: what comes next may need it whole, and a slice is free.
-    reads_split = any(isinstance(sbp, Split) for sbp in signature.inputs)
-    invented = 0 if reads_split else sum(isinstance(sbp, Split) for sbp in signature.outputs)
-    return moved, sliced, invented
-
-
-def _assign(node: fx.Node, signature: Signature) -> None:
-    node.meta["signature"] = signature
-    outputs: list[NdSbp] = [(sbp,) for sbp in signature.outputs]
-    if isinstance(node.meta["val"], Tensor):
-        node.meta["sbp"] = outputs[0]
-    elif isinstance(node.meta["val"], (list, tuple)):
-        node.meta["sbp"] = tuple(outputs)
-
-
-def _tensor_index(values: Any, index: int) -> int:
-    """Which of the tensors among ``values`` stands at ``index``: what was not computed has no SBP."""
-    return sum(isinstance(value, Tensor) for value in values[:index])
-
-
-def _pull_split(node: fx.Node, context: Context) -> None:
+def _pull_split(node: fx.Node, line: Line, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
     """Compute split what is computed whole although every reader wants the same split of it."""
-    if node.meta.get("sbp") != WHOLE or not isinstance(node.meta.get("val"), Tensor) or "signature" not in node.meta:
+    if not isinstance(node.meta.get("val"), Tensor) or line.have(node) != broadcast:
         return
     wanted: set[Sbp] = set()
     for user in node.users:
-        if user.op == "output" or user.target is boxing or "signature" not in user.meta:
+        if user not in line.signature:
             return
-        wanted |= {sbp[0] for given, sbp in needed(user) if given is node}
+        wanted.update(line.needed_by(user, line.signature[user], (node, 0)))
     if len(wanted) != 1 or not isinstance(target := next(iter(wanted)), Split):
         return
-    for signature in _candidates(node, context):
-        free = all(
-            wire_bytes(given.meta["sbp"], (sbp,), 1, context.ranks) == 0
-            for given, sbp in zip(rules.tensor_arguments(node), signature.inputs, strict=True)
-        )
-        if free and signature.outputs == (target,):
-            _assign(node, signature)
+    for signature in free[node]:
+        pairs = zip(line.inputs(node), signature.inputs, strict=True)
+        costless = all(wire_bytes(line.sbp[m[0]][m[1]], sbp, 1, line.ranks) == 0 for m, sbp in pairs)
+        if costless and signature.outputs == (target,):
+            line.choose(node, signature)
             return
 
 
-def _settle_boundaries(graph: fx.Graph) -> None:
-    """State is written in the SBP that it rests in; what the user gets back is whole or split, never partial."""
-    for node, target, _ in writes(graph):
-        rest = target.meta["sbp"][0]
-        node.meta["signature"] = Signature((rest, rest), (rest,))
-        node.meta["sbp"] = (rest,)
-    output = graph.output_node()
-    output.meta["needs"] = [
-        WHOLE if isinstance(node.meta["sbp"][0], PartialSum) else node.meta["sbp"] for node in output_nodes(graph)
-    ]
+def _write_down(node: fx.Node, lines: list[Line]) -> None:
+    """The choices along every mesh dimension, into the node's metadata."""
+    if node in lines[0].signature:
+        node.meta["signature"] = tuple(line.signature[node] for line in lines)
+    if isinstance(node.meta.get("val"), Tensor):
+        node.meta["sbp"] = tuple(line.have(node) for line in lines)
+    elif isinstance(node.meta.get("val"), (list, tuple)) and node.op == "call_function":
+        count = len(rules.output_values(node))
+        node.meta["sbp"] = tuple(tuple(line.sbp[node][index] for line in lines) for index in range(count))
 
 
-def _warn_of_missing_rule(node: fx.Node, whole: Signature, context: Context) -> None:
+def _warn_of_missing_rule(node: fx.Node, line: Line, context: Context) -> None:
     gathered = sum(
-        wire_bytes(given.meta["sbp"], (sbp,), nbytes(given.meta["val"]), context.ranks)
-        for given, sbp in zip(rules.tensor_arguments(node), whole.inputs, strict=True)
+        wire_bytes(line.sbp[source][index], broadcast, line.nbytes((source, index)), line.ranks)
+        for source, index in line.inputs(node)
     )
     where = origin(node)
     context.warn(

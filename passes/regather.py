@@ -48,7 +48,7 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
         for node in graph.find_nodes(op="call_function", target=boxing)
         if (found := role(node.all_input_nodes[0])) is not None
         and found.kind == "bucket"
-        and isinstance(node.all_input_nodes[0].meta["sbp"][0], Split)
+        and any(isinstance(one, Split) for one in node.all_input_nodes[0].meta["sbp"])
     ]
 
 

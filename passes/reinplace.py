@@ -19,7 +19,8 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No gradient is copied twice, and a step never holds two copies of its state."""
     graph = module.graph
     for node in list(graph.nodes):
-        if "gradient" in node.meta:
+        # Rows lie in no one piece: they are joined where the gradients are complete.
+        if "gradient" in node.meta and node.meta["val"].dim() == 1:
             _fill(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
@@ -36,7 +37,8 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
         parts[0].meta["gradient"] = joined.meta.pop("gradient")
         return
     pieces = [_gaps(part) for part in parts]
-    gradients = [flat.all_input_nodes[0] for flat, _, _ in pieces]
+    # One that had to change its SBP first comes flat from a collective.
+    gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
     order = positions(graph)
     first = min(gradients, key=order.__getitem__)
     bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))

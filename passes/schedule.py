@@ -82,12 +82,16 @@ def _partial_sources(joined: fx.Node) -> list[fx.Node]:
     found, seen, stack = [], {joined}, [joined]
     while stack:
         node = stack.pop()
-        partial = [n for n in node.all_input_nodes if isinstance(n.meta.get("sbp", (None,))[0], PartialSum)]
+        partial = [n for n in node.all_input_nodes if _is_partial(n)]
         if not partial:
             found.append(node)
         stack += [n for n in partial if n not in seen]
         seen.update(partial)
     return found
+
+
+def _is_partial(node: fx.Node) -> bool:
+    return any(isinstance(one, PartialSum) for one in node.meta.get("sbp", ()))
 
 
 def _wait_of(start: fx.Node) -> fx.Node:

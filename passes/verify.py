@@ -24,19 +24,19 @@ def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> 
     for node in module.graph.nodes:
         if placed and isinstance(node.meta.get("val"), Tensor) and "sbp" not in node.meta:
             _fail(after, node, "has no SBP")
-        signature: Signature | None = node.meta.get("signature")
-        if boxed and signature is not None:
-            _check_signature(after, node, signature)
+        signatures: tuple[Signature, ...] = node.meta.get("signature", ())
+        for dim, signature in enumerate(signatures if boxed else ()):
+            _check_signature(after, node, dim, signature)
     if placed:
         _check_state(module.graph, after)
 
 
-def _check_signature(after: str, node: fx.Node, signature: Signature) -> None:
+def _check_signature(after: str, node: fx.Node, dim: int, signature: Signature) -> None:
     inputs = rules.tensor_arguments(node)
     for given, wanted in zip(inputs, signature.inputs, strict=True):
-        if given.meta["sbp"] != (wanted,):
+        if given.meta["sbp"][dim] != wanted:
             _fail(after, node, f"reads {given.name} as {wanted}, but it is {show(given.meta['sbp'])}")
-    if isinstance(node.meta["val"], Tensor) and node.meta["sbp"] != (signature.outputs[0],):
+    if isinstance(node.meta["val"], Tensor) and node.meta["sbp"][dim] != signature.outputs[0]:
         _fail(after, node, f"is {show(node.meta['sbp'])}, but its signature yields {signature.outputs[0]}")
     reads_partial = any(isinstance(sbp, PartialSum) for sbp in signature.inputs)
     if reads_partial and not all(isinstance(sbp, PartialSum) for sbp in signature.outputs):

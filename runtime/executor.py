@@ -14,7 +14,6 @@ from zerograph.errors import VerificationError
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error
 from zerograph.runtime.state import Store
-from zerograph.sbp import boxing_kind
 from zerograph.step_graph import Boxing, Role, placeholders
 
 Lookup = Callable[[], Tensor]
@@ -61,9 +60,7 @@ class Executor:
             node = node.all_input_nodes[0]
         found = node.meta.get("boxing") if node is not None else None
         if isinstance(found, Boxing):
-            what = (
-                f"in the {boxing_kind(found.source[0], found.target[0])} of {found.tensor} ({found.phase}, node {node})"
-            )
+            what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
             return communication_error(self.job, f"{what} of {doing}", error)
         if self.job.size > 1 and where is None and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph import _torch
-from zerograph.errors import CommunicationError, RankMismatchError, ZeroGraphError
+from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
+from zerograph.mesh import Mesh
+from zerograph.sbp import NdSbp, Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,11 @@ class Job:
 
     Attributes:
         rank, size: this process among them, and how many there are.
-        data: the group of the step's own collectives, on the model's device.
+        grid: their numbers as a nested list, one level for each mesh dimension.
+        mesh: the same as this rank sees it.
+        lines: for each mesh dimension the group of the ranks that differ from this one there only: the groups of
+            the step's own collectives, on the model's device.
+        data: the group of all, on the model's device.
         control: a gloo group for what ranks tell each other outside the graph.
         world: the default process group that both were made from.
         timeout: seconds until a collective without answer is an error.
@@ -33,6 +39,9 @@ class Job:
 
     rank: int
     size: int
+    grid: Any
+    mesh: Mesh
+    lines: tuple[dist.ProcessGroup, ...]
     data: dist.ProcessGroup
     control: dist.ProcessGroup
     world: dist.ProcessGroup
@@ -51,26 +60,66 @@ class Job:
             )
 
 
-# Groups cost sockets and threads: all graphs of a process share them, by timeout, as long as the world lives.
-_jobs: dict[float, Job] = {}
+# Groups cost sockets and threads: all graphs of a process share them, as long as the world lives.
+_jobs: dict[tuple[float, str], Job] = {}
 
 
-def join(timeout: float) -> Job:
-    """The job of all ranks; initialises the process group if nobody has. Every rank must call it.
+def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
+    """The job of all ranks, in a line or as ``placement`` arranges them. Every rank must call it.
+
+    Initialises the process group if nobody has.
 
     Raises:
+        PlacementError: the placement leaves ranks out, or has them in another than ascending order somewhere.
         CommunicationError: the launcher's environment is incomplete, or the other ranks do not answer.
     """
     initialise()
     world = dist.group.WORLD
     assert world is not None
-    found = _jobs.get(timeout)
+    everybody = torch.arange(dist.get_world_size())
+    grid = everybody if placement is None else placement.mesh.cpu()
+    _check_grid(grid, everybody)
+    key = timeout, str(grid.tolist())
+    found = _jobs.get(key)
     if found is None or found.world is not world:
         limit = timedelta(seconds=timeout)
         data = dist.new_group(timeout=limit)
         control = dist.new_group(timeout=limit, backend="gloo")
-        found = _jobs[timeout] = Job(dist.get_rank(), dist.get_world_size(), data, control, world, timeout)
+        lines = (data,) if grid.dim() == 1 else _lines(grid, limit)
+        mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
+        size = dist.get_world_size()
+        found = Job(dist.get_rank(), size, grid.tolist(), mesh, lines, data, control, world, timeout)
+        _jobs[key] = found
     return found
+
+
+def _check_grid(grid: torch.Tensor, everybody: torch.Tensor) -> None:
+    if not torch.equal(grid.flatten().sort().values, everybody):
+        raise PlacementError(
+            f"the placement has the ranks {grid.tolist()}, the job 0 to {len(everybody) - 1}\n"
+            "A step runs on all of them."
+        )
+    for dim in range(grid.dim()):
+        if not torch.equal(grid.sort(dim).values, grid):
+            raise PlacementError(
+                f"the placement {grid.tolist()} must have its ranks in ascending order along each dimension"
+            )
+
+
+def _position(grid: torch.Tensor) -> tuple[int, ...]:
+    found: list[int] = (grid == dist.get_rank()).nonzero()[0].tolist()
+    return tuple(found)
+
+
+def _lines(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ...]:
+    """Every rank makes every group, in the same order, and keeps its own."""
+    own = []
+    for dim in range(grid.dim()):
+        for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
+            group = dist.new_group(ranks, timeout=limit)
+            if dist.get_rank() in ranks:
+                own.append(group)
+    return tuple(own)
 
 
 def initialise() -> None:
@@ -211,13 +260,16 @@ def communication_error(job: Job, doing: str, error: BaseException) -> Communica
     )
 
 
-def gather_whole(job: Job, shard: torch.Tensor) -> torch.Tensor:
-    """The shards of all ranks end to end: the whole of a tensor that is S(0), on every rank."""
-    if job.size == 1:
-        return shard.clone()
-    whole = torch.empty(shard.numel() * job.size, dtype=shard.dtype, device=shard.device)
-    with _explained(job, "gathering state outside a step"):
-        _torch.all_gather(whole, shard, job.data)
+def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
+    """The whole of a tensor of which each rank holds a part, on every rank, in memory of its own."""
+    whole = part.clone()
+    for dim in reversed(range(job.mesh.dims)):
+        one, ranks = sbp[dim], job.mesh.shape[dim]
+        if isinstance(one, Split) and ranks > 1:
+            parts = torch.empty((ranks, *whole.shape), dtype=part.dtype, device=part.device)
+            with _explained(job, "gathering state outside a step"):
+                _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.lines[dim])
+            whole = parts.flatten(0, 1) if one.dim == 0 else torch.cat(list(parts), one.dim)
     return whole
 
 

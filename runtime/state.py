@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.buckets import Bucket, Slot
+from zerograph.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.errors import InputError
+from zerograph.mesh import local_part, local_shape
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.step_graph import nbytes
@@ -34,8 +35,8 @@ class Store:
     Attributes:
         layout: which parameters lie where.
         parameters: the modules' own parameters, in slot order.
-        flat: this rank's shard, 1-D, ``layout.local_numel`` elements.
-        state: optimizer state by name: 1-D like ``flat``, or 0-d and equal on all ranks.
+        flat: this rank's part of the bucket: 1-D, or one row of it.
+        state: optimizer state by name: shaped like ``flat``, or 0-d and equal on all ranks.
         specs: what the entries of ``state`` are.
         layouts: where each parameter's part of an entry lies, for those that are 1-D.
         fresh: no update has been made: a plain optimizer would hold no state yet.
@@ -86,19 +87,13 @@ def store_of(parameter: nn.Parameter) -> Store | None:
 
 
 def _whole(job: Job, layout: Bucket, shard: Tensor) -> Tensor:
-    """The whole of a flat tensor in memory of its own. A collective where split."""
-    return shard.clone() if layout.is_whole else gather_whole(job, shard)
+    """The whole of a bucket or of one state entry, in memory of its own. A collective where split."""
+    return gather_whole(job, shard, layout.sbp)
 
 
 def _parts(layout: Bucket, whole: Tensor) -> list[Tensor]:
-    """The part of each parameter in a whole flat tensor, in its shape: views, in slot order."""
-    return [whole[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
-
-
-def _own(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
-    """This rank's part of a whole flat tensor, a view."""
-    size = layout.local_numel
-    return whole if layout.is_whole else whole[job.rank * size : (job.rank + 1) * size]
+    """The part of each parameter in a whole bucket, in its shape and in slot order: views if it is flat."""
+    return [from_rows(whole[..., s.offset : s.offset + s.numel], s) for s in layout.slots]
 
 
 def settle(
@@ -132,11 +127,11 @@ def settle(
 
 
 def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
-    whole = torch.zeros(layout.padded, dtype=layout.dtype, device=layout.device)
-    for place, part in zip(_parts(layout, whole), parts, strict=True):
-        place.copy_(part)
+    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    for slot, part in zip(layout.slots, parts, strict=True):
+        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
     broadcast_from_first(job, [whole])
-    return whole if layout.is_whole else _own(job, layout, whole).clone()
+    return whole if layout.is_whole else whole[local_part(whole.shape, layout.sbp, job.mesh)].clone()
 
 
 def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -145,7 +140,8 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
         value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
-        return torch.full((layout.local_numel,), spec.initial or 0.0, dtype=layout.dtype, device=layout.device)
+        shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
+        return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.device)
     return _shard(store.job, layout, [torch.as_tensor(one[name]) for one in held])
 
 
@@ -229,13 +225,14 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _load(job: Job, layout: Bucket, shard: Tensor, values: Sequence[Any]) -> None:
-    start = 0 if layout.is_whole else job.rank * layout.local_numel
+    *rows, own = local_part(layout.shape, layout.sbp, job.mesh)
     with torch.no_grad():
         for slot, value in zip(layout.slots, values, strict=True):
-            low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + shard.numel())
+            low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
             if value is not None and low < high:
-                part = torch.as_tensor(value).reshape(-1)[low - slot.offset : high - slot.offset]
-                shard[low - start : high - start] = part.to(shard)
+                laid = to_rows(torch.as_tensor(value), slot, layout.rows)[tuple(rows)]
+                part = laid[..., low - slot.offset : high - slot.offset]
+                shard[..., low - own.start : high - own.start] = part.to(shard)
 
 
 def bytes_at_rest(stores: Iterable[Store]) -> int:

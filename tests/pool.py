@@ -20,7 +20,7 @@ import torch.distributed as dist
 class Pool:
     """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo."""
 
-    def __init__(self, size: int = 4, patience: float = 120.0) -> None:
+    def __init__(self, size: int = 4, patience: float = 300.0) -> None:
         self._size, self._patience = size, patience
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []

@@ -4,6 +4,7 @@
 """
 
 from zerograph import sbp
+from zerograph.annotate import annotate
 from zerograph.config import Config
 from zerograph.errors import (
     CaptureError,
@@ -34,6 +35,7 @@ __all__ = [
     "VerificationError",
     "ZeroGraph",
     "ZeroGraphError",
+    "annotate",
     "placement",
     "rank",
     "sbp",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from zerograph.capture import TensorSpec
 from zerograph.errors import InputError, PlacementError
-from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor
+from zerograph.mesh import pieces
+from zerograph.runtime.process_group import Job
+from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor, whole
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Batch:
         return {"the nesting of the inputs": str(self.tree), **found}
 
 
-def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Batch:
-    """Plain tensors are this rank's S(0) part of the batch (0-d ones are B), DTensors what they say.
+def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], job: Job, plain: NdSbp) -> Batch:
+    """Plain tensors are ``plain`` (0-d ones are B), DTensors what they say.
 
     Raises:
         InputError: something that is not a tensor, or that wants a gradient.
@@ -60,7 +61,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Bat
     """
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     names = tuple(_name(path) for path, _ in leaves)
-    read = [_read(leaf, name, ranks) for (_, leaf), name in zip(leaves, names, strict=True)]
+    read = [_read(leaf, name, job, plain) for (_, leaf), name in zip(leaves, names, strict=True)]
     meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
@@ -72,7 +73,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> Bat
     )
 
 
-def _read(leaf: Any, name: str, ranks: int) -> tuple[Tensor, TensorSpec, NdSbp]:
+def _read(leaf: Any, name: str, job: Job, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:
     if not isinstance(leaf, Tensor):
         raise InputError(
             f"{name} is {leaf!r:.60}, not a tensor\n"
@@ -82,27 +83,28 @@ def _read(leaf: Any, name: str, ranks: int) -> tuple[Tensor, TensorSpec, NdSbp]:
     if leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, which a graph does not return: give {name}.detach()")
     if isinstance(leaf, DTensor):
-        return _read_global(leaf, name, ranks)
+        return _read_global(leaf, name, job)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
     if leaf.dim() == 0:
-        return leaf, TensorSpec((), leaf.dtype, leaf.device), (broadcast,)
-    shape = (leaf.shape[0] * ranks, *leaf.shape[1:])
-    return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), (Split(0),)
+        return leaf, TensorSpec((), leaf.dtype, leaf.device), whole(job.mesh.dims)
+    shape = (leaf.shape[0] * pieces(plain, job.mesh), *leaf.shape[1:])
+    return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), plain
 
 
-def _read_global(leaf: DTensor, name: str, ranks: int) -> tuple[Tensor, TensorSpec, NdSbp]:
+def _read_global(leaf: DTensor, name: str, job: Job) -> tuple[Tensor, TensorSpec, NdSbp]:
     mesh = leaf.device_mesh
-    if mesh.ndim != 1 or mesh.mesh.tolist() != list(range(ranks)) or ranks != dist.get_world_size():
+    if mesh.mesh.tolist() != job.grid:
         raise PlacementError(
-            f"{name} is placed on the ranks {mesh.mesh.tolist()}, the graph runs on ranks 0 to {ranks - 1}\n"
-            f"Redistribute it to zg.placement({mesh.device_type!r}, ranks=list(range({ranks})))."
+            f"{name} is placed on the ranks {mesh.mesh.tolist()}, the graph runs on {job.grid}\n"
+            f"Redistribute it to zg.placement({mesh.device_type!r}, ranks={job.grid}), or set config.placement."
         )
     sbp = from_dtensor(leaf.placements)
-    for one in sbp:
-        if isinstance(one, Split) and leaf.shape[one.dim] % ranks:
+    for dim in {one.dim for one in sbp if isinstance(one, Split)}:
+        parts = pieces(tuple(one if one == Split(dim) else broadcast for one in sbp), job.mesh)
+        if leaf.shape[dim] % parts:
             raise PlacementError(
-                f"{name} of shape {tuple(leaf.shape)} is {one}: {leaf.shape[one.dim]} does not divide by {ranks} ranks"
+                f"{name} of shape {tuple(leaf.shape)} is {show(sbp)}: {leaf.shape[dim]} does not divide by {parts}"
             )
     local = leaf.to_local().contiguous()
     return local, TensorSpec(tuple(leaf.shape), leaf.dtype, local.device), sbp

@@ -3,6 +3,10 @@
 Where the update is elementwise they lie end to end, and the ranks' shards cut through them. Where it is not, they are
 *dealt*: each lies whole within the shard of one rank, its owner, which alone updates it. Gathering and reducing such a
 bucket is the same collective, the update needs none, and any operator whatever sees the whole parameter.
+
+Parameters that the user has split along another mesh dimension than ZeRO's (tensor parallelism) lie in buckets of
+rows: row r is the flat bucket of rank r along that dimension, so that rows are S(0) there, and their elements S(1)
+along ZeRO's.
 """
 
 from __future__ import annotations
@@ -11,26 +15,33 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from zerograph.mesh import Mesh
 from zerograph.sbp import NdSbp, Split, broadcast
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its bucket; ``offset`` and ``numel`` in elements."""
+    """Where one parameter lies in its bucket; ``offset`` and ``numel`` in elements of a row.
+
+    ``split`` is the dimension of the parameter that is cut into rows; None in a bucket without.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
+    split: int | None = None
 
 
 @dataclass(frozen=True)
 class Bucket:
     """The layout of a flat tensor of ``padded`` elements, of which the slots use ``numel``.
 
-    ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients;
-    ``ranks`` is the size of the mesh that it is padded for; ``owners`` has the rank of each slot in a dealt bucket.
+    ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients.
+    ``zero_dim`` is the mesh dimension that ZeRO splits along, ``ranks`` its size, which the bucket is padded for.
+    ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one.
     """
 
     name: str
@@ -42,6 +53,8 @@ class Bucket:
     sbp: NdSbp
     key: Hashable
     ranks: int
+    zero_dim: int = 0
+    rows: int | None = None
     owners: tuple[int, ...] | None = None
 
     @property
@@ -49,31 +62,43 @@ class Bucket:
         return self.owners is not None
 
     @property
-    def local_numel(self) -> int:
-        """Elements that one rank holds at rest."""
-        return self.padded if self.is_whole else self.padded // self.ranks
+    def split_sbp(self) -> NdSbp:
+        """Of a flat bucket: S(0) along ZeRO's dimension, whether or not it rests so."""
+        return tuple(Split(0) if dim == self.zero_dim else one for dim, one in enumerate(self.sbp))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the global tensor."""
+        return (self.padded,) if self.rows is None else (self.rows, self.padded)
 
     @property
     def is_whole(self) -> bool:
         return all(one == broadcast for one in self.sbp)
 
+    @property
+    def gathered(self) -> NdSbp:
+        """The SBP in which the step computes with its parameters."""
+        return tuple(broadcast if dim == self.zero_dim else one for dim, one in enumerate(self.sbp))
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """What bucketing needs to know of a parameter."""
+    """What bucketing needs to know of a parameter; ``sbp`` is how the user placed it (ZeRO's dimension left B)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     key: Hashable
+    sbp: NdSbp
     dealt: bool = False
 
 
 def plan_buckets(
     parameters: Sequence[Parameter],
     *,
-    ranks: int,
+    mesh: Mesh,
+    zero_dim: int,
     split: bool,
     min_split_numel: int,
     bucket_bytes: int | None,
@@ -82,18 +107,21 @@ def plan_buckets(
     """Lay parameters, given in order of first use, into buckets.
 
     Args:
-        ranks: size of the mesh; a split bucket is padded to a multiple of it.
-        split: whether buckets at rest are S(0); else B.
+        mesh: a split bucket is padded to a multiple of its size along ``zero_dim``.
+        zero_dim: the mesh dimension along which buckets are split.
+        split: whether they are; else B.
         min_split_numel: parameters with fewer elements stay B, in buckets of their own.
         bucket_bytes: most bytes per bucket (a larger parameter has one to itself); None: :func:`default_bytes`.
             A dealt bucket grows until its parameters deal out evenly: its padding would cost more than its latency.
         first_number: buckets are named ``bucket<n>`` from here on.
     """
     most = bucket_bytes or default_bytes(parameters)
+    ranks = mesh.shape[zero_dim]
     by_key: dict[Hashable, list[list[Parameter]]] = {}
     in_order: list[list[Parameter]] = []
     for parameter in parameters:
-        key = (_stays_whole(parameter, split, min_split_numel), parameter.dtype, parameter.device, parameter.key)
+        stays = _stays_whole(parameter, split, min_split_numel)
+        key = (stays, parameter.sbp, parameter.dtype, parameter.device, parameter.key)
         alike = by_key.setdefault(key, [])
         if not alike or (sum(map(_bytes, alike[-1])) + _bytes(parameter) > most and _even(alike[-1], ranks)):
             alike.append([])
@@ -107,7 +135,7 @@ def plan_buckets(
     found: list[Bucket] = []
     for members in filter(None, in_order):
         whole = _stays_whole(members[0], split, min_split_numel)
-        found.append(_lay(f"bucket{first_number + len(found)}", members, ranks, whole, loads))
+        found.append(_lay(f"bucket{first_number + len(found)}", members, mesh, zero_dim, whole, loads))
     return tuple(found)
 
 
@@ -135,23 +163,51 @@ def state_layout(
     laid, padded = _dealt(slots, bucket.owners, bucket.ranks)
     numel = sum(slot.numel for slot in slots)
     return replace(
-        bucket, name=name, slots=laid, numel=numel, padded=padded, dtype=dtype, device=device, sbp=(Split(0),)
+        bucket, name=name, slots=laid, numel=numel, padded=padded, dtype=dtype, device=device, sbp=bucket.split_sbp
     )
 
 
-def _lay(name: str, members: Sequence[Parameter], ranks: int, whole: bool, loads: list[int]) -> Bucket:
+def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, whole: bool, loads: list[int]) -> Bucket:
     first = members[0]
+    cut = next((dim for dim, one in enumerate(first.sbp) if isinstance(one, Split)), None)
+    rows = None if cut is None else mesh.shape[cut]
     slots, offset = [], 0
     for parameter in members:
-        slots.append(Slot(parameter.name, parameter.shape, offset, _numel(parameter)))
-        offset += _numel(parameter)
-    sbp: NdSbp = (broadcast,) if whole else (Split(0),)
+        numel = _numel(parameter) // (rows or 1)
+        slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
+        offset += numel
+    ranks = mesh.shape[zero_dim]
+    padded = offset if whole else -(-offset // ranks) * ranks
+    sbp = [broadcast if one == broadcast else Split(0) for one in first.sbp]
+    if not whole:
+        sbp[zero_dim] = Split(0 if rows is None else 1)
+    kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.dealt:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
         laid, padded = _dealt(slots, owners, ranks)
-        return Bucket(name, laid, offset, padded, first.dtype, first.device, sbp, first.key, ranks, owners)
-    padded = offset if whole else -(-offset // ranks) * ranks
-    return Bucket(name, tuple(slots), offset, padded, first.dtype, first.device, sbp, first.key, ranks)
+        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners)
+    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows)
+
+
+def split_dim(sbp: NdSbp) -> int | None:
+    """The dimension that a parameter is split along; None for one that is whole."""
+    return next((one.dim for one in sbp if isinstance(one, Split)), None)
+
+
+def to_rows(value: Tensor, slot: Slot, rows: int | None) -> Tensor:
+    """A whole parameter as it lies in its bucket: flat, or (rows, elements of a row)."""
+    if rows is None or slot.split is None:
+        return value.reshape(-1)
+    return torch.stack([piece.reshape(-1) for piece in value.chunk(rows, slot.split)])
+
+
+def from_rows(laid: Tensor, slot: Slot) -> Tensor:
+    """The whole parameter from how it lies in its bucket; of a flat one a view."""
+    if slot.split is None:
+        return laid.view(slot.shape)
+    rows = laid.shape[0]
+    piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
+    return torch.cat([row.view(piece) for row in laid], slot.split)
 
 
 def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ...]:

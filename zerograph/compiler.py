@@ -27,7 +27,7 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured, Role, origin, output_nodes
+from zerograph.step_graph import Boxing, Captured, Role, origin, output_nodes
 from zerograph.update import UpdateProgram, check_separate, trace_update
 from zerograph.zero import OFF
 
@@ -144,9 +144,7 @@ class Compiler:
         updates = self._updates(members, captured)
         layout = plan_layout(job, members, self.config, captured, updates, train=bool(self.optimizers))
         context = Context(
-            ranks=job.size,
-            rank=job.rank,
-            group=job.data.group_name,
+            mesh=job.mesh,
             policy=policy,
             buckets=tuple(one.bucket for one in layout),
             updates={
@@ -160,6 +158,7 @@ class Compiler:
                 if one.updates
             },
             inputs=batch.sbp,
+            zero_dim=self.config.zero_dim_on(job.mesh.dims),
             warn=self._warn,
         )
         passes = run_pipeline(captured.graph, context, seconds)
@@ -342,8 +341,10 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
         for one in layout
     ]
     for node in graph.graph.nodes:
-        # Which slice of a whole tensor is a rank's own is the one thing that differs.
+        # Which slice of a whole tensor is a rank's own, and the group that it shares one with, are what differs.
         args = "this rank's slice" if "slice" in node.meta else f"{node.args} {node.kwargs}"
+        if isinstance(found := node.meta.get("boxing"), Boxing) and "slice" not in node.meta:
+            args = f"{node.args[:-1]} along mesh dimension {found.dim}"
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
         lines.append(f"{node.name} = {node.target} {args} {shown}".rstrip())

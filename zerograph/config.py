@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zerograph.errors import ConfigError
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerograph.errors import ConfigError, PlacementError
+from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
 
@@ -25,6 +28,11 @@ class Config:
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
         timeout: seconds until a rank that does not answer is an error. Default 600.
+        placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
+        batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
+            part, or ``broadcast``, where ranks give the same. Default None: ``split(0)`` along all.
+        zero_dim: the mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None:
+            the last one along which the batch is split.
     """
 
     mode: str = "off"
@@ -33,6 +41,9 @@ class Config:
     bucket_size: int | None = None
     backend: str | Callable[..., Any] = "auto"
     timeout: float = 600.0
+    placement: DeviceMesh | None = None
+    batch_sbp: tuple[Sbp, ...] | None = None
+    zero_dim: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -60,6 +71,27 @@ class Config:
         """What the mode and stage decide."""
         return policy(self.mode, self.stage)
 
+    def batch_on(self, mesh_dims: int) -> NdSbp:
+        """SBP of plain input tensors on a mesh of so many dimensions.
+
+        Raises:
+            PlacementError: ``batch_sbp`` has another number of SBPs.
+        """
+        return (Split(0),) * mesh_dims if self.batch_sbp is None else nd(self.batch_sbp, mesh_dims)
+
+    def zero_dim_on(self, mesh_dims: int) -> int:
+        """The mesh dimension along which ZeRO splits.
+
+        Raises:
+            PlacementError: the mesh has no such dimension.
+        """
+        if self.zero_dim is None:
+            split = [dim for dim, one in enumerate(self.batch_on(mesh_dims)) if isinstance(one, Split)]
+            return split[-1] if split else mesh_dims - 1
+        if self.zero_dim >= mesh_dims:
+            raise PlacementError(f"config.zero_dim is {self.zero_dim}, but the placement has {mesh_dims} dimension(s)")
+        return self.zero_dim
+
     def key(self) -> tuple[Any, ...]:
         """All options' values: equal where the compiled step may be the same."""
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -68,7 +100,13 @@ class Config:
         """The same in words that are equal on all ranks."""
         names = (field.name for field in fields(self))
         values = {name: getattr(self, name) for name in names}
-        return ", ".join(f"{k}={getattr(v, '__qualname__', type(v)) if callable(v) else v}" for k, v in values.items())
+        return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, DeviceMesh):
+        return str(value.mesh.tolist())
+    return str(getattr(value, "__qualname__", type(value)) if callable(value) else value)
 
 
 def _whole_number(low: int, unit: str) -> Callable[[Any], str]:
@@ -98,6 +136,15 @@ def _timeout(value: Any) -> str:
     return "" if good else "give seconds, more than 0"
 
 
+def _placement(value: Any) -> str:
+    return "" if value is None or isinstance(value, DeviceMesh) else "give a placement made by zg.placement(), or None"
+
+
+def _batch_sbp(value: Any) -> str:
+    good = isinstance(value, tuple) and all(one in (Split(0), broadcast) for one in value)
+    return "" if value is None or good else "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension"
+
+
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "mode": _mode,
     "stage": _stage,
@@ -105,4 +152,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
     "backend": _backend,
     "timeout": _timeout,
+    "placement": _placement,
+    "batch_sbp": _batch_sbp,
+    "zero_dim": lambda value: "" if value is None else _whole_number(0, "mesh dimensions")(value),
 }

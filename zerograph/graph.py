@@ -50,6 +50,7 @@ class ZeroGraph:
         self._digests: dict[Hashable, int] = {}
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
+        self._joined: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_optimizers", "_steps", "_job"):
@@ -207,8 +208,10 @@ class ZeroGraph:
         ]
         if self._latest is None:
             return "\n".join([*lines, "  not compiled yet: call it, or compile(*inputs)"])
-        context = self._latest.context
-        lines.append(f"  rank {context.rank} of {context.ranks}, backend {self._latest.backend}")
+        job = self._latest.executor.job
+        lines.append(
+            f"  rank {job.rank} of {job.size if job.mesh.dims == 1 else job.grid}, backend {self._latest.backend}"
+        )
         return "\n".join([*lines, inspection.describe(self._latest, self._members())])
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
@@ -238,7 +241,7 @@ class ZeroGraph:
             if adopt_global(members, self._optimizers):
                 members = self._members()
             self._check_usable(members)
-            batch = read_batch(args, kwargs, job.size)
+            batch = read_batch(args, kwargs, job, self.config.batch_on(job.mesh.dims))
             self._compiler.lift_changed()
             known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
             capture_key = (tuple(known.values()), batch.key())
@@ -279,8 +282,9 @@ class ZeroGraph:
             _building.reset(token)
 
     def _join(self) -> Job:
-        if self._job is None:
-            self._job = join(self.config.timeout)
+        if self._job is None or self._joined != (self.config.timeout, self.config.placement):
+            self._job = join(self.config.timeout, self.config.placement)
+            self._joined = self.config.timeout, self.config.placement
         return self._job
 
     def _attributes(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import fx
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.runtime.state import bytes_at_rest, store_of
-from zerograph.sbp import WHOLE, NdSbp, Sbp, boxing_kind, show, wire_bytes
+from zerograph.sbp import NdSbp, Sbp, show, whole
 from zerograph.step_graph import Boxing, Phase, placeholders
 from zerograph.update import UpdateProgram
 
@@ -22,9 +22,10 @@ class Collective:
     Attributes:
         kind: all-reduce, reduce-scatter, all-gather or all-to-all.
         bytes: what each rank sends, in bytes (ring algorithms; see :func:`zerograph.sbp.wire_bytes`).
-        tensor_bytes: size of the whole global tensor.
+        tensor_bytes: size of what the ranks that take part hold together: on a mesh of one dimension the whole tensor.
         tensors: the parameters in the bucket that it moves, or what else it moves.
         phase: forward, backward or update.
+        mesh_dim: the dimension of the mesh along which it runs.
     """
 
     kind: str
@@ -32,12 +33,13 @@ class Collective:
     tensor_bytes: int
     tensors: tuple[str, ...]
     phase: Phase
+    mesh_dim: int = 0
 
 
 def collectives(step: CompiledStep) -> list[Collective]:
     """The collectives of the last graph, in the order in which they start."""
     contents = {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in step.context.buckets}
-    return [_collective(node, contents, step.context.ranks) for node in _collective_nodes(step.executor.graph.graph)]
+    return [_collective(node, contents) for node in _collective_nodes(step.executor.graph.graph)]
 
 
 def _collective_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -48,26 +50,25 @@ def _collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]], ranks: int) -> Collective:
+def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collective:
     found: Boxing = node.meta["boxing"]
-    kind = boxing_kind(found.source[0], found.target[0])
-    assert kind is not None
     bucket = found.tensor.removeprefix("gradient of ")
-    sent = round(wire_bytes(found.source, found.target, found.bytes, ranks))
-    return Collective(kind, sent, found.bytes, contents.get(bucket, (found.tensor,)), found.phase)
+    tensors = contents.get(bucket, (found.tensor,))
+    return Collective(found.kind, round(found.sent), found.bytes, tensors, found.phase, found.dim)
 
 
 def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
     """SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
     found: dict[str, NdSbp] = {}
+    everywhere = whole(step.context.mesh.dims)
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
-        found[name] = WHOLE if store is None else store.layout.sbp
+        found[name] = everywhere if store is None else store.layout.sbp
         if store is not None:
             for state in store.specs:
                 layout = store.layouts.get(state)
-                found[f"{name}.{state}"] = WHOLE if layout is None else layout.sbp
-    found |= dict.fromkeys(members.buffers, WHOLE)
+                found[f"{name}.{state}"] = everywhere if layout is None else layout.sbp
+    found |= dict.fromkeys(members.buffers, everywhere)
     found |= {alias: found[name] for alias, name in members.aliases.items()}
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.buckets import Bucket, Parameter, plan_buckets, state_layout
+from zerograph.annotate import annotated_sbp
+from zerograph.buckets import Bucket, Parameter, plan_buckets, split_dim, state_layout
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.members import Members
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import Store, store_of
+from zerograph.sbp import show
 from zerograph.step_graph import Captured, placeholders, role
 from zerograph.update import StateSpec, UpdateProgram
 
@@ -81,7 +83,7 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates):
+        elif _usable(store, names, members, config, updates, job):
             store.job.check_alive()
             layout = replace(store.layout, slots=_named_here(store, members))
             found = _updates(layout, updates)
@@ -114,7 +116,7 @@ def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, 
 
 
 def _usable(
-    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update]
+    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update], job: Job
 ) -> bool:
     """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
     found = [updates.get(name) for name in names]
@@ -123,8 +125,17 @@ def _usable(
         return not any(found)
     complete = len(names) == len(store.parameters)
     alike = all(one is not None and one.key() == first.key() for one in found)
+    zero_dim = config.zero_dim_on(job.mesh.dims)
     whole = {_stays_whole(members.parameters[name], config) for name in names}
-    if not complete or not alike or whole != {store.layout.is_whole} or store.specs != first.program.state:
+    fits = (
+        complete
+        and alike
+        and store.job.mesh == job.mesh
+        and store.layout.zero_dim == zero_dim
+        and whole == {store.layout.sbp == store.layout.gathered}
+        and store.specs == first.program.state
+    )
+    if not fits:
         return False
     named = members.names()
     shapes = [updates[named[id(parameter)]].program.shapes for parameter in store.parameters]
@@ -146,6 +157,7 @@ def _new(
     job: Job, members: Members, config: Config, updates: Mapping[str, Update], names: Sequence[str]
 ) -> list[Planned]:
     tied = set(members.aliases.values())
+    zero_dim = config.zero_dim_on(job.mesh.dims)
     parameters, holdings = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
@@ -158,12 +170,19 @@ def _new(
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
             name if name in tied else None,
         )
-        parameters.append(
-            Parameter(name, tuple(parameter.shape), parameter.dtype, parameter.device, key, holding.dealt)
-        )
+        sbp = annotated_sbp(name, parameter, job.mesh, zero_dim)
+        if holding.dealt and split_dim(sbp) is not None:
+            raise CaptureError(
+                f"{name} is split {show(sbp)}, but its update needs it whole"
+                f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
+                "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
+            )
+        spec = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        parameters.append(Parameter(name, *spec, key, sbp, holding.dealt))
     buckets = plan_buckets(
         parameters,
-        ranks=job.size,
+        mesh=job.mesh,
+        zero_dim=zero_dim,
         split=config.policy.split,
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedParameter
 
+from zerograph.annotate import annotation
 from zerograph.capture import TensorSpec
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.runtime.state import store_of
@@ -145,7 +146,7 @@ def capture_facts(
     names = members.names()
     return {
         "parameters": tuple(
-            (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in members.parameters.items()
+            (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p)) for name, p in members.parameters.items()
         ),
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),

@@ -17,28 +17,47 @@ from zerograph.runtime.process_group import mesh as mesh_of_all
 from zerograph.sbp import NdSbp, Sbp, Split, nd, to_dtensor
 
 
-def placement(device_type: str, ranks: Sequence[int]) -> DeviceMesh:
+def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
     """A device mesh over ``ranks``, in that order: ``zg.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
 
-    Initialises the process group if nobody has.
+    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Initialises the process group if nobody
+    has.
 
     Raises:
-        PlacementError: not a list of distinct ranks of this job, or a device that this machine lacks.
+        PlacementError: not distinct ranks of this job in a rectangular list, or a device that this machine lacks.
     """
     initialise()
     size = dist.get_world_size()
-    wanted = list(ranks) if isinstance(ranks, Sequence) else None
-    if not wanted or not all(isinstance(one, int) and not isinstance(one, bool) for one in wanted):
-        raise PlacementError(f"ranks={ranks!r}: give the ranks as a list of whole numbers, such as [0, 1]")
+    wanted = _flat(ranks)
+    if wanted is None:
+        raise PlacementError(
+            f"ranks={ranks!r}: give the ranks as a list of whole numbers, such as [0, 1], or as a rectangle of lists"
+        )
     if len(set(wanted)) != len(wanted) or not all(0 <= one < size for one in wanted):
         raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
     if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
         raise PlacementError(
             f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'"
         )
-    if wanted == list(range(size)):
+    if ranks == list(range(size)):
         return mesh_of_all(device_type)
-    return DeviceMesh(device_type, wanted)
+    return DeviceMesh(device_type, torch.tensor(ranks))
+
+
+def _flat(ranks: Any) -> list[int] | None:
+    """The ranks of a rectangular nested list one after another; None for anything else."""
+    if not isinstance(ranks, Sequence) or not ranks or isinstance(ranks, str):
+        return None
+    if all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
+        return list(ranks)
+    rows = [_flat(one) for one in ranks]
+    if any(row is None for row in rows) or len({_depths(one) for one in ranks}) != 1:
+        return None
+    return [rank for row in rows for rank in row or []]
+
+
+def _depths(ranks: Any) -> tuple[int, ...]:
+    return (len(ranks), *_depths(ranks[0])) if isinstance(ranks, Sequence) else ()
 
 
 @overload

@@ -13,29 +13,29 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from zerograph.errors import PlacementError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Broadcast:
     """Every rank holds all of the tensor."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "B"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
     """Rank r holds slice r of dimension ``dim``."""
 
     dim: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PartialSum:
     """The tensor is the sum of what the ranks hold."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "P"
 
 
@@ -45,8 +45,10 @@ NdSbp = tuple[Sbp, ...]
 broadcast = Broadcast()
 partial_sum = PartialSum()
 
-# Broadcast on the one dimension of a 1-D placement.
-WHOLE: NdSbp = (broadcast,)
+
+def whole(mesh_dims: int) -> NdSbp:
+    """Broadcast along every mesh dimension."""
+    return (broadcast,) * mesh_dims
 
 
 def split(dim: int) -> Split:
@@ -94,16 +96,13 @@ def boxing_kind(source: Sbp, target: Sbp) -> str | None:
     return None if source == target else _BOXING.get((type(source), type(target)))
 
 
-def wire_bytes(source: NdSbp, target: NdSbp, nbytes: int, ranks: int) -> float:
-    """Bytes that each rank sends to change the SBP of a global tensor of ``nbytes`` (ring algorithms).
+def wire_bytes(source: Sbp, target: Sbp, nbytes: float, ranks: int) -> float:
+    """Bytes that each of ``ranks`` ranks sends to change one SBP into another (ring algorithms).
 
-    With M bytes and N ranks: all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all
-    M (N-1)/N^2, slice 0. Returns ``inf`` for a change that no boxing makes, such as broadcast to partial.
+    ``nbytes`` is the size of what the ranks along this mesh dimension hold together. With M bytes and N ranks:
+    all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all M (N-1)/N^2, slice 0. Returns
+    ``inf`` for a change that no boxing makes, such as broadcast to partial.
     """
-    return sum(_wire_bytes(one, other, nbytes, ranks) for one, other in zip(source, target, strict=True))
-
-
-def _wire_bytes(source: Sbp, target: Sbp, nbytes: int, ranks: int) -> float:
     if source == target:
         return 0.0
     moved = nbytes * (ranks - 1) / ranks

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from zerograph.sbp import NdSbp
+from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
 RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "hyperparameter", "output", "gradient"]
@@ -51,13 +51,35 @@ class Origin:
 
 @dataclass(frozen=True)
 class Boxing:
-    """A change of SBP: from what to what, of which global tensor (``tensor`` names it, ``bytes`` is its size)."""
+    """A change of SBP along one mesh dimension.
+
+    Attributes:
+        source, target: the SBPs before and after; they differ at ``dim`` only.
+        dim, ranks: the mesh dimension, and its size.
+        tensor: names the global tensor.
+        bytes: size of what the ranks along ``dim`` hold of it together.
+        phase: when it happens.
+    """
 
     source: NdSbp
     target: NdSbp
+    dim: int
+    ranks: int
     tensor: str
     bytes: int
     phase: Phase
+
+    @property
+    def kind(self) -> str:
+        """all-reduce, reduce-scatter, all-gather, all-to-all or slice."""
+        found = boxing_kind(self.source[self.dim], self.target[self.dim])
+        assert found is not None, self
+        return found
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends; see :func:`zerograph.sbp.wire_bytes`."""
+        return wire_bytes(self.source[self.dim], self.target[self.dim], self.bytes, self.ranks)
 
 
 @dataclass

@@ -78,12 +78,19 @@ def pointwise(operands: Operands) -> str:
     return ", ".join(["..."] * len(operands.inputs)) + " -> " + ", ".join(["..."] * len(operands.outputs))
 
 
-def of_node(node: fx.Node, ranks: int) -> tuple[Signature, ...] | None:
-    """The signatures of a node over ``ranks`` ranks, or None where its operator has no rule."""
+def of_node(
+    node: fx.Node, ranks: int, inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None
+) -> tuple[Signature, ...] | None:
+    """The signatures of a node over ``ranks`` ranks, or None where its operator has no rule.
+
+    Args:
+        inputs, outputs: what stands for the node's tensors; default: its own.
+    """
     found = find(node.target)
-    inputs, outputs = values(tensor_arguments(node)), output_values(node)
     if found is None:
         return None
+    inputs = values(tensor_arguments(node)) if inputs is None else inputs
+    outputs = output_values(node) if outputs is None else outputs
     present = _present(node)
     operands = Operands(inputs, outputs, arguments(node))
     if isinstance(found.notation, str):

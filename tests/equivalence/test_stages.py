@@ -25,9 +25,10 @@ def train(name: str, stages: list[int], dtype: torch.dtype, size: int, options: 
     return results
 
 
-def expected(name: str, dtype: torch.dtype, size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def expected(name: str, dtype: torch.dtype, size: int, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same of plain PyTorch on one device."""
     model = make(name, dtype)
-    losses = train_plainly(model, adamw(model), batches(name, STEPS, size, dtype))
+    losses = train_plainly(model, adamw(model), batches(name, steps, size, dtype))
     return losses, model.state_dict()
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tests.passes.samples import SAMPLES
 from zerograph._torch import fake_mode
+from zerograph.mesh import line
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.localize import localize
@@ -74,10 +75,10 @@ def run_in_pieces(operator: Any, args: Any, kwargs: Any, signature: Signature, r
         given = rules.tensor_arguments(node)
         for argument, sbp in zip(given, signature.inputs, strict=True):
             argument.meta["sbp"] = (sbp,)
-        node.meta["signature"] = signature
+        node.meta["signature"] = (signature,)
         found = [(sbp,) for sbp in signature.outputs]
         node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
-        localize(module, Context(ranks, rank, "none", OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
+        localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
         module.recompile()
         torch.manual_seed(0)
         local = [

@@ -1,0 +1,151 @@
+"""Line: the placement problem along one mesh dimension, with what has been chosen so far."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import FakeTensor
+from zerograph.mesh import Mesh, local_shape
+from zerograph.passes import rules
+from zerograph.passes.boxing import boxing
+from zerograph.passes.context import Context
+from zerograph.passes.cost import boxing_cost, signature_cost
+from zerograph.passes.rules import Signature
+from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
+from zerograph.step_graph import nbytes
+
+# A tensor of the graph: the node that makes it, and which of its tensors it is.
+Made = tuple[fx.Node, int]
+
+
+@dataclass
+class Line:
+    """One mesh dimension's choices; the dimensions before it are settled, and their cuts are made.
+
+    Attributes:
+        sbp: SBP along this dimension of every tensor that a node yields.
+        signature: chosen for every operator.
+        zero_dim: the mesh dimension that ZeRO splits along.
+        batch_is_split: whether the ranks along this dimension give different parts of the batch.
+        values: of every node the tensors that it yields, as large as the ranks along this dimension hold them together.
+    """
+
+    graph: fx.Graph
+    dim: int
+    zero_dim: int
+    batch_is_split: bool
+    ranks: int
+    values: dict[fx.Node, tuple[Tensor, ...]]
+    sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
+    signature: dict[fx.Node, Signature] = field(default_factory=dict)
+
+    def returned(self, have: Sbp) -> Sbp:
+        """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
+        return have if isinstance(have, Split) and self.batch_is_split else broadcast
+
+    def choose(self, node: fx.Node, signature: Signature) -> None:
+        self.signature[node] = signature
+        self.sbp[node] = signature.outputs
+
+    def made(self, node: fx.Node) -> Made:
+        """The tensor that a tensor-valued node is: of ``getitem`` that of the operator behind it."""
+        if node.target is not operator.getitem:
+            return node, 0
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        # What an operator was told not to compute has no SBP.
+        return source, sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
+
+    def have(self, node: fx.Node) -> Sbp:
+        """SBP of a tensor-valued node."""
+        source, index = self.made(node)
+        return self.sbp[source][index]
+
+    def nbytes(self, made: Made) -> int:
+        return nbytes(self.values[made[0]][made[1]])
+
+    def inputs(self, node: fx.Node) -> list[Made]:
+        return [self.made(given) for given in rules.tensor_arguments(node)]
+
+    def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
+        """What the rule of the node's operator allows along this dimension; None without a rule."""
+        inputs = tuple(self.values[source][index] for source, index in self.inputs(node))
+        return rules.of_node(node, self.ranks, inputs, self.values[node])
+
+    def readers(self, made: Made) -> Iterator[fx.Node]:
+        """The nodes that read a tensor, looking through ``getitem``."""
+        for user in made[0].users:
+            if user.target is not operator.getitem:
+                yield user
+            elif self.made(user) == made:
+                yield from user.users
+
+    def needs(self, made: Made, have: Sbp, but: fx.Node | None = None) -> Iterator[Sbp]:
+        """The SBPs in which the tensor is read if it is ``have``; the reader ``but`` left out."""
+        for reader in self.readers(made):
+            if reader is but:
+                continue
+            if reader.target is boxing:
+                # Along ZeRO's dimension a partial gradient is reduced, in whichever way the stage says, and placement
+                # must not depend on the stage. Along any other it is one more all-reduce.
+                if isinstance(have, Split) or (isinstance(have, PartialSum) and self.dim != self.zero_dim):
+                    yield broadcast
+            elif reader.op == "output":
+                yield self.returned(have)
+            elif reader in self.signature:
+                yield from self.needed_by(reader, self.signature[reader], made)
+
+    def needed_by(self, reader: fx.Node, signature: Signature, made: Made) -> list[Sbp]:
+        return [sbp for given, sbp in zip(self.inputs(reader), signature.inputs, strict=True) if given == made]
+
+    def tensor_cost(self, made: Made) -> float:
+        """Of all boxing of one tensor."""
+        have = self.sbp[made[0]][made[1]]
+        return boxing_cost(have, self.needs(made, have), self.nbytes(made), self.ranks)
+
+    def entry_cost(self, node: fx.Node, signature: Signature, *, wary: bool) -> float:
+        """Of running ``node`` under ``signature`` with its inputs as they are; see ``place`` for ``wary``."""
+        inputs = self.inputs(node)
+        haves = [self.sbp[source][index] for source, index in inputs]
+        total = signature_cost(signature)
+        for made, have, need in zip(inputs, haves, signature.inputs, strict=True):
+            total += boxing_cost(have, (need,), self.nbytes(made), self.ranks)
+        if wary and not any(isinstance(have, Split) for have in haves):
+            for index, sbp in enumerate(signature.outputs):
+                if isinstance(sbp, Split):
+                    total += boxing_cost(sbp, (broadcast,), self.nbytes((node, index)), self.ranks)
+        return total
+
+    def total_cost(self) -> float:
+        """Of all boxing in the graph."""
+        return sum(self.tensor_cost((node, index)) for node in self.values for index in range(len(self.values[node])))
+
+
+def open_line(graph: fx.Graph, context: Context, settled: Sequence[Line]) -> Line:
+    """The problem along the mesh dimension behind those that are settled."""
+    values = {}
+    for node in graph.nodes:
+        whole = rules.output_values(node)
+        if not whole or node.target is operator.getitem:
+            continue
+        prefixes = [tuple(one.sbp[node][index] for one in settled) for index in range(len(whole))]
+        values[node] = tuple(_cut(value, prefix, context.mesh) for value, prefix in zip(whole, prefixes, strict=True))
+    dim = len(settled)
+    batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.inputs)
+    return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values)
+
+
+def _cut(value: Any, prefix: NdSbp, mesh: Mesh) -> Tensor:
+    shape = local_shape(value.shape, prefix, mesh)
+    if shape == tuple(value.shape):
+        return value  # type: ignore[no-any-return]
+    assert isinstance(value, FakeTensor)
+    with value.fake_mode:
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
