@@ -17,11 +17,24 @@ from zerograph.zero import ZeroPolicy
 
 @dataclass(frozen=True)
 class BucketUpdate:
-    """How a bucket is updated: the program, whether it is the first update, the learning rate's input name."""
+    """How a bucket is updated.
 
-    program: UpdateProgram
+    Attributes:
+        programs: of each slot; where the bucket is not dealt, one for all.
+        first: it is the first update.
+        numbers: name of each hyperparameter's input in the graph, by its name in the programs: the learning rate, ...
+        layouts: of the state's entries that are 1-D, by name; see :class:`zerograph.runtime.state.Store`.
+    """
+
+    programs: tuple[UpdateProgram, ...]
     first: bool
-    lr: str
+    numbers: Mapping[str, str]
+    layouts: Mapping[str, Bucket]
+
+    @property
+    def program(self) -> UpdateProgram:
+        """The first slot's: what all have in common can be asked of it."""
+        return self.programs[0]
 
 
 @dataclass(frozen=True)

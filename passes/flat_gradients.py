@@ -15,7 +15,7 @@ from zerograph.buckets import Bucket
 from zerograph.gradients import TOTAL_NORM, Edited, followed, is_edit, norm_terms
 from zerograph.passes.boxing import boxing
 from zerograph.passes.edit import emit
-from zerograph.sbp import NdSbp, Split, show, whole
+from zerograph.sbp import NdSbp, show, whole
 from zerograph.step_graph import origin
 
 aten = torch.ops.aten
@@ -117,10 +117,8 @@ class _Norm:
         bucket = gradient.bucket
         if bucket.padded > bucket.numel and term is not gradient.reduced:
             term = self.without_padding(term, bucket)
-        split = Split(0 if bucket.rows is None else 1)
-        sbp = tuple(split if dim == bucket.zero_dim else one for dim, one in enumerate(bucket.sbp))
-        if bucket.sbp != sbp:
-            term = self.box(term, sbp, f"gradient of {bucket.name}")
+        if bucket.sbp != bucket.split_sbp:
+            term = self.box(term, bucket.split_sbp, f"gradient of {bucket.name}")
         if not math.isinf(self.p):
             return self.summed(term)
         rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
@@ -132,11 +130,15 @@ class _Norm:
         return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
     def without_padding(self, term: fx.Node, bucket: Bucket) -> fx.Node:
-        """An edit may make something of the zeros behind the last gradient."""
+        """An edit may make something of the zeros between and behind the gradients."""
         options = {"device": bucket.device, "pin_memory": False}
         places = self.emit(aten.arange.default, bucket.padded, **options)
         zero = self.emit(aten.full.default, [], 0.0, dtype=term.meta["val"].dtype, **options)
-        return self.emit(aten.where.self, self.emit(aten.lt.Scalar, places, bucket.numel), term, zero)
+        for start, end in bucket.gaps:
+            behind = self.emit(aten.ge.Scalar, places, start)
+            inside = self.emit(aten.logical_and.default, behind, self.emit(aten.lt.Scalar, places, end))
+            term = self.emit(aten.where.self, inside, zero, term)
+        return term
 
     def whole(self, term: fx.Node) -> fx.Node:
         """The share of a gradient that lies in no bucket."""

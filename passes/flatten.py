@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,9 +13,11 @@ from zerograph.buckets import Bucket, Slot
 from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.deal import dealt_update
 from zerograph.passes.edit import emit, fake, first_computed, positions
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
-from zerograph.sbp import show
+from zerograph.passes.rules import Signature
+from zerograph.sbp import Sbp, broadcast, show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
 aten = torch.ops.aten
@@ -33,7 +36,8 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for gradient in gradients:
         with graph.inserting_before(graph.output_node()):
             final = gradient.final(graph)
-        _update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
+        update = _dealt_update if gradient.bucket.dealt else _update
+        update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
     drop_unread_edits(graph)
     for bucket in context.buckets:
         _view_parameters(graph, bucket, flat[bucket.name])
@@ -56,7 +60,7 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(found.name.replace(".", "_"))
+        node = graph.placeholder(found.name.replace(".", "_").replace("[", "_").replace("]", ""))
     node.meta |= {"role": found, "val": fake(graph, shape, dtype, device)}
     return node
 
@@ -124,26 +128,33 @@ def _flat_gradient(
         norms = positions(graph)
         first = min((norms[norm] for one in own for norm in one.norms), default=len(norms))
         ready += [one.raw for one in edited.values() if norms[one.raw] < first]
-    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, [one.raw for one in own], ready), own)
+    raw = {slot.name: one.raw for slot, one in zip(bucket.slots, own, strict=True)}
+    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, raw, ready), own)
 
 
 def _bucket_gradient(
-    graph: fx.Graph, bucket: Bucket, gradients: Sequence[fx.Node], ready: Sequence[fx.Node]
+    graph: fx.Graph, bucket: Bucket, gradients: Mapping[str, fx.Node], ready: Sequence[fx.Node]
 ) -> fx.Node:
-    """The gradients end to end, reduced to the bucket's own SBP, right behind the last of ``ready``."""
+    """The gradients as the bucket lays its parameters, reduced to its own SBP, right behind the last of ``ready``."""
     order = positions(graph)
     last = max(ready, key=order.__getitem__)
     backward = replace(origin(last), phase="backward")
+    # What is dealt out is reduced to its owners, whether or not all ranks keep the parameters.
+    target = bucket.split_sbp if bucket.dealt else bucket.sbp
+    slots = sorted(bucket.slots, key=lambda slot: slot.offset)
+    ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
-        pairs = zip(gradients, bucket.slots, strict=True)
-        laid = [_to_rows(graph, gradient, slot, bucket.rows, backward) for gradient, slot in pairs]
-        joined = emit(graph, aten.cat.default, (laid, 0 if bucket.rows is None else 1), backward)
-        if bucket.padded > bucket.numel:
-            padding = [0, bucket.padded - bucket.numel]
-            joined = emit(graph, aten.constant_pad_nd.default, (joined, padding, 0.0), backward)
+        parts = []
+        for index, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+            part = _to_rows(graph, gradients[slot.name], slot, bucket.rows, backward)
+            gaps = [0 if index else slot.offset, end - slot.offset - slot.numel]
+            if any(gaps):
+                part = emit(graph, aten.constant_pad_nd.default, (part, gaps, 0.0), backward)
+            parts.append(part)
+        joined = emit(graph, aten.cat.default, (parts, 0 if bucket.rows is None else 1), backward)
         joined.meta["gradient"] = bucket.name
-        reduced = emit(graph, boxing, (joined, show(bucket.sbp)), backward)
-    reduced.meta["target_sbp"] = bucket.sbp
+        reduced = emit(graph, boxing, (joined, show(target)), backward)
+    reduced.meta["target_sbp"] = target
     reduced.meta["tensor"] = f"gradient of {bucket.name}"
     return reduced
 
@@ -151,7 +162,7 @@ def _bucket_gradient(
 def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """The update program once over the whole bucket; new values go to the bucket's inputs at the graph's end."""
     program = update.program.first if update.first and update.program.first else update.program.graph
-    inputs = {"param": flat, "grad": gradient, "lr": _lr_input(graph, update.lr)}
+    inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape
         device = torch.device("cpu") if spec.scalar else bucket.device
@@ -168,6 +179,27 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
                 _write_new_state(graph, update, node, copies, inputs)
 
 
+def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
+    """One node for the updates of all parameters: which of them a rank makes is for ``localize`` to say."""
+    states = [
+        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.device)
+        for name, layout in update.layouts.items()
+    ]
+    numbers = list(_numbers(graph, update).values())
+    with graph.inserting_before(graph.output_node()):
+        updated = emit(graph, dealt_update, (flat, gradient, numbers, states), _UPDATE)
+        updated.meta["bucket"] = bucket.name
+        updated.meta["signatures"] = tuple(_dealt_signature(one, len(numbers), len(states)) for one in bucket.split_sbp)
+        for index, node in enumerate((flat, *states)):
+            new = emit(graph, operator.getitem, (updated, index), _UPDATE)
+            emit(graph, aten.copy_.default, (node, new), _UPDATE)
+
+
+def _dealt_signature(one: Sbp, numbers: int, states: int) -> Signature:
+    """Along one mesh dimension: ZeRO's, where the owners are, or another, where all ranks do the same."""
+    return Signature((one, one, *[broadcast] * numbers, *[one] * states), (one, *[one] * states))
+
+
 def _write_new_state(
     graph: fx.Graph, update: BucketUpdate, output: fx.Node, copies: dict[fx.Node, fx.Node], inputs: dict[str, fx.Node]
 ) -> None:
@@ -179,8 +211,12 @@ def _write_new_state(
         emit(graph, aten.copy_.default, (inputs[name], made), _UPDATE)
 
 
-def _lr_input(graph: fx.Graph, name: str) -> fx.Node:
-    for node in placeholders(graph, "lr"):
-        if role(node) == Role("lr", name):
-            return node
-    return _input(graph, Role("lr", name), (), torch.float64, torch.device("cpu"))
+def _numbers(graph: fx.Graph, update: BucketUpdate) -> dict[str, fx.Node]:
+    """The hyperparameters that are inputs: 0-d, shared by the buckets of a group."""
+    there = {found.name: node for node in placeholders(graph, "hyperparameter") if (found := role(node))}
+    return {
+        short: there[name]
+        if name in there
+        else _input(graph, Role("hyperparameter", name), (), torch.float64, torch.device("cpu"))
+        for short, name in update.numbers.items()
+    }

@@ -14,6 +14,7 @@ from zerograph.mesh import local_shape
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
+from zerograph.passes.deal import dealt_update, own_updates
 from zerograph.passes.edit import emit, evaluate, fake
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.step_graph import Boxing, origin
@@ -23,7 +24,7 @@ c10d = torch.ops._c10d_functional
 
 
 def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Values, and arguments that are sizes, are those of this rank; collectives stand where boxing nodes stood."""
+    """Values, arguments that are sizes, and dealt updates are this rank's; boxing nodes have become collectives."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -32,6 +33,8 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _lower(graph, node, context)
         elif node.op == "call_function":
             _compute_locally(node, context)
+    for node in graph.find_nodes(op="call_function", target=dealt_update):
+        _update_own(module, node, context)
     graph.eliminate_dead_code()
     return module
 
@@ -67,6 +70,27 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
             f"{node.target} yields local shapes {found} where its SBP {node.meta['sbp']} says {shapes}: "
             f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
         )
+
+
+def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
+    """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
+    name = node.meta["bucket"]
+    bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+    module.add_submodule(
+        f"update_{name}", own_updates(bucket, context.updates[name], context.mesh.position[bucket.zero_dim])
+    )
+    inputs = node.all_input_nodes
+    flat = inputs[0]
+    with module.graph.inserting_before(node):
+        own = module.graph.call_module(f"update_{name}", tuple(inputs))
+    own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
+    for part in list(node.users):
+        for write in list(part.users):
+            if write.target is aten.copy_.default and write.args[0] in inputs:
+                module.graph.erase_node(write)
+        part.replace_all_uses_with(own)
+        module.graph.erase_node(part)
+    module.graph.erase_node(node)
 
 
 # Operators that are told the size of their result, and where.

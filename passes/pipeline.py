@@ -72,7 +72,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         seconds = time.perf_counter() - began
         kept = module.graph if rewrite is PIPELINE[-1] else copy_graph(module.graph)
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
-        records.append(_record(names[at], summary, captured, kept, seconds))
+        records.append(_record(names[at], summary, module, kept, seconds))
     return tuple(records)
 
 

@@ -18,6 +18,7 @@ from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import PACKET
+from zerograph.passes.deal import dealt_update
 from zerograph.passes.line import Line, open_line
 from zerograph.passes.rules import Signature
 from zerograph.passes.rules.discover import discover
@@ -85,6 +86,8 @@ def _choose_greedily(line: Line, context: Context, *, wary: bool = False) -> dic
             line.sbp[node] = (broadcast,)
         elif node.target is boxing:
             line.sbp[node] = (node.meta["target_sbp"][line.dim],)
+        elif node.target is dealt_update:
+            line.choose(node, node.meta["signatures"][line.dim])
         elif node in written:
             # State is written in the SBP that it rests in.
             rest = line.sbp[node.args[0]][0]
@@ -101,7 +104,9 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     if found.kind == "input":
         return context.inputs[int(found.name)]
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
-        name = found.name.split(".")[0]
+        name, _, state = found.name.partition(".")
+        if state:
+            return context.updates[name].layouts[state].sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
     return whole(context.mesh.dims)
 

@@ -31,14 +31,14 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     """An empty bucket before the first gradient; each gradient is copied in where it is made, and freed."""
-    cat = joined if joined.target is aten.cat.default else joined.all_input_nodes[0]
-    flat = list(cat.all_input_nodes)
-    if len(flat) == 1 and cat is joined:
-        joined.replace_all_uses_with(flat[0])
-        flat[0].meta["gradient"] = joined.meta.pop("gradient")
+    parts = list(joined.all_input_nodes)
+    if len(parts) == 1 and parts[0].target is not aten.constant_pad_nd.default:
+        joined.replace_all_uses_with(parts[0])
+        parts[0].meta["gradient"] = joined.meta.pop("gradient")
         return
+    pieces = [_gaps(part) for part in parts]
     # One that had to change its SBP first comes flat from a collective.
-    gradients = [node.all_input_nodes[0] if node.target is aten.reshape.default else node for node in flat]
+    gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
     order = positions(graph)
     first = min(gradients, key=order.__getitem__)
     bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
@@ -46,8 +46,9 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     bucket.update_kwarg("device", joined.meta["val"].device)
     bucket.meta["val"] = joined.meta["val"]
     offset = 0
-    for gradient in gradients:
+    for gradient, (_, before, behind) in zip(gradients, pieces, strict=True):
         value: Tensor = gradient.meta["val"]
+        offset = _zero(graph, bucket, joined, offset, offset + before)
         with graph.inserting_before(_behind(gradient, bucket)):
             part = _tagged(
                 emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(gradient)), joined
@@ -55,14 +56,31 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
             view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(gradient)), joined)
             _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(gradient)), joined)
         offset += value.numel()
-    if offset < joined.meta["val"].numel():
-        with graph.inserting_before(_behind(bucket, bucket)):
-            tail = _tagged(
-                emit(graph, aten.slice.Tensor, (bucket, 0, offset, joined.meta["val"].numel()), origin(joined)), joined
-            )
-            _tagged(emit(graph, aten.zero_.default, (tail,), origin(joined)), joined)
+        offset = _zero(graph, bucket, joined, offset, offset + behind)
     joined.replace_all_uses_with(bucket)
     bucket.meta["gradient"] = joined.meta.pop("gradient")
+
+
+def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:
+    """A flat gradient, and how many unused elements of the bucket lie before and behind it."""
+    if part.target is not aten.constant_pad_nd.default:
+        return part, 0, 0
+    flat, gaps = part.args[:2]
+    assert isinstance(flat, fx.Node)
+    assert isinstance(gaps, (list, tuple))
+    before, behind = gaps
+    assert isinstance(before, int)
+    assert isinstance(behind, int)
+    return flat, before, behind
+
+
+def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: int) -> int:
+    """Fill what lies between two gradients right behind the allocation; the end of it."""
+    if start < end:
+        with graph.inserting_before(bucket.next):
+            gap = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, start, end), origin(joined)), joined)
+            _tagged(emit(graph, aten.zero_.default, (gap,), origin(joined)), joined)
+    return end
 
 
 def _emit_like(graph: fx.Graph, before: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:

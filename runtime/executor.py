@@ -26,23 +26,23 @@ class Executor:
     Attributes:
         graph: the emitted graph that ``function`` was compiled from.
         feeds: one for each placeholder: a tensor that stays, a lookup, or the number of a batch tensor.
-        rates: the 0-d tensor of each learning rate, by the name of its input.
+        numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
     """
 
     job: Job
     graph: fx.GraphModule
     function: Compiled
     feeds: Sequence[Tensor | Lookup | int]
-    rates: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]
 
-    def __call__(self, batch: Sequence[Tensor], rates: Mapping[str, float], doing: str) -> list[Tensor]:
+    def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], doing: str) -> list[Tensor]:
         """Run the step on this rank's part of the batch; ``doing`` names it in messages.
 
         Raises:
             CommunicationError: a collective failed, which is named.
         """
-        for name, tensor in self.rates.items():
-            tensor.fill_(rates[name])
+        for name, tensor in self.numbers.items():
+            tensor.fill_(numbers[name])
         arguments = [
             feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
             for feed in self.feeds
@@ -76,7 +76,7 @@ def bind(
 ) -> Executor:
     """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph."""
     feeds: list[Tensor | Lookup | int] = []
-    rates: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
     for node in placeholders(graph.graph):
         found: Role = node.meta["role"]
         if found.kind == "bucket":
@@ -84,16 +84,16 @@ def bind(
         elif found.kind == "state":
             bucket, name = found.name.split(".", 1)
             feeds.append(stores[bucket].state[name])
-        elif found.kind == "lr":
-            rates[found.name] = torch.zeros((), dtype=torch.float64)
-            feeds.append(rates[found.name])
+        elif found.kind == "hyperparameter":
+            numbers[found.name] = torch.zeros((), dtype=torch.float64)
+            feeds.append(numbers[found.name])
         elif found.kind == "input":
             feeds.append(int(found.name))
         elif found in lookups:
             feeds.append(lookups[found])
         else:
             raise VerificationError(f"nothing feeds the graph's {found}")
-    return Executor(job, graph, function, tuple(feeds), rates)
+    return Executor(job, graph, function, tuple(feeds), numbers)
 
 
 def _failed_line(traceback: TracebackType | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What a rank holds between steps: of each bucket its shard, and the optimizer's state in the same layout.
+"""What a rank holds between steps: of each bucket its shard, and the optimizer's state next to it.
 
 A *store* is one bucket at rest. A parameter lives in one store or in none; which one is noted on the parameter, so
 that every graph that shares the module finds it. Whole buckets lend their parameters views of themselves; split
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zerograph.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.errors import InputError
-from zerograph.mesh import local_part
+from zerograph.mesh import local_part, local_shape
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.step_graph import nbytes
@@ -38,6 +38,7 @@ class Store:
         flat: this rank's part of the bucket: 1-D, or one row of it.
         state: optimizer state by name: shaped like ``flat``, or 0-d and equal on all ranks.
         specs: what the entries of ``state`` are.
+        layouts: where each parameter's part of an entry lies, for those that are 1-D.
         fresh: no update has been made: a plain optimizer would hold no state yet.
         first_differs: the first update is another program than the later ones.
         keeper: the optimizer whose state this is.
@@ -51,6 +52,7 @@ class Store:
     flat: Tensor
     state: dict[str, Tensor]
     specs: Mapping[str, StateSpec]
+    layouts: Mapping[str, Bucket]
     fresh: bool
     first_differs: bool
     keeper: torch.optim.Optimizer | None
@@ -60,18 +62,6 @@ class Store:
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
         return zip(self.parameters, self.layout.slots, strict=True)
-
-    def whole(self, shard: Tensor) -> Tensor:
-        """The whole of ``flat`` or of one state entry, in memory of its own. A collective where split."""
-        return gather_whole(self.job, shard, self.layout.sbp)
-
-    def parts(self, whole: Tensor) -> list[Tensor]:
-        """The part of each parameter in a whole bucket, in its shape and in slot order: views if it is flat."""
-        return [from_rows(whole[..., s.offset : s.offset + s.numel], s) for s in self.layout.slots]
-
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole bucket, a view."""
-        return whole[local_part(whole.shape, self.layout.sbp, self.job.mesh)]
 
     def check_lent(self) -> None:
         """Raise if somebody replaced the data of a parameter that is a view of this bucket.
@@ -96,11 +86,22 @@ def store_of(parameter: nn.Parameter) -> Store | None:
     return found
 
 
+def _whole(job: Job, layout: Bucket, shard: Tensor) -> Tensor:
+    """The whole of a bucket or of one state entry, in memory of its own. A collective where split."""
+    return gather_whole(job, shard, layout.sbp)
+
+
+def _parts(layout: Bucket, whole: Tensor) -> list[Tensor]:
+    """The part of each parameter in a whole bucket, in its shape and in slot order: views if it is flat."""
+    return [from_rows(whole[..., s.offset : s.offset + s.numel], s) for s in layout.slots]
+
+
 def settle(
     job: Job,
     layout: Bucket,
     parameters: Sequence[nn.Parameter],
     specs: Mapping[str, StateSpec],
+    layouts: Mapping[str, Bucket],
     first_differs: bool,
     keeper: torch.optim.Optimizer | None,
 ) -> Store:
@@ -110,10 +111,11 @@ def settle(
     """
     held: list[Mapping[str, Any]] = [] if keeper is None else [keeper.state.get(one, {}) for one in parameters]
     fresh = not any(held)
-    number = next(_serials)
     with torch.no_grad():
-        store = Store(job, layout, tuple(parameters), torch.empty(0), {}, specs, fresh, first_differs, keeper, number)
-        store.flat = _shard(store, [parameter.detach() for parameter in parameters], layout.dtype, layout.device)
+        flat = _shard(job, layout, [parameter.detach() for parameter in parameters])
+        store = Store(
+            job, layout, tuple(parameters), flat, {}, specs, layouts, fresh, first_differs, keeper, next(_serials)
+        )
         for name, spec in specs.items():
             store.state[name] = _initial(store, name, spec, held)
         for parameter in parameters:
@@ -124,27 +126,29 @@ def settle(
     return store
 
 
-def _shard(store: Store, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    whole = torch.zeros(store.layout.shape, dtype=dtype, device=device)
-    for slot, part in zip(store.layout.slots, parts, strict=True):
-        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, store.layout.rows)
-    broadcast_from_first(store.job, [whole])
-    return whole if store.layout.is_whole else store.own(whole).clone()
+def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
+    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    for slot, part in zip(layout.slots, parts, strict=True):
+        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
+    broadcast_from_first(job, [whole])
+    return whole if layout.is_whole else whole[local_part(whole.shape, layout.sbp, job.mesh)].clone()
 
 
 def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]]) -> Tensor:
-    if spec.scalar:
+    layout = store.layouts.get(name)
+    if layout is None:
         value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
-        return torch.full(store.flat.shape, spec.initial or 0.0, dtype=spec.dtype, device=store.flat.device)
-    return _shard(store, [one[name] for one in held], spec.dtype, store.flat.device)
+        shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
+        return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.device)
+    return _shard(store.job, layout, [torch.as_tensor(one[name]) for one in held])
 
 
 def lend(store: Store) -> None:
     """Put the parameters into the form that they have between steps: hidden where split, else views."""
     if store.layout.is_whole:
-        for parameter, part in zip(store.parameters, store.parts(store.flat), strict=True):
+        for parameter, part in zip(store.parameters, _parts(store.layout, store.flat), strict=True):
             show(parameter, part)
     else:
         for parameter in store.parameters:
@@ -156,7 +160,8 @@ def open_whole(store: Store) -> None:
     """Give split parameters their whole values, for the user to look at or change. A collective."""
     if store.layout.is_whole:
         return
-    for parameter, part in zip(store.parameters, store.parts(store.whole(store.flat)), strict=True):
+    whole = _whole(store.job, store.layout, store.flat)
+    for parameter, part in zip(store.parameters, _parts(store.layout, whole), strict=True):
         show(parameter, part)
     store.opened = True
 
@@ -181,7 +186,8 @@ def dissolve(store: Store) -> None:
 
 def plain_parameters(store: Store) -> list[Tensor]:
     """The whole value of each parameter, in memory of its own. A collective where split."""
-    return [part.clone() for part in store.parts(store.whole(store.flat))]
+    whole = _whole(store.job, store.layout, store.flat)
+    return [part.clone() for part in _parts(store.layout, whole)]
 
 
 def plain_states(store: Store) -> list[PlainState]:
@@ -190,40 +196,41 @@ def plain_states(store: Store) -> list[PlainState]:
     if store.fresh:
         return states
     for name, spec in store.specs.items():
-        if spec.scalar:
-            values = [store.state[name].to(spec.plain_dtype, copy=True) for _ in states]
+        layout = store.layouts.get(name)
+        if layout is None:
+            values = [store.state[name] for _ in states]
         else:
-            values = [part.clone() for part in store.parts(store.whole(store.state[name]))]
+            values = _parts(layout, _whole(store.job, layout, store.state[name]))
         for state, value in zip(states, values, strict=True):
-            state[name] = value
+            state[name] = value.to(spec.plain_dtype, copy=True)
     return states
 
 
 def load_parameters(store: Store, values: Sequence[Tensor | None]) -> None:
     """Overwrite the parameters for which a whole value is given. No collective: each rank takes its own part."""
-    _load(store, store.flat, values)
+    _load(store.job, store.layout, store.flat, values)
 
 
 def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
     """Overwrite the optimizer state with what a plain optimizer held for each parameter; nothing held: start anew."""
     store.fresh = not any(states)
     for name, spec in store.specs.items():
-        if spec.scalar:
+        layout = store.layouts.get(name)
+        if layout is None:
             store.state[name].fill_(states[0][name] if states[0] else (spec.initial or 0.0))
         elif store.fresh:
             store.state[name].fill_(spec.initial or 0.0)
         else:
-            _load(store, store.state[name], [state.get(name) for state in states])
+            _load(store.job, layout, store.state[name], [state.get(name) for state in states])
 
 
-def _load(store: Store, shard: Tensor, values: Sequence[Tensor | None]) -> None:
-    *_, own = local_part(store.layout.shape, store.layout.sbp, store.job.mesh)
-    rows = local_part(store.layout.shape, store.layout.sbp, store.job.mesh)[:-1]
+def _load(job: Job, layout: Bucket, shard: Tensor, values: Sequence[Any]) -> None:
+    *rows, own = local_part(layout.shape, layout.sbp, job.mesh)
     with torch.no_grad():
-        for slot, value in zip(store.layout.slots, values, strict=True):
+        for slot, value in zip(layout.slots, values, strict=True):
             low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
             if value is not None and low < high:
-                laid = to_rows(value, slot, store.layout.rows)[rows]
+                laid = to_rows(torch.as_tensor(value), slot, layout.rows)[tuple(rows)]
                 part = laid[..., low - slot.offset : high - slot.offset]
                 shard[..., low - own.start : high - own.start] = part.to(shard)
 

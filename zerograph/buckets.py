@@ -1,4 +1,8 @@
-"""Buckets: parameters of one optimizer group and dtype, laid end to end in one flat tensor.
+"""Buckets: parameters of one optimizer group and dtype in one flat tensor.
+
+Where the update is elementwise they lie end to end, and the ranks' shards cut through them. Where it is not, they are
+*dealt*: each lies whole within the shard of one rank, its owner, which alone updates it. Gathering and reducing such a
+bucket is the same collective, the update needs none, and any operator whatever sees the whole parameter.
 
 Parameters that the user has split along another mesh dimension than ZeRO's (tensor parallelism) lie in buckets of
 rows: row r is the flat bucket of rank r along that dimension, so that rows are S(0) there, and their elements S(1)
@@ -8,7 +12,7 @@ along ZeRO's.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,11 +37,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The layout of a flat tensor of ``padded`` elements, the last ``padded - numel`` of them unused.
+    """The layout of a flat tensor of ``padded`` elements, of which the slots use ``numel``.
 
     ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients.
     ``zero_dim`` is the mesh dimension that ZeRO splits along, ``ranks`` its size, which the bucket is padded for.
-    ``rows`` is None for a flat bucket.
+    ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one.
     """
 
     name: str
@@ -51,6 +55,24 @@ class Bucket:
     ranks: int
     zero_dim: int = 0
     rows: int | None = None
+    owners: tuple[int, ...] | None = None
+
+    @property
+    def dealt(self) -> bool:
+        return self.owners is not None
+
+    @property
+    def split_sbp(self) -> NdSbp:
+        """Split along ZeRO's dimension, whether or not it rests so."""
+        split = Split(0 if self.rows is None else 1)
+        return tuple(split if dim == self.zero_dim else one for dim, one in enumerate(self.sbp))
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the padding between and behind the slots, in elements of a row."""
+        taken = sorted((slot.offset, slot.offset + slot.numel) for slot in self.slots if slot.numel)
+        starts, ends = [0, *(end for _, end in taken)], [*(start for start, _ in taken), self.padded]
+        return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +99,7 @@ class Parameter:
     device: torch.device
     key: Hashable
     sbp: NdSbp
+    dealt: bool = False
 
 
 def plan_buckets(
@@ -98,24 +121,32 @@ def plan_buckets(
         split: whether they are; else B.
         min_split_numel: parameters with fewer elements stay B, in buckets of their own.
         bucket_bytes: most bytes per bucket (a larger parameter has one to itself); None: :func:`default_bytes`.
+            A dealt bucket grows until its parameters deal out evenly: its padding would cost more than its latency.
         first_number: buckets are named ``bucket<n>`` from here on.
     """
     most = bucket_bytes or default_bytes(parameters)
-    open_buckets: dict[Hashable, list[Parameter]] = {}
-    closed: list[tuple[list[Parameter], bool]] = []
+    ranks = mesh.shape[zero_dim]
+    by_key: dict[Hashable, list[list[Parameter]]] = {}
+    in_order: list[list[Parameter]] = []
     for parameter in parameters:
-        small = _numel(parameter) < min_split_numel
-        whole = not split or small
         # Small ones apart also where all are whole: the stages then have the same buckets, and the same sums.
+        small = _numel(parameter) < min_split_numel
         key = (small, parameter.sbp, parameter.dtype, parameter.device, parameter.key)
-        members = open_buckets.get(key)
-        if members is None or sum(map(_bytes, members)) + _bytes(parameter) > most:
-            members = open_buckets[key] = []
-            closed.append((members, whole))
-        members.append(parameter)
-    return tuple(
-        _lay(f"bucket{first_number + i}", members, mesh, zero_dim, whole) for i, (members, whole) in enumerate(closed)
-    )
+        alike = by_key.setdefault(key, [])
+        if not alike or (sum(map(_bytes, alike[-1])) + _bytes(parameter) > most and _even(alike[-1], ranks)):
+            alike.append([])
+            in_order.append(alike[-1])
+        alike[-1].append(parameter)
+    for alike in by_key.values():
+        if len(alike) > 1 and not _even(alike[-1], ranks):
+            alike[-2] += alike[-1]
+            alike[-1].clear()
+    loads = [0] * ranks
+    found: list[Bucket] = []
+    for members in filter(None, in_order):
+        whole = not split or _numel(members[0]) < min_split_numel
+        found.append(_lay(f"bucket{first_number + len(found)}", members, mesh, zero_dim, whole, loads))
+    return tuple(found)
 
 
 def default_bytes(parameters: Sequence[Parameter]) -> int:
@@ -123,7 +154,26 @@ def default_bytes(parameters: Sequence[Parameter]) -> int:
     return max(2**20, min(2**25, sum(map(_bytes, parameters)) // 8))
 
 
-def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, whole: bool) -> Bucket:
+def state_layout(
+    bucket: Bucket, name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Bucket:
+    """The layout of one entry of the optimizer's state: in a dealt bucket of any shapes, next to their parameters.
+
+    State is S(0) in a dealt bucket even where the parameters are B: only the owner ever reads it.
+    """
+    if bucket.owners is None:
+        return replace(bucket, name=name, dtype=dtype, device=device)
+    slots = [
+        Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
+    ]
+    laid, padded = _dealt(slots, bucket.owners, bucket.ranks)
+    numel = sum(slot.numel for slot in slots)
+    return replace(
+        bucket, name=name, slots=laid, numel=numel, padded=padded, dtype=dtype, device=device, sbp=bucket.split_sbp
+    )
+
+
+def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, whole: bool, loads: list[int]) -> Bucket:
     first = members[0]
     cut = next((dim for dim, one in enumerate(first.sbp) if isinstance(one, Split)), None)
     rows = None if cut is None else mesh.shape[cut]
@@ -138,6 +188,10 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     if not whole:
         sbp[zero_dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
+    if first.dealt:
+        owners = _owners([slot.numel for slot in slots], ranks, loads)
+        laid, padded = _dealt(slots, owners, ranks)
+        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners)
     return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows)
 
 
@@ -160,6 +214,48 @@ def from_rows(laid: Tensor, slot: Slot) -> Tensor:
     rows = laid.shape[0]
     piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
     return torch.cat([row.view(piece) for row in laid], slot.split)
+
+
+def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ...]:
+    """The rank of each parameter: the largest first, to the rank with the least so far (Graham's LPT rule).
+
+    Elements are what counts: every shard is as long as the longest, in memory and on the wire. Work goes with them
+    wherever matrices have one smaller side in common, as in a transformer (Muon's flops are elements times that side).
+    Between ranks that have as much of this bucket, ``loads``, the sums over the buckets so far, decides.
+    """
+    here, owners = [0] * ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = owners[index] = min(range(ranks), key=lambda rank: (here[rank], loads[rank], rank))
+        here[owner] += sizes[index]
+        loads[owner] += sizes[index]
+    return tuple(owners)
+
+
+def _dealt(slots: Sequence[Slot], owners: Sequence[int], ranks: int) -> tuple[tuple[Slot, ...], int]:
+    """The slots, each in the shard of its owner, and the length of all shards together."""
+    used = [0] * ranks
+    for slot, owner in zip(slots, owners, strict=True):
+        used[owner] += slot.numel
+    shard, used = max(used), [0] * ranks
+    laid = []
+    for slot, owner in zip(slots, owners, strict=True):
+        laid.append(replace(slot, offset=owner * shard + used[owner]))
+        used[owner] += slot.numel
+    return tuple(laid), shard * ranks
+
+
+# Most padding of a dealt bucket, as a part of its parameters, for which no further ones are awaited.
+_PADDING = 1 / 8
+
+
+def _even(members: Sequence[Parameter], ranks: int) -> bool:
+    """Whether the parameters may be a bucket of their own: dealt out, they need little padding."""
+    if not members[0].dealt:
+        return True
+    sizes = list(map(_numel, members))
+    loads = [0] * ranks
+    _owners(sizes, ranks, loads)
+    return max(loads) * ranks - sum(sizes) <= _PADDING * sum(sizes)
 
 
 def _numel(parameter: Parameter) -> int:

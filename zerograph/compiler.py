@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import capture as capturing
+from zerograph import hyperparameters
 from zerograph.batch import Batch
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.passes import rules
@@ -26,7 +28,7 @@ from zerograph.runtime.process_group import Job, agree, broadcast_from_first, di
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
 from zerograph.step_graph import Boxing, Captured, Role, origin, output_nodes
-from zerograph.update import UpdateProgram, trace_update
+from zerograph.update import UpdateProgram, check_separate, trace_update
 from zerograph.zero import OFF
 
 
@@ -41,7 +43,7 @@ class CompiledStep:
         backend: name of what compiled the last graph.
         executor: runs it.
         stores: the bucket at rest behind each of ``context.buckets``, by name.
-        rates: the optimizer group behind each learning rate input.
+        numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
         outputs: SBP and global shape of each tensor that it returns.
     """
 
@@ -51,7 +53,7 @@ class CompiledStep:
     backend: str
     executor: Executor
     stores: Mapping[str, Store]
-    rates: Mapping[str, Mapping[str, Any]]
+    numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
 
     @property
@@ -78,13 +80,22 @@ class _Prepared:
 
 @dataclass
 class Compiler:
-    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again."""
+    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
+
+    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns.
+    """
 
     build: Callable[..., Any]
     optimizers: Optimizers
     config: Config
+    reads_metric: bool = False
     _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
     _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
+    _separate: set[Hashable] = field(default_factory=set)
+    # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
+    _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
+    _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
+    _constant: set[tuple[int, int, Path]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
@@ -120,6 +131,14 @@ class Compiler:
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
             )
+        returned = zip(
+            output_nodes(captured.graph.graph), captured.graph.graph.output_node().meta["roles"], strict=True
+        )
+        if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
+            raise CaptureError(
+                "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
+                "Return the loss, or whatever is to fall or rise, from build()."
+            )
         if job.size > 1:
             _refuse_random(captured.graph)
         policy = self.config.policy if self.optimizers else OFF
@@ -130,9 +149,14 @@ class Compiler:
             policy=policy,
             buckets=tuple(one.bucket for one in layout),
             updates={
-                one.bucket.name: BucketUpdate(one.update.program, one.fresh and one.first_differs, one.update.rate)
+                one.bucket.name: BucketUpdate(
+                    tuple(update.program for update in one.updates),
+                    one.fresh and one.first_differs,
+                    one.updates[0].numbers(),
+                    one.layouts,
+                )
                 for one in layout
-                if one.update is not None
+                if one.updates
             },
             inputs=batch.sbp,
             on_missing_rule=self.config.on_missing_rule,
@@ -184,19 +208,64 @@ class Compiler:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        program = self._program(optimizer, group, parameter)
-                        found[name] = Update(program, f"optimizer{number}.group{index}.lr", group, optimizer)
+                        program = self._program(number, index, parameter)
+                        found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 
-    def _program(self, optimizer: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> UpdateProgram:
-        hyperparameters = tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
-        key = (id(optimizer), hyperparameters, parameter.shape, parameter.dtype, parameter.device)
+    def _program(self, number: int, index: int, parameter: nn.Parameter) -> UpdateProgram:
+        optimizer = self.optimizers[number]
+        group = optimizer.param_groups[index]
+        lifted = self._lifted.get((number, index), {})
+        constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
+        kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, parameter.device)
+        key = (*kind, parameter.shape)
         if key not in self._programs:
             known = self._programs.values()
-            self._programs[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known
+            program = self._programs[key] = trace_update(
+                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known, tuple(lifted)
             )
+            for path, thresholds in lifted.items():
+                thresholds |= program.thresholds[hyperparameters.name(path)]
+        if kind not in self._separate:
+            check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+            self._separate.add(kind)
         return self._programs[key]
+
+    def constants(self, number: int, index: int) -> Mapping[str, Any]:
+        """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""
+        group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
+        for path, thresholds in self._lifted.get((number, index), {}).items():
+            value = hyperparameters.read(group, path)
+            group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
+        return group
+
+    def lift_changed(self) -> None:
+        """Make inputs of the hyperparameters that changed since the last step: from now on they need no compiling.
+
+        One that the update uses in a way that is not understood stays a constant: each change compiles anew.
+        """
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                place = number, index
+                now = hyperparameters.numbers(group)
+                before = self._last.get(place, now)
+                self._last[place] = now
+                lifted = self._lifted.setdefault(place, {})
+                for path in now:
+                    if path in before and before[path] != now[path] and path not in lifted:
+                        self._lift(number, index, path)
+
+    def _lift(self, number: int, index: int, path: Path) -> None:
+        lifted = self._lifted[number, index]
+        if (number, index, path) in self._constant:
+            return
+        lifted[path] = set()
+        try:
+            for parameter in self.optimizers[number].param_groups[index]["params"]:
+                self._program(number, index, parameter)
+        except NotLiftedError:
+            del lifted[path]
+            self._constant.add((number, index, path))
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -218,7 +287,7 @@ class Compiler:
         for one in layout:
             name = one.bucket.name
             if name in new:
-                stores[name] = settle(job, one.bucket, new[name], one.specs, one.first_differs, one.keeper)
+                stores[name] = settle(job, one.bucket, new[name], one.specs, one.layouts, one.first_differs, one.keeper)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
             broadcast_from_first(job, [*plain, *members.buffers.values()])
@@ -231,11 +300,16 @@ class Compiler:
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
         executor = bind(job, graph, prepared.function, stores, lookups)
-        rates = {one.update.rate: one.update.group for one in prepared.layout if one.update is not None}
+        numbers = {
+            name: (update.group, update.program.numbers[short])
+            for one in prepared.layout
+            for update in one.updates
+            for short, name in update.numbers().items()
+        }
         needs = graph.graph.output_node().meta["needs"]
         outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
         return CompiledStep(
-            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, rates, outputs
+            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, numbers, outputs
         )
 
 
@@ -280,6 +354,7 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
     lines = [
         f"{one.bucket.name}: {', '.join(slot.name for slot in one.bucket.slots)}; optimizer state "
         f"{'none yet' if one.fresh else ', '.join(one.specs)}"
+        f"{f'; dealt out to ranks {one.bucket.owners}' if one.bucket.dealt else ''}"
         for one in layout
     ]
     for node in graph.graph.nodes:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, inspection, state_dict
+from zerograph import _torch, hyperparameters, inspection, state_dict
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.compiler import CompiledStep, Compiler
 from zerograph.config import Config
@@ -64,6 +64,9 @@ class ZeroGraph:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
         """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
 
+        ``ReduceLROnPlateau`` is stepped with the first 0-d tensor that ``build()`` returns: its value is then read in
+        each step, which waits for the device.
+
         Raises:
             ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
         """
@@ -71,15 +74,11 @@ class ZeroGraph:
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         if any(one is optimizer for one in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau needs a metric, which the graph cannot know\nCall scheduler.step(metric) yourself; "
-                "the graph reads the learning rate anew for each step."
-            )
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
+        self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         _guard(optimizer)
 
     def set_zero_mode(self, mode: str, stage: int = 1) -> None:
@@ -101,10 +100,10 @@ class ZeroGraph:
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
         step, batch = self._ready(args, kwargs)
-        rates = {name: float(group.get("lr", 0.0)) for name, group in step.rates.items()}
-        values = step.executor(batch.tensors, rates, self._doing())
+        numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
+        values = step.executor(batch.tensors, numbers, self._doing())
         if self._optimizers:
-            self._step_made(step)
+            self._step_made(step, values)
         sbp = [one for one, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
         return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
@@ -243,7 +242,8 @@ class ZeroGraph:
                 members = self._members()
             self._check_usable(members)
             batch = read_batch(args, kwargs, job, self.config.batch_on(job.mesh.dims))
-            known = capture_facts(members, self._attributes(), self._optimizers)
+            self._compiler.lift_changed()
+            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))
@@ -263,13 +263,15 @@ class ZeroGraph:
         self._latest = step
         return step, batch
 
-    def _step_made(self, step: CompiledStep) -> None:
+    def _step_made(self, step: CompiledStep, values: Sequence[Tensor]) -> None:
         for store in step.updated:
             store.fresh = False
         self.steps_done += 1
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             _torch.mark_step_called(optimizer)
-            if scheduler is not None:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(next(value for value in values if value.dim() == 0).item())
+            elif scheduler is not None:
                 scheduler.step()
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from zerograph.members import Members
 from zerograph.runtime.state import bytes_at_rest, store_of
 from zerograph.sbp import NdSbp, Sbp, show, whole
 from zerograph.step_graph import Boxing, Phase, placeholders
+from zerograph.update import UpdateProgram
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
         store = store_of(parameter)
         found[name] = everywhere if store is None else store.layout.sbp
         if store is not None:
-            for state, spec in store.specs.items():
-                found[f"{name}.{state}"] = everywhere if spec.scalar else store.layout.sbp
+            for state in store.specs:
+                layout = store.layouts.get(state)
+                found[f"{name}.{state}"] = everywhere if layout is None else layout.sbp
     found |= dict.fromkeys(members.buffers, everywhere)
     found |= {alias: found[name] for alias, name in members.aliases.items()}
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
@@ -100,13 +102,22 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
     lines = []
     for bucket in step.context.buckets:
         update = step.context.updates.get(bucket.name)
-        how = "no update" if update is None else f"{update.program.optimizer}, elementwise on the flat bucket"
+        how = "no update" if update is None else _how(update.program)
         lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {bucket.dtype}  ({how})")
-        lines += [f"  {slot.name} {_shape(slot.shape)}" for slot in bucket.slots]
+        owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {one}" for one in bucket.owners]
+        lines += [
+            f"  {slot.name} {_shape(slot.shape)}{owner}" for slot, owner in zip(bucket.slots, owners, strict=True)
+        ]
     plain = [name for name, parameter in members.parameters.items() if store_of(parameter) is None]
     lines += [f"{name} {_shape(members.parameters[name].shape)} B" for name in plain]
     lines.append(f"{bytes_at_rest(step.stores.values()):,} bytes of parameters and optimizer state on this rank")
     return lines
+
+
+def _how(program: UpdateProgram) -> str:
+    if program.mixes is None:
+        return f"{program.optimizer}, elementwise on the flat bucket"
+    return f"{program.optimizer}, whole parameters dealt out to ranks: {program.mixes}"
 
 
 def _collectives(step: CompiledStep) -> list[str]:

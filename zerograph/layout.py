@@ -10,44 +10,60 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.annotate import annotated_sbp
-from zerograph.buckets import Bucket, Parameter, plan_buckets
+from zerograph.buckets import Bucket, Parameter, plan_buckets, split_dim, state_layout
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
 from zerograph.members import Members
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import Store, store_of
+from zerograph.sbp import show
 from zerograph.step_graph import Captured, placeholders, role
 from zerograph.update import StateSpec, UpdateProgram
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """How a parameter is updated: by which program, of which optimizer's group, at which learning rate input."""
+    """How a parameter is updated: by which program, of which optimizer's group, and that group's name in the graph."""
 
     program: UpdateProgram
-    rate: str
+    group_name: str
     group: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
+
+    def numbers(self) -> dict[str, str]:
+        """Name of each hyperparameter's input in the graph, by its name in the program."""
+        return {number: f"{self.group_name}.{number}" for number in self.program.numbers}
+
+    def key(self) -> Hashable:
+        """Equal for parameters that one bucket can update: in a dealt one each has a program of its own."""
+        program = self.program
+        return (
+            self.group_name,
+            tuple(program.numbers),
+            (program.key if program.mixes is None else tuple(program.state.items())),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
     """A bucket of the step: the store behind it, or how to settle one (``store`` is None).
 
-    ``specs`` is the optimizer state that ``keeper`` has for its parameters; ``fresh`` if there is none yet.
+    ``updates`` has one for each slot, or is empty. ``specs`` is the optimizer state that ``keeper`` has for its
+    parameters, ``layouts`` how that lies; ``fresh`` if there is none yet.
     """
 
     bucket: Bucket
     store: Store | None
-    update: Update | None
+    updates: tuple[Update, ...]
     specs: Mapping[str, StateSpec]
+    layouts: Mapping[str, Bucket]
     keeper: torch.optim.Optimizer | None
     fresh: bool
 
     @property
     def first_differs(self) -> bool:
-        return self.update is not None and self.update.program.first is not None
+        return any(update.program.first is not None for update in self.updates)
 
 
 def plan_layout(
@@ -71,9 +87,9 @@ def plan_layout(
             loose += names if train else []
         elif _usable(store, names, members, config, updates, job) and len({edits.get(name) for name in names}) == 1:
             store.job.check_alive()
-            update = updates.get(names[0])
             layout = replace(store.layout, slots=_named_here(store, members))
-            kept.append(Planned(layout, store, update, store.specs, store.keeper, store.fresh))
+            found = _updates(layout, updates)
+            kept.append(Planned(layout, store, found, store.specs, store.layouts, store.keeper, store.fresh))
         else:
             loose += names
     loose.sort(key=order.__getitem__)
@@ -110,10 +126,10 @@ def _usable(
     if first is None:
         return not any(found)
     complete = len(names) == len(store.parameters)
-    alike = all(one is not None and (one.rate, one.program.key) == (first.rate, first.program.key) for one in found)
+    alike = all(one is not None and one.key() == first.key() for one in found)
     zero_dim = config.zero_dim_on(job.mesh.dims)
     whole = {_stays_whole(members.parameters[name], config) for name in names}
-    return (
+    fits = (
         complete
         and alike
         and store.job.mesh == job.mesh
@@ -121,6 +137,12 @@ def _usable(
         and whole == {store.layout.sbp == store.layout.gathered}
         and store.specs == first.program.state
     )
+    if not fits:
+        return False
+    named = members.names()
+    shapes = [updates[named[id(parameter)]].program.shapes for parameter in store.parameters]
+    dealt = first.program.mixes is not None
+    return store.layout.dealt == dealt and store.layouts == _layouts(store.layout, store.specs, shapes)
 
 
 def _stays_whole(parameter: nn.Parameter, config: Config) -> bool:
@@ -148,7 +170,7 @@ def _new(
         parameter, update = members.parameters[name], updates.get(name)
         holdings[name] = holding = _holding(parameter, update)
         key: Hashable = (
-            None if update is None else (update.rate, update.program.key),
+            None if update is None else update.key(),
             holding.key(),
             # One edit, and one part in each norm, for the whole bucket.
             edits.get(name),
@@ -158,7 +180,14 @@ def _new(
             name if name in tied else None,
         )
         sbp = annotated_sbp(name, parameter, job.mesh, zero_dim)
-        parameters.append(Parameter(name, tuple(parameter.shape), parameter.dtype, parameter.device, key, sbp))
+        if holding.dealt and split_dim(sbp) is not None:
+            raise CaptureError(
+                f"{name} is split {show(sbp)}, but its update needs it whole"
+                f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
+                "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
+            )
+        spec = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        parameters.append(Parameter(name, *spec, key, sbp, holding.dealt))
     buckets = plan_buckets(
         parameters,
         mesh=job.mesh,
@@ -167,20 +196,54 @@ def _new(
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
     )
-    return [_planned(bucket, updates.get(bucket.slots[0].name), holdings) for bucket in buckets]
+    return [_planned(bucket, updates, [holdings[slot.name] for slot in bucket.slots]) for bucket in buckets]
 
 
-def _planned(bucket: Bucket, update: Update | None, holdings: Mapping[str, _Holding]) -> Planned:
-    holding = holdings[bucket.slots[0].name]
-    return Planned(bucket, None, update, holding.specs, holding.keeper, holding.fresh)
+def _planned(bucket: Bucket, updates: Mapping[str, Update], holdings: Sequence[_Holding]) -> Planned:
+    first = holdings[0]
+    layouts = _layouts(bucket, first.specs, [holding.shapes for holding in holdings])
+    return Planned(bucket, None, _updates(bucket, updates), first.specs, layouts, first.keeper, first.fresh)
+
+
+def _updates(bucket: Bucket, updates: Mapping[str, Update]) -> tuple[Update, ...]:
+    return tuple(updates[slot.name] for slot in bucket.slots if slot.name in updates)
+
+
+def _layouts(
+    bucket: Bucket, specs: Mapping[str, StateSpec], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> dict[str, Bucket]:
+    """Where the state of the bucket's slots lies; 0-d entries of a bucket that is not dealt are one for all slots."""
+    return {
+        name: state_layout(
+            bucket,
+            name,
+            [_state_shape(slot.shape, one[name]) for slot, one in zip(bucket.slots, shapes, strict=True)]
+            if bucket.dealt
+            else (),
+            spec.dtype,
+            torch.device("cpu") if spec.scalar else bucket.device,
+        )
+        for name, spec in specs.items()
+        if bucket.dealt or not spec.scalar
+    }
+
+
+def _state_shape(parameter: tuple[int, ...], state: tuple[int, ...]) -> tuple[int, ...]:
+    """Updates of 0-d parameters are traced for one element."""
+    return () if not parameter and state == (1,) else state
 
 
 @dataclass(frozen=True)
 class _Holding:
-    """The optimizer state that a parameter has now, wherever it lies, and what it is to be in a bucket."""
+    """The optimizer state that a parameter has now, wherever it lies, and what it is to be in a bucket.
+
+    ``shapes`` are those of its entries; asked for only where the bucket is dealt.
+    """
 
     keeper: Any
     specs: Mapping[str, StateSpec]
+    shapes: Mapping[str, tuple[int, ...]]
+    dealt: bool
     scalars: tuple[tuple[str, float], ...]
     fresh: bool
 
@@ -197,16 +260,30 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     else:
         held = {} if keeper is None else held_state(keeper, parameter)
     if update is None:
-        return _Holding(
-            keeper, {} if store is None else store.specs, _scalars(held, {} if store is None else store.specs), not held
-        )
-    specs = update.program.state
+        specs = {} if store is None else store.specs
+        dealt = store is not None and store.layout.dealt
+        shapes = _shapes_in(store, parameter) if store is not None and dealt else {}
+        return _Holding(keeper, specs, shapes, dealt, () if dealt else _scalars(held, specs), not held)
+    specs, dealt = update.program.state, update.program.mixes is not None
     if held and not set(specs) <= set(held):
         raise CaptureError(
             f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but "
             f"its update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
         )
-    return _Holding(keeper, specs, _scalars(held, specs), not held)
+    if dealt:
+        return _Holding(keeper, specs, update.program.shapes, dealt, (), not held)
+    if store is not None and store.layout.dealt and held and any(spec.scalar for spec in specs.values()):
+        raise CaptureError(
+            f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
+            "own\nBuild the graph anew with these hyperparameters, and load_state_dict() what state_dict() of this one "
+            "returns."
+        )
+    return _Holding(keeper, specs, {}, dealt, _scalars(held, specs), not held)
+
+
+def _shapes_in(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
+    index = next(index for index, one in enumerate(store.parameters) if one is parameter)
+    return {name: layout.slots[index].shape for name, layout in store.layouts.items()}
 
 
 def _scalars(held: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,17 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def capture_facts(members: Members, attributes: Mapping[str, Any], optimizers: Optimizers) -> dict[str, Any]:
-    """What a captured graph depends on besides its inputs, by name; equal values mean the same graph."""
+def capture_facts(
+    members: Members,
+    attributes: Mapping[str, Any],
+    optimizers: Optimizers,
+    constants: Callable[[int, int], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a captured graph depends on besides its inputs, by name; equal values mean the same graph.
+
+    Args:
+        constants: an optimizer's group, by their numbers, with those hyperparameters that are constants in the graph.
+    """
     names = members.names()
     return {
         "parameters": tuple(
@@ -144,8 +153,11 @@ def capture_facts(members: Members, attributes: Mapping[str, Any], optimizers: O
         "modules": tuple((name, type(m).__qualname__, _simple(vars(m))) for name, m in members.root.named_modules()),
         "attributes of the graph": _simple(attributes),
         "optimizers": tuple(
-            (type(optimizer).__qualname__, tuple(_hyperparameters(group, names) for group in optimizer.param_groups))
-            for optimizer in optimizers
+            (
+                type(optimizer).__qualname__,
+                tuple(_hyperparameters(constants(number, i), names) for i in range(len(optimizer.param_groups))),
+            )
+            for number, optimizer in enumerate(optimizers)
         ),
         "autocast": tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)),
     }

@@ -35,11 +35,24 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
 
 
-def running_line() -> tuple[str, str]:
-    """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings."""
+_OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
+
+
+def is_optimizers(filename: str) -> bool:
+    """Whether a file may hold an optimizer: the user's, or one of ``torch.optim``."""
+    return is_users(filename) or filename.startswith(_OPTIMIZERS)
+
+
+def running_line(*, optimizers: bool = False) -> tuple[str, str]:
+    """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings.
+
+    Args:
+        optimizers: lines of ``torch.optim`` count too.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        filename = frame.f_code.co_filename
+        if is_users(filename) or (optimizers and is_optimizers(filename)):
             return _describe(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
@@ -58,5 +71,7 @@ def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
 
 @functools.cache
 def _describe(filename: str, line: int) -> tuple[str, str]:
+    if filename.startswith(_OPTIMIZERS):
+        return f"torch/optim/{filename.removeprefix(_OPTIMIZERS)}:{line}", linecache.getline(filename, line).strip()
     relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
     return f"{relative}:{line}", linecache.getline(filename, line).strip()

@@ -116,7 +116,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one bucket can hold these: the same entries for all its parameters, and the same step counts."""
-    scalars = [name for name, spec in store.specs.items() if spec.scalar]
+    scalars = [name for name in store.specs if name not in store.layouts]
     alike = {
         tuple(float(state[name]) for name in scalars) if set(store.specs) <= set(state) else None for state in states
     }

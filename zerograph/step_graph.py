@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
-RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "lr", "output", "gradient"]
+RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "hyperparameter", "output", "gradient"]
 
 
 @dataclass(frozen=True)

@@ -161,12 +161,6 @@ def test_inputs_that_want_gradients_or_are_sparse() -> None:
         (lambda g: setattr(g.config, "timeout", 0), "more than 0"),
         (lambda g: g.add_optimizer("adam"), "takes a torch.optim.Optimizer"),
         (lambda g: g.add_optimizer(g._optimizers[0]), "registered already"),
-        (
-            lambda g: g.add_optimizer(
-                (o := torch.optim.SGD(g.model.parameters(), lr=1.0)), torch.optim.lr_scheduler.ReduceLROnPlateau(o)
-            ),
-            "needs a metric",
-        ),
         (lambda g: g.graph("placed"), "nothing is compiled yet"),
         (lambda g: g.collectives(), "nothing is compiled yet"),
     ],
@@ -202,12 +196,21 @@ def test_backward_without_an_optimizer() -> None:
 def test_optimizers_that_are_no_graph() -> None:
     for optimizer, words in (
         (torch.optim.LBFGS, "several times"),
-        (torch.optim.Adafactor, "branches on a tensor's value"),
+        (Choosy, "branches on a tensor's value"),
     ):
         model = make("mlp")
         step = TrainStep(model, optimizer(model.parameters()), 2)
         with pytest.raises(zg.CaptureError, match=words):
             step(*batches("mlp", 1)[0])
+
+
+class Choosy(torch.optim.SGD):
+    """Leaves gradients alone that are small."""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].grad.norm() > 1:
+            return super().step(closure)
+        return None
 
 
 def test_init_without_super() -> None:

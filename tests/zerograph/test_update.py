@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim, traced from their own step(): the numbers of the plain optimizer."""
+"""Optimizers, traced from their own step(): the numbers of the plain optimizer, whatever its update computes."""
 
 from __future__ import annotations
 
@@ -6,59 +6,218 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.models import TrainStep, batches, make, part, train_plainly
+import zerograph as zg
+from tests.models import Batch, TrainStep, part, train_plainly
+from tests.optimizers import Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
 
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
-    "amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
-    "radam": (torch.optim.RAdam, {"lr": 0.01}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
-    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
-    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.01}),
-}
 STEPS = 5
 
 
-def train(dtype: torch.dtype) -> dict[str, Any]:
-    """Losses and final state for every optimizer."""
-    found = {}
-    for name, (kind, options) in OPTIMIZERS.items():
-        model = make("mlp", dtype)
-        step = TrainStep(model, kind(model.parameters(), **options), 2)
-        losses = [step(part(x), part(y)) for x, y in batches("mlp", STEPS, dtype=dtype)]
-        found[name] = torch.stack(losses), step.state_dict()
+def model() -> nn.Module:
+    """Three matrices and two biases: no two ranks get as many."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 7, bias=False)).double()
+
+
+def data() -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 7, generator=generator, dtype=torch.float64), torch.randint(0, 7, (8,), generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+def vectors(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() < 2]
+
+
+def groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
+    """The biases and the last matrix with hyperparameters of their own."""
+    *first, last = matrices(model)
+    return [{"params": first}, {"params": [*vectors(model), last], **second}]
+
+
+Optimizers = list[torch.optim.Optimizer]
+SINGLE: dict[str, Any] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda m: torch.optim.Adam(groups(m, lr=0.003, betas=(0.8, 0.9)), lr=0.01, weight_decay=0.01),
+    "amsgrad": lambda m: torch.optim.AdamW(groups(m, weight_decay=0.0), lr=0.01, amsgrad=True, maximize=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=0.01),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=0.5),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, centered=True, momentum=0.5),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01),
+    "adafactor": lambda m: torch.optim.Adafactor(groups(m, lr=0.02, weight_decay=0.1), lr=0.05),
+    "lion": lambda m: Lion(m.parameters(), lr=0.01, decay=0.1),
+    "lamb": lambda m: Lamb(groups(m, decay=0.0), lr=0.01, decay=0.1),
+    "lars": lambda m: Lars(m.parameters(), lr=0.1),
+    "shampoo": lambda m: Shampoo(m.parameters(), lr=0.1),
+}
+OPTIMIZERS: dict[str, Any] = {
+    **{name: lambda m, make=make: [make(m)] for name, make in SINGLE.items()},
+    "muon": lambda m: [torch.optim.Muon(matrices(m), lr=0.02), torch.optim.AdamW(vectors(m), lr=0.01)],
+}
+# Whole parameters dealt out to ranks, at every stage.
+DEALT = ("muon", "adafactor", "lamb", "shampoo")
+
+
+class Step(TrainStep):
+    def __init__(self, model: nn.Module, optimizers: Optimizers, stage: int) -> None:
+        super().__init__(model, optimizers[0], stage)
+        for optimizer in optimizers[1:]:
+            self.add_optimizer(optimizer)
+
+
+def trained(name: str, stage: int, state: dict[str, Any] | None = None, steps: int = STEPS) -> tuple[Tensor, Step]:
+    """Losses of some steps from the beginning, or from ``state`` on."""
+    net = model()
+    step = Step(net, OPTIMIZERS[name](net), stage)
+    if state is not None:
+        step.load_state_dict(state)
+    start = step.steps_done
+    losses = [step(part(x), part(y)) for x, y in data()[start : start + steps]]
+    return torch.stack(losses), step
+
+
+def plainly(name: str, steps: int = STEPS) -> tuple[list[Tensor], nn.Module, Optimizers]:
+    net = model()
+    optimizers = OPTIMIZERS[name](net)
+    together = _Together(optimizers)
+    return train_plainly(net, together, data()[:steps]), net, optimizers  # type: ignore[arg-type]
+
+
+class _Together:
+    def __init__(self, optimizers: Optimizers) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+def over_stages(name: str, stages: list[int]) -> list[tuple[Tensor, dict[str, Any]]]:
+    found = []
+    for stage in stages:
+        losses, step = trained(name, stage)
+        found.append((losses, step.state_dict()))
     return found
 
 
-@pytest.fixture(scope="module")
-def trained(pool: Pool) -> dict[str, Any]:
-    found: dict[str, Any] = pool.run(2, train, torch.float64)[0]
-    return found
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_makes_the_updates_of_the_plain_one(trained: dict[str, Any], name: str) -> None:
-    losses, state = trained[name]
-    kind, options = OPTIMIZERS[name]
-    model = make("mlp", torch.float64)
-    plain = kind(model.parameters(), **options)
-    wanted = train_plainly(model, plain, batches("mlp", STEPS, dtype=torch.float64))
+def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
+    """As the plain optimizers: losses, parameters, and every entry of their state."""
+    wanted, net, optimizers = plainly(name)
     # The plain ones keep these numbers in fp32, whatever the model's dtype; ours are fp64 and so a little better.
     scale = 1e5 if name in ("nadam", "asgd") else 1.0
     torch.testing.assert_close(losses, torch.stack(wanted), rtol=1e-12 * scale, atol=1e-12 * scale)
     torch.testing.assert_close(
-        state["modules"]["model"], dict(model.state_dict()), rtol=1e-11 * scale, atol=1e-12 * scale
+        state["modules"]["model"], dict(net.state_dict()), rtol=1e-10 * scale, atol=1e-12 * scale
     )
-    held, wanted_held = state["optimizers"][0]["state"], plain.state_dict()["state"]
-    assert held.keys() == wanted_held.keys()
-    for number, one in wanted_held.items():
-        torch.testing.assert_close(held[number], one, rtol=1e-10 * scale, atol=1e-12 * scale)
+    for found, plain in zip(state["optimizers"], optimizers, strict=True):
+        held, wanted_held = found["state"], plain.state_dict()["state"]
+        assert held.keys() == wanted_held.keys()
+        for number, one in wanted_held.items():
+            torch.testing.assert_close(held[number], one, rtol=1e-10 * scale, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_makes_the_updates_of_the_plain_one(pool: Pool, name: str) -> None:
+    stages = [2, 0, 1, 3] if name in ("muon", "adafactor") else [2, 0] if name in DEALT else [2]
+    results = pool.run(2, over_stages, name, stages)[0]
+    check(name, *results[0])
+    for losses, state in results[1:]:
+        assert torch.equal(losses, results[0][0])
+        for key, value in state["modules"]["model"].items():
+            assert torch.equal(value, results[0][1]["modules"]["model"][key]), key
+
+
+def test_one_rank_alone_makes_the_same_updates() -> None:
+    for name in DEALT:
+        losses, step = trained(name, 3)
+        check(name, losses, step.state_dict())
+
+
+def work(stage: int, matrices: int) -> tuple[list[str], str]:
+    """What this rank multiplies in Muon's update of so many equal matrices, and the printed step."""
+    net = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(matrices))).double()
+    step = Step(net, [torch.optim.Muon(net.parameters(), lr=0.02)], stage)
+    step.config.bucket_size = 300
+    x, y = torch.randn(8, 6).double(), torch.randint(0, 6, (8,))
+    step(part(x), part(y))
+    found = [
+        str(node.target)
+        for name, own in step.graph("localize").named_children()
+        if name.startswith("update_")
+        for node in own.graph.nodes
+        if node.op == "call_module"
+    ]
+    return found, str(step)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_muons_work_is_divided_between_the_ranks(pool: Pool, stage: int) -> None:
+    results = pool.run(2, work, stage, 4)
+    # Two of the four matrices each, all of one shape: one program.
+    assert [programs for programs, _ in results] == [["update_0", "update_0"]] * 2
+    shown = results[0][1]
+    assert "Muon, whole parameters dealt out to ranks: aten." in shown
+    assert "torch/optim/_muon.py:" in shown
+    assert shown.count("(6, 6)  rank 0") == shown.count("(6, 6)  rank 1") == 2
+
+
+def saved_and_loaded(name: str) -> list[dict[str, Any]]:
+    """Two steps at one stage, the rest at another; each stage once first and once last."""
+    found = []
+    for before, after in ((0, 3), (2, 0)):
+        _, step = trained(name, before, steps=2)
+        _, step = trained(name, after, step.state_dict())
+        found.append(step.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
+def test_state_of_dealt_parameters_moves_between_stages_and_the_plain_optimizer(pool: Pool, name: str) -> None:
+    wanted, net, _ = plainly(name)
+    for state in pool.run(2, saved_and_loaded, name)[0]:
+        torch.testing.assert_close(state["modules"]["model"], dict(net.state_dict()), rtol=1e-10, atol=1e-12)
+    _, step = trained(name, 2, steps=3)
+    state = step.state_dict()
+    net = model()
+    optimizers = OPTIMIZERS[name](net)
+    net.load_state_dict(state["modules"]["model"])
+    for optimizer, held in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(held)
+    losses = train_plainly(net, _Together(optimizers), data()[3:])  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(wanted[3:]), rtol=1e-10, atol=1e-12)
+
+
+def test_an_update_that_reads_other_parameters_is_refused() -> None:
+    net = model()
+    step = Step(net, [GlobalNorm(net.parameters(), lr=0.1)], 2)
+    (x, y), *_ = data()
+    with pytest.raises(zg.CaptureError, match=r"GlobalNorm updates a parameter from other .*\n.*clipping"):
+        step(x, y)
+
+
+@pytest.mark.parametrize(("in_state", "where"), [(True, r"state\['step'\]"), (False, r"counts\[0\]")])
+def test_a_number_that_changes_between_steps_is_refused(in_state: bool, where: str) -> None:
+    net = model()
+    step = Step(net, [Counting(net.parameters(), 0.1, in_state)], 2)
+    (x, y), *_ = data()
+    with pytest.raises(zg.CaptureError, match=f"keeps a number that changes from step to step: {where}"):
+        step(x, y)
