@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
-from zerograph.mesh import local_shape
+from zerograph.mesh import local_shape, local_start
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, evaluate, fake
+from zerograph.random import uniform
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.step_graph import Boxing, origin
 
@@ -58,6 +59,8 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
         _squeeze_what_is_one_globally(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
+    elif node.target is uniform:
+        _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     node.meta["val"] = evaluate(node)
     found = [tuple(value.shape) for value in rules.output_values(node)]
     if found != shapes:
@@ -103,6 +106,13 @@ def _bound_slice(node: fx.Node) -> None:
     size = source.meta["val"].shape[arguments["dim"]]
     if node.target is aten.slice.Tensor and arguments["end"] is not None and arguments["end"] > size:
         node.update_arg(3, torch.iinfo(torch.int64).max)
+
+
+def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
+    """The numbers that one device would draw, from where this rank's piece begins."""
+    node.update_arg(2, list(shape))
+    node.update_arg(3, list(local_start(whole, node.meta["sbp"], context.mesh)))
+    node.meta["own"] = (3,)
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
         lowering = _Lowering(graph, node, context, found)
-        if found.ranks == 1:
+        if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
             result = lowering.emit(aten.alias.default, source)
         else:
             before, after = found.source[found.dim], found.target[found.dim]
@@ -189,7 +199,7 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
     part.meta["boxing"] = lower.found
-    part.meta["slice"] = True
+    part.meta["own"] = (2, 3)
     return lower.contiguous(part)
 
 

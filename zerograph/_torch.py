@@ -43,6 +43,7 @@ __all__ = [
     "fake_mode",
     "forward_sequence_number",
     "functional_trace",
+    "generator_replaced",
     "in_place_form",
     "inductor",
     "mark_step_called",
@@ -101,6 +102,23 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def generator_replaced(
+    get: Callable[[], Any], restore: Callable[[Any], None], seed: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Put functions in place of ``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed``.
+
+    ``torch.utils.checkpoint`` keeps and restores what it takes for the state of all random numbers through these
+    names; torch has no hook for a generator of one's own.
+    """
+    before = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+    torch.get_rng_state, torch.set_rng_state, torch.manual_seed = get, restore, seed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state, torch.manual_seed = before
 
 
 def preserved_metadata() -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from zerograph import _torch, decompositions, source
+from zerograph import _torch, decompositions, draws, source
 from zerograph.errors import CaptureError
 from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
 
@@ -59,7 +59,7 @@ def capture(
         train: optimizers are registered, so some parameter must get a gradient.
 
     Raises:
-        CaptureError: ``build`` reads a value while it is traced, runs ``backward()`` on a non-scalar or, with
+        CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs ``backward()`` on a non-scalar or, with
             ``train``, not at all, or computes with a parameter that belongs to no module of the graph.
     """
     mode = _torch.fake_mode()
@@ -67,15 +67,22 @@ def capture(
         state = {name: _parameter(spec) for name, spec in parameters.items()}
         state |= {name: spec.fake() for name, spec in buffers.items()}
         batch = [spec.fake() for spec in inputs]
+        seed = torch.empty((), dtype=torch.int64)
+    drawn = draws.Draws()
     gradients: list[str] = []
     returned: list[Any] = []
     output_spec: list[pytree.TreeSpec] = []
 
     def step(*tensors: Tensor) -> list[Tensor]:
         own = dict(zip(state, tensors, strict=False))
-        args, kwargs = pytree.tree_unflatten(list(tensors[len(own) :]), input_spec)
+        drawn.seed, *given = tensors[len(own) :]
+        args, kwargs = pytree.tree_unflatten(given, input_spec)
         swapped = own | {alias: own[name] for alias, name in aliases.items()}
-        with _torch.with_tensors(root, swapped), _module_paths(root) as path, _Recorder(path), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_torch.with_tensors(root, swapped))
+            stack.enter_context(_Recorder(stack.enter_context(_module_paths(root))))
+            stack.enter_context(drawn.instead_of_torchs())
+            stack.enter_context(torch.enable_grad())
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
@@ -86,7 +93,8 @@ def capture(
         ]
 
     with mode, _torch.compiling(), _torch.preserved_metadata(), _explained():
-        traced = _torch.trace(step, [*state.values(), *batch], decompositions.table())
+        table = decompositions.table() | draws.table(drawn)
+        traced = _torch.trace(step, [*state.values(), seed, *batch], table)
         if train and not gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"
@@ -95,8 +103,11 @@ def capture(
         _refuse_foreign_parameters(traced)
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
-    _name_roles(graph, roles, gradients)
+    _name_roles(graph, [*roles, Role("seed", "seed")], gradients)
+    draws.refuse_others(graph.graph)
     _strip_detaches(graph.graph)
+    _strip_copies(graph.graph)
+    _drop_unused_seed(graph.graph)
     _own_outputs(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -225,6 +236,24 @@ def _strip_detaches(graph: fx.Graph) -> None:
         source = node.all_input_nodes[0]
         if source.op == "call_function":
             node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _strip_copies(graph: fx.Graph) -> None:
+    """A tensor that was made empty and then filled is what it was filled with."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        source = node.args[1]
+        assert isinstance(source, fx.Node)
+        new, old = node.meta["val"], source.meta["val"]
+        if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _drop_unused_seed(graph: fx.Graph) -> None:
+    """Only a graph that draws has a seed."""
+    for node in placeholders(graph, "seed"):
+        if not node.users:
             graph.erase_node(node)
 
 

@@ -17,7 +17,6 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
-from zerograph.passes import rules
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.runtime import backends
@@ -25,7 +24,7 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Boxing, Captured, Role, origin, output_nodes
+from zerograph.step_graph import Boxing, Captured, Role, output_nodes
 from zerograph.update import UpdateProgram, trace_update
 from zerograph.zero import OFF
 
@@ -119,8 +118,6 @@ class Compiler:
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
             )
-        if job.size > 1:
-            _refuse_random(captured.graph)
         policy = self.config.policy if self.optimizers else OFF
         updates = self._updates(members, captured)
         layout = plan_layout(job, members, self.config, captured, updates, train=bool(self.optimizers))
@@ -244,20 +241,6 @@ def _lookup(root: nn.Module, name: str) -> Lookup:
     return lookup
 
 
-def _refuse_random(graph: fx.GraphModule) -> None:
-    for node in graph.graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        # Attention is tagged as random, but draws only for its dropout.
-        if random and rules.arguments(node).get("dropout_p") != 0:
-            where = origin(node)
-            raise CaptureError(
-                f"build() draws random numbers ({node.target}) in a job of several ranks\n"
-                f"  {where.source}   {where.code}\n"
-                "They would differ between ranks where the numbers of one device need them equal. Set dropout to 0, or "
-                "draw them outside build() and pass them in."
-            )
-
-
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
     """The buckets and the emitted graph line by line, the same on every rank of a job that runs one step."""
     lines = [
@@ -266,13 +249,16 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
         for one in layout
     ]
     for node in graph.graph.nodes:
-        # Which slice of a whole tensor is a rank's own, and the group that it shares one with, are what differs.
-        args = "this rank's slice" if "slice" in node.meta else f"{node.args} {node.kwargs}"
-        if isinstance(found := node.meta.get("boxing"), Boxing) and "slice" not in node.meta:
-            args = f"{node.args[:-1]} along mesh dimension {found.dim}"
+        args = tuple(
+            "this rank's own" if position in node.meta.get("own", ()) else argument
+            for position, argument in enumerate(node.args)
+        )
+        # The group of ranks that a collective runs in is this rank's own as well.
+        if isinstance(found := node.meta.get("boxing"), Boxing) and "own" not in node.meta:
+            args = (*node.args[:-1], f"along mesh dimension {found.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-        lines.append(f"{node.name} = {node.target} {args} {shown}".rstrip())
+        lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
     return lines
 
 

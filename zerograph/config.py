@@ -27,6 +27,8 @@ class Config:
             parameters, within 1 MiB and 32 MiB.
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
+        seed: what all random numbers of the graph follow from, together with the number of the step, and so
+            reproducibly. Default None: ``torch.initial_seed()`` of rank 0 when the graph is first compiled.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -40,6 +42,7 @@ class Config:
     shard_min_size: int = 0
     bucket_size: int | None = None
     backend: str | Callable[..., Any] = "auto"
+    seed: int | None = None
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -131,6 +134,11 @@ def _backend(value: Any) -> str:
     return "" if known else "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable"
 
 
+def _seed(value: Any) -> str:
+    good = value is None or (isinstance(value, int) and not isinstance(value, bool))
+    return "" if good else "give a whole number, or None for that of torch.manual_seed()"
+
+
 def _timeout(value: Any) -> str:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**31
     return "" if good else "give seconds, more than 0"
@@ -151,6 +159,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "shard_min_size": _whole_number(0, "elements"),
     "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
     "backend": _backend,
+    "seed": _seed,
     "timeout": _timeout,
     "placement": _placement,
     "batch_sbp": _batch_sbp,

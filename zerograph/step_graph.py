@@ -9,6 +9,7 @@ Keys that zerograph puts into ``node.meta``:
 ``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
 ``global`` global shape, from ``localize`` on
 ``boxing`` :class:`Boxing` of a node that changes an SBP
+``own``    positions of the arguments that are this rank's own; all others are equal on all ranks
 ========== ================================================================================================
 """
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
-RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "lr", "output", "gradient"]
+RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "lr", "seed", "output", "gradient"]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 ``factors``    the notation and how signatures follow from it
 ``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
-``pointwise``, ``matmul``, ``shape``, ``reduction``, ``indexing``, ``nn``   the rules, one line an operator
+``pointwise``, ``matmul``, ``shape``, ``reduction``, ``indexing``, ``nn``, ``random``   the rules, one line an operator
 """
 
-from zerograph.passes.rules import indexing, matmul, nn, pointwise, reduction, shape
+from zerograph.passes.rules import indexing, matmul, nn, pointwise, random, reduction, shape
 from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import (
     all_broadcast,
@@ -28,6 +28,7 @@ __all__ = [
     "of_node",
     "output_values",
     "pointwise",
+    "random",
     "reduction",
     "rule",
     "shape",

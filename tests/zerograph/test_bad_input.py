@@ -341,17 +341,6 @@ def test_a_graph_whose_process_group_is_gone(pool: Pool) -> None:
     pool.run(2, group_gone)
 
 
-def random_numbers() -> None:
-    model = nn.Sequential(nn.Linear(7, 3), nn.Dropout(0.5))
-    step = TrainStep(model, adamw(model), 2)
-    with pytest.raises(zg.CaptureError, match="random numbers"):
-        step(*map(part, batches("mlp", 1)[0]))
-
-
-def test_dropout_on_several_ranks_is_refused(pool: Pool) -> None:
-    pool.run(2, random_numbers)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
