@@ -59,8 +59,9 @@ def capture(
         train: optimizers are registered, so some parameter must get a gradient.
 
     Raises:
-        CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs ``backward()`` on a non-scalar or, with
-            ``train``, not at all, or computes with a parameter that belongs to no module of the graph.
+        CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
+            ``backward()`` on a non-scalar or, with ``train``, not at all, or computes with a parameter that belongs
+            to no module of the graph.
     """
     mode = _torch.fake_mode()
     with mode:

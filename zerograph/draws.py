@@ -156,7 +156,7 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         noise.copy_(slope)
         return x * slope
 
-    found = {
+    found: dict[Any, Callable[..., Any]] = {
         aten.bernoulli.default: lambda x: bernoulli(x, x),
         aten.bernoulli.p: bernoulli,
         aten.bernoulli.Tensor: bernoulli,
@@ -262,7 +262,7 @@ def refuse_others(graph: fx.Graph) -> None:
 def _draws_nothing(node: fx.Node) -> bool:
     """Attention and recurrent kernels are tagged as random, but draw only for their dropout."""
     names = [argument.name for argument in _torch.schema_arguments(node.target)]  # type: ignore[arg-type]
-    given = {name: value for name, value in zip(names, node.args, strict=False)} | dict(node.kwargs)
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     dropout = given.get("dropout_p", given.get("dropout"))
     if "dropout_p" in names or "dropout" in names:
         return dropout in (None, 0, 0.0) or given.get("train") is False

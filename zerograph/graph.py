@@ -154,8 +154,8 @@ class ZeroGraph:
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``.
 
-        ``random`` is what the random numbers of the next step follow from. Each other entry is what ``state_dict()`` of the plain module, optimizer and scheduler would be. Every rank must
-        call it, and gets all of it.
+        Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
+        the random numbers of the next step follow from. Every rank must call it, and gets all of it.
         """
         self._check_closed()
         return {

@@ -100,8 +100,7 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-@torch.library.register_fake("zerograph::uniform", lib=_library)
-def _(
+def _uniform_fake(
     seed: Tensor,
     number: int,
     size: Sequence[int],
@@ -113,4 +112,5 @@ def _(
     return torch.empty(size, dtype=dtype, device=device)
 
 
+torch.library.register_fake("zerograph::uniform", _uniform_fake, lib=_library)
 _library.impl("uniform", _uniform, "CompositeExplicitAutograd")
