@@ -4,6 +4,7 @@
 ``context``    what a pass is told besides the graph
 ``flatten`` ``place`` ``box`` ``regather`` ``localize`` ``schedule`` ``reinplace``   one pass each
 ``verify``     what must hold after each
+``inline``     a local region's graph in the place of its node
 ``boxing``     the boxing node and what it costs
 ``rules``      which SBPs an operator's inputs and outputs may have together
 ``edit``       making nodes

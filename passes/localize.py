@@ -15,7 +15,9 @@ from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, evaluate, fake
+from zerograph.passes.inline import put_in_place
 from zerograph.random import uniform
+from zerograph.region import local, region_of
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.step_graph import Boxing, origin
 
@@ -31,8 +33,13 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _enter(node, context)
         elif node.target is boxing:
             _lower(graph, node, context)
+        elif node.target is local:
+            # Its readers, which take one output each, come first; then its graph takes its place.
+            _make_local(node, context)
         elif node.op == "call_function":
             _compute_locally(node, context)
+    for node in graph.find_nodes(op="call_function", target=local):
+        put_in_place(graph, node, context)
     graph.eliminate_dead_code()
     return module
 
@@ -106,6 +113,13 @@ def _bound_slice(node: fx.Node) -> None:
     size = source.meta["val"].shape[arguments["dim"]]
     if node.target is aten.slice.Tensor and arguments["end"] is not None and arguments["end"] > size:
         node.update_arg(3, torch.iinfo(torch.int64).max)
+
+
+def _make_local(node: fx.Node, context: Context) -> None:
+    node.meta["val"] = [
+        fake(node.graph, local_shape(one.shape, sbp, context.mesh), one.dtype, one.device)
+        for one, sbp in zip(region_of(node).outputs, node.meta["sbp"], strict=True)
+    ]
 
 
 def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:

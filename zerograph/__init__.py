@@ -19,6 +19,7 @@ from zerograph.errors import (
 )
 from zerograph.graph import ZeroGraph
 from zerograph.inspection import Collective
+from zerograph.local import local
 from zerograph.placement import placement, to_global, to_local
 from zerograph.runtime.process_group import rank, world_size
 
@@ -36,6 +37,7 @@ __all__ = [
     "ZeroGraph",
     "ZeroGraphError",
     "annotate",
+    "local",
     "placement",
     "rank",
     "sbp",

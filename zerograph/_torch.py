@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -47,6 +47,7 @@ __all__ = [
     "in_place_form",
     "inductor",
     "mark_step_called",
+    "no_modes",
     "preserved_metadata",
     "schema_arguments",
     "single_process_store",
@@ -119,6 +120,11 @@ def generator_replaced(
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state, torch.manual_seed = before
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Neither a trace nor a fake mode in force inside: for a trace of its own within another one."""
+    return _disable_current_modes()
 
 
 def preserved_metadata() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, draws, source
 from zerograph.errors import CaptureError
-from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
+from zerograph.local import Capturing, inside
+from zerograph.region import Region
+from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, take_origins, writes
 
 aten = torch.ops.aten
 
@@ -46,6 +48,7 @@ def capture(
     input_spec: pytree.TreeSpec,
     *,
     train: bool,
+    ranks: int,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -57,6 +60,7 @@ def capture(
         aliases: further names of the same tensors (tied weights), to the name above.
         inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
         train: optimizers are registered, so some parameter must get a gradient.
+        ranks: how many compute the step together; only local regions depend on it.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
@@ -70,18 +74,25 @@ def capture(
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
     drawn = draws.Draws()
+    table = decompositions.table() | draws.table(drawn)
     gradients: list[str] = []
     returned: list[Any] = []
     output_spec: list[pytree.TreeSpec] = []
+    regions: list[Region] = []
+
+    def replaced(tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        return _torch.with_tensors(root, dict(tensors) | {alias: tensors[name] for alias, name in aliases.items()})
 
     def step(*tensors: Tensor) -> list[Tensor]:
         own = dict(zip(state, tensors, strict=False))
         drawn.seed, *given = tensors[len(own) :]
         args, kwargs = pytree.tree_unflatten(given, input_spec)
-        swapped = own | {alias: own[name] for alias, name in aliases.items()}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_torch.with_tensors(root, swapped))
-            stack.enter_context(_Recorder(stack.enter_context(_module_paths(root))))
+            stack.enter_context(replaced(own))
+            path = stack.enter_context(_module_paths(root))
+            stack.enter_context(_Recorder(path))
+            here = Capturing(ranks, mode, table, drawn, lambda: _Recorder(path), replaced, own, regions)
+            stack.enter_context(inside(here))
             stack.enter_context(drawn.instead_of_torchs())
             stack.enter_context(torch.enable_grad())
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
@@ -94,7 +105,6 @@ def capture(
         ]
 
     with mode, _torch.compiling(), _torch.preserved_metadata(), _explained():
-        table = decompositions.table() | draws.table(drawn)
         traced = _torch.trace(step, [*state.values(), seed, *batch], table)
         if train and not gradients:
             raise CaptureError(
@@ -112,7 +122,7 @@ def capture(
     _own_outputs(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients))
+    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
 
 
 def _parameter(spec: TensorSpec) -> Tensor:
@@ -219,10 +229,7 @@ def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequenc
     output = graph.graph.output_node()
     returned = len(output_nodes(graph.graph)) - len(gradients)
     output.meta["roles"] = [Role("output", str(i)) for i in range(returned)] + [Role("gradient", n) for n in gradients]
-    for node in graph.graph.nodes:
-        custom = node.meta.pop("custom", {})
-        if "origin" in custom:
-            node.meta["origin"] = custom["origin"]
+    take_origins(graph.graph)
     for _, target, _ in writes(graph.graph):
         if target.meta["role"].kind == "parameter":
             raise CaptureError(

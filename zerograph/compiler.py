@@ -112,7 +112,7 @@ class Compiler:
     def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, key)
+        captured, seconds = self._capture(members, batch, key, job.size)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -149,7 +149,7 @@ class Compiler:
             ) from error
         return _Prepared(captured, passes, context, name, function, layout)
 
-    def _capture(self, members: Members, batch: Batch, key: Hashable) -> tuple[Captured, float]:
+    def _capture(self, members: Members, batch: Batch, key: Hashable, ranks: int) -> tuple[Captured, float]:
         if key not in self._captures:
             began = time.perf_counter()
             captured = capturing.capture(
@@ -161,6 +161,7 @@ class Compiler:
                 batch.specs,
                 batch.tree,
                 train=bool(self.optimizers),
+                ranks=ranks,
             )
             self._captures[key] = captured, time.perf_counter() - began
         return self._captures[key]
