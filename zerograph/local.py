@@ -219,7 +219,11 @@ def _part(tensor: Tensor, sbp: Sbp, ranks: int) -> Tensor:
             )
         shape[sbp.dim] //= ranks
     part = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part.requires_grad_(tensor.requires_grad)
+    return (
+        nn.Parameter(part, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else part.requires_grad_(tensor.requires_grad)
+    )
 
 
 def _plan(

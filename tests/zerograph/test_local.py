@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -240,3 +241,65 @@ COUNTING = Counting()
 def test_declarations_that_cannot_be(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(zg.PlacementError, match=words):
         call()
+
+
+class Mixtral(zg.ZeroGraph):
+    def __init__(self, wrap: bool) -> None:
+        super().__init__()
+        self.model = mixtral()
+        if wrap:
+            for layer in self.model.model.layers:
+                layer.mlp = zg.local(layer.mlp)
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.3))
+        self.set_zero_mode("distributed_split", stage=2)
+
+    def build(self, tokens: Tensor) -> Tensor:
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+
+def mixtral() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, **experts, use_cache=False)
+    # The loop over the experts that got tokens has a shape that depends on values.
+    config._experts_implementation = "batched_mm"
+    return transformers.MixtralForCausalLM(config).train()
+
+
+def tokens() -> Tensor:
+    return torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def train_mixtral() -> list[Any]:
+    found = []
+    for wrap in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = Mixtral(wrap)
+            losses = [step(part(tokens())) for _ in range(3)]
+        experts = [one for one in step.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]
+        found.append((losses, experts))
+    return found
+
+
+def test_mixtral_routes_without_gathering_tokens(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    model = mixtral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    wanted = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.detach())
+    (whole, _), (routed, gathered) = pool.run(RANKS, train_mixtral)[0]
+    torch.testing.assert_close(whole, wanted, rtol=2e-6, atol=0)
+    torch.testing.assert_close(routed, wanted, rtol=2e-6, atol=0)
+    assert gathered == []
