@@ -65,7 +65,7 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
     drawn = emit(
         graph,
         uniform,
-        (copies[seed], number, [1, *size], start, [context.ranks, *size], dtype, device),
+        (copies[seed], number, [1, *size], start, [context.mesh.size, *size], dtype, device),
         origin(inner),
     )
     drawn.meta["own"] = (3,)

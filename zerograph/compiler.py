@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from zerograph import capture as capturing
 from zerograph.batch import Batch
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.passes.context import BucketUpdate, Context
@@ -112,11 +112,16 @@ class Compiler:
     def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, key, job.size)
+        captured, seconds = self._capture(members, batch, (key, job.size), job.size)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
+            )
+        if captured.regions and job.mesh.dims > 1:
+            raise PlacementError(
+                "build() has a local region, and the graph's placement has several dimensions\n"
+                "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
             )
         policy = self.config.policy if self.optimizers else OFF
         updates = self._updates(members, captured)

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import zerograph as zg
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
+from zerograph.mesh import Mesh, local_part, local_shape, local_start
 from zerograph.random import uniform
+from zerograph.sbp import Split, broadcast
 
 CPU = torch.device("cpu")
 
@@ -74,6 +76,17 @@ def test_a_piece_holds_the_numbers_of_its_place(whole: list[int]) -> None:
                 start[dim] = rank * shape[dim]
                 piece = uniform(torch.tensor(5), 7, shape, start, whole, torch.float32, CPU)
                 assert torch.equal(piece, everything.narrow(dim, start[dim], shape[dim]))
+
+
+def test_a_piece_on_a_mesh_holds_the_numbers_of_its_place() -> None:
+    whole = [8, 4, 6]
+    everything = draw(5, 7, whole, torch.float32)
+    for sbp in ((Split(0), Split(0)), (Split(1), Split(0)), (Split(2), broadcast), (broadcast, Split(1))):
+        for position in itertools.product(range(2), range(2)):
+            mesh = Mesh((2, 2), position, ("", ""))
+            size, start = local_shape(whole, sbp, mesh), local_start(whole, sbp, mesh)
+            piece = uniform(torch.tensor(5), 7, size, start, whole, torch.float32, CPU)
+            assert torch.equal(piece, everything[local_part(whole, sbp, mesh)])
 
 
 class Forward(zg.ZeroGraph):
