@@ -2,7 +2,9 @@
 
 ``pipeline``   the passes in their order: start here
 ``context``    what a pass is told besides the graph
-``flatten`` ``place`` ``box`` ``regather`` ``localize`` ``schedule`` ``reinplace``   one pass each
+``simplify`` ``unfuse`` ``flatten`` ``place`` ``box`` ``regather`` ``localize`` ``schedule``
+``reinplace``  one pass each, in this order
+``flat_gradients``   what flatten does with edits and norms of gradients
 ``verify``     what must hold after each
 ``inline``     a local region's graph in the place of its node
 ``boxing``     the boxing node and what it costs

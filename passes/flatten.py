@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from zerograph.buckets import Bucket, Slot
+from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.edit import emit, fake, first_computed, positions
+from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
 from zerograph.sbp import show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
@@ -22,29 +24,30 @@ _UPDATE = Origin("update")
 def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Parameters are views of bucket inputs, and each bucket's gradient, reduced, updates it in one go."""
     graph = module.graph
-    gradients = _take_gradients(graph)
+    edited = edited_gradients(graph)
+    _take_gradients(graph)
     flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
+    updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
+    gradients = [_flat_gradient(graph, bucket, flat[bucket.name], edited, context) for bucket in updated]
+    settle_total_norms(graph, gradients, context.mesh.dims)
+    for gradient in gradients:
+        with graph.inserting_before(graph.output_node()):
+            final = gradient.final(graph)
+        _update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
+    drop_unread_edits(graph)
     for bucket in context.buckets:
         _view_parameters(graph, bucket, flat[bucket.name])
-    for bucket in context.buckets:
-        update = context.updates.get(bucket.name)
-        if update is not None:
-            own = [gradients[slot.name] for slot in bucket.slots]
-            ready = own if context.policy.reduce_early else list(gradients.values())
-            reduced = _bucket_gradient(graph, bucket, own, ready)
-            _update(graph, bucket, flat[bucket.name], reduced, update)
     graph.eliminate_dead_code()
     return module
 
 
-def _take_gradients(graph: fx.Graph) -> dict[str, fx.Node]:
+def _take_gradients(graph: fx.Graph) -> None:
     """Gradients stop being outputs: from here on they feed the update."""
     output = graph.output_node()
     roles: list[Role] = output.meta["roles"]
     nodes = output_nodes(graph)
     output.args = (tuple(node for node, r in zip(nodes, roles, strict=True) if r.kind == "output"),)
     output.meta["roles"] = [r for r in roles if r.kind == "output"]
-    return {r.name: node for node, r in zip(nodes, roles, strict=True) if r.kind == "gradient"}
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
@@ -109,6 +112,19 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
     gather.meta["target_sbp"] = bucket.gathered
     gather.meta["tensor"] = bucket.name
     return gather
+
+
+def _flat_gradient(
+    graph: fx.Graph, bucket: Bucket, flat: fx.Node, edited: Mapping[str, Edited], context: Context
+) -> FlatGradient:
+    own = [edited[slot.name] for slot in bucket.slots]
+    ready = [one.raw for one in own]
+    if not context.policy.reduce_early:
+        # A norm needs the reduced gradient before backward may have ended for others.
+        norms = positions(graph)
+        first = min((norms[norm] for one in own for norm in one.norms), default=len(norms))
+        ready += [one.raw for one in edited.values() if norms[one.raw] < first]
+    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, [one.raw for one in own], ready), own)
 
 
 def _bucket_gradient(

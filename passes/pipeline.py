@@ -17,12 +17,14 @@ from zerograph.passes.place import place
 from zerograph.passes.regather import regather
 from zerograph.passes.reinplace import reinplace
 from zerograph.passes.schedule import schedule
+from zerograph.passes.simplify import simplify
 from zerograph.passes.unfuse import unfuse
 from zerograph.passes.verify import verify
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PIPELINE: tuple[Pass, ...] = (
+    simplify,  # no operator hides what a simpler one says
     unfuse,  # where products may be summed over ranks, no bias is in them
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
     place,  # every tensor has an SBP, every operator a signature

@@ -13,12 +13,14 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from zerograph.errors import CaptureError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import PACKET
 from zerograph.passes.line import Line, open_line
 from zerograph.passes.rules import Signature
+from zerograph.passes.rules.discover import discover
 from zerograph.passes.solve import improve
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, whole, wire_bytes
 from zerograph.step_graph import origin, output_nodes, role, writes
@@ -111,7 +113,15 @@ def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature,
     if found is not None:
         return found
     if line.ranks > 1:
-        _warn_of_missing_rule(node, line, context)
+        if context.on_missing_rule == "discover":
+            key = (node, line.dim)
+            if key not in context.discovered:
+                inputs = [line.values[source][index] for source, index in line.inputs(node)]
+                context.discovered[key] = discover(node, line.ranks, inputs, line.values[node])
+            found = context.discovered[key]
+            if found is not None:
+                return found
+        _report_missing_rule(node, line, context)
     return (rules.all_broadcast(node),)
 
 
@@ -145,13 +155,20 @@ def _write_down(node: fx.Node, lines: list[Line]) -> None:
         node.meta["sbp"] = tuple(tuple(line.sbp[node][index] for line in lines) for index in range(count))
 
 
-def _warn_of_missing_rule(node: fx.Node, line: Line, context: Context) -> None:
+def _report_missing_rule(node: fx.Node, line: Line, context: Context) -> None:
     gathered = sum(
         wire_bytes(line.sbp[source][index], broadcast, line.nbytes((source, index)), line.ranks)
         for source, index in line.inputs(node)
     )
     where = origin(node)
+    place = f"  {where.source}   {where.code}"
+    if context.on_missing_rule == "error":
+        raise CaptureError(
+            f"no rule says how {node.target} may be split: to gather its inputs is {gathered:,.0f} bytes per step\n"
+            f"{place}\nGive it one with zg.register_rule, or set config.on_missing_rule to 'gather' or 'discover'."
+        )
+    tried = ", and it could not be tried on random data" if context.on_missing_rule == "discover" else ""
     context.warn(
-        f"no rule says how {node.target} may be split: its inputs are gathered, {gathered:,.0f} bytes per step\n"
-        f"  {where.source}   {where.code}"
+        f"no rule says how {node.target} may be split{tried}: its inputs are gathered, {gathered:,.0f} bytes per step\n"
+        f"{place}\nGive it one with zg.register_rule."
     )

@@ -84,6 +84,8 @@ def _behind(node: fx.Node, bucket: fx.Node) -> fx.Node:
 
 def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.Node) -> None:
     """Turn the operators that lead from the state to its new value into their in-place forms, if nobody notices."""
+    if graph.output_node() in _readers(new):
+        return  # what the user was given must not change with the next step
     chain: list[fx.Node] = []
     node = new
     while node is not state:

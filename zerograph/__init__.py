@@ -1,6 +1,7 @@
 """Zerograph: a training step as one placed graph, with the Zero Redundancy Optimizer.
 
-``ZeroGraph`` is the class to subclass; ``sbp``, ``placement``, ``to_global`` and ``to_local`` are for global tensors.
+``ZeroGraph`` is the class to subclass; ``sbp``, ``placement``, ``to_global`` and ``to_local`` are for global tensors;
+``register_rule`` says how an operator of your own may be split.
 """
 
 from zerograph import sbp
@@ -20,6 +21,8 @@ from zerograph.errors import (
 from zerograph.graph import ZeroGraph
 from zerograph.inspection import Collective
 from zerograph.local import local
+from zerograph.passes.rules.registry import Operands
+from zerograph.passes.rules.users import register_rule
 from zerograph.placement import placement, to_global, to_local
 from zerograph.runtime.process_group import rank, world_size
 
@@ -30,6 +33,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "InputError",
+    "Operands",
     "PlacementError",
     "RankMismatchError",
     "SplitParameterError",
@@ -40,6 +44,7 @@ __all__ = [
     "local",
     "placement",
     "rank",
+    "register_rule",
     "sbp",
     "to_global",
     "to_local",

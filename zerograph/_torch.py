@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -46,11 +47,15 @@ __all__ = [
     "generator_replaced",
     "in_place_form",
     "inductor",
+    "is_mutable",
     "mark_step_called",
     "no_modes",
+    "overloads",
     "preserved_metadata",
+    "returns",
     "schema_arguments",
     "single_process_store",
+    "total_norm_by",
     "trace",
     "with_tensors",
     "without_torch_function",
@@ -157,6 +162,31 @@ def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.Ab
     return context
 
 
+@contextlib.contextmanager
+def total_norm_by(function: Callable[[Sequence[Tensor], float, bool], Tensor | None]) -> Iterator[None]:
+    """``clip_grad_norm_`` and ``get_total_norm`` ask ``function(tensors, p, error_if_nonfinite)`` for the norm.
+
+    Where it returns None they compute it themselves. ``clip_grad_norm_`` looks the function up by a private name; a
+    ``get_total_norm`` that was imported by name before keeps its own loop, which is right, but no single node.
+    """
+    original = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch.no_grad():
+            found = function(given, float(norm_type), error_if_nonfinite)
+        return original(given, norm_type, error_if_nonfinite, foreach) if found is None else found
+
+    public = nn.utils.get_total_norm
+    clip_grad._get_total_norm = nn.utils.get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
+
+
 def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """torch's own decompositions of the named operators (``torch._decomp`` has no public name)."""
     return dict(get_decompositions(operators))
@@ -181,6 +211,32 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:
     """The operator's declared arguments: name, type, default_value."""
     return list(operator._schema.arguments)
+
+
+def returns(operator: OpOverload) -> Sequence[Any]:
+    """The operator's declared results: type."""
+    return list(operator._schema.returns)
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Whether the operator writes to one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def overloads(operator: Any) -> list[OpOverload]:
+    """The overloads of what users call an operator: one itself, a packet, what ``custom_op`` returned, or a name.
+
+    ``torch.library.custom_op`` keeps its overload under a private name. Empty for anything else.
+    """
+    if isinstance(operator, str) and "::" in operator:
+        namespace, name = operator.split("::", 1)
+        operator = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
+    operator = getattr(operator, "_opoverload", operator)
+    if isinstance(operator, OpOverload):
+        return [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    return []
 
 
 def in_place_form(operator: OpOverload) -> OpOverload | None:

@@ -92,7 +92,8 @@ def plan_buckets(
     """Lay parameters, given in order of first use, into buckets.
 
     Args:
-        mesh: a split bucket is padded to a multiple of its size along ``zero_dim``.
+        mesh: buckets are padded to a multiple of its size along ``zero_dim``, whole ones too: norms are summed in as
+            many pieces whatever the stage.
         zero_dim: the mesh dimension along which buckets are split.
         split: whether they are; else B.
         min_split_numel: parameters with fewer elements stay B, in buckets of their own.
@@ -103,8 +104,10 @@ def plan_buckets(
     open_buckets: dict[Hashable, list[Parameter]] = {}
     closed: list[tuple[list[Parameter], bool]] = []
     for parameter in parameters:
-        whole = not split or _numel(parameter) < min_split_numel
-        key = (whole, parameter.sbp, parameter.dtype, parameter.device, parameter.key)
+        small = _numel(parameter) < min_split_numel
+        whole = not split or small
+        # Small ones apart also where all are whole: the stages then have the same buckets, and the same sums.
+        key = (small, parameter.sbp, parameter.dtype, parameter.device, parameter.key)
         members = open_buckets.get(key)
         if members is None or sum(map(_bytes, members)) + _bytes(parameter) > most:
             members = open_buckets[key] = []
@@ -130,7 +133,7 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
         slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
         offset += numel
     ranks = mesh.shape[zero_dim]
-    padded = offset if whole else -(-offset // ranks) * ranks
+    padded = -(-offset // ranks) * ranks
     sbp = [broadcast if one == broadcast else Split(0) for one in first.sbp]
     if not whole:
         sbp[zero_dim] = Split(0 if rows is None else 1)

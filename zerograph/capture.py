@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, draws, source
 from zerograph.errors import CaptureError
+from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.region import Region
 from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, take_origins, writes
@@ -49,6 +51,8 @@ def capture(
     *,
     train: bool,
     ranks: int,
+    groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
+    clip_grad_norm: float | None = None,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -61,6 +65,8 @@ def capture(
         inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
         train: optimizers are registered, so some parameter must get a gradient.
         ranks: how many compute the step together; only local regions depend on it.
+        groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
+        clip_grad_norm: clip all gradients together to this norm after ``build()``.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
@@ -87,15 +93,20 @@ def capture(
         own = dict(zip(state, tensors, strict=False))
         drawn.seed, *given = tensors[len(own) :]
         args, kwargs = pytree.tree_unflatten(given, input_spec)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(own))
-            path = stack.enter_context(_module_paths(root))
-            stack.enter_context(_Recorder(path))
-            here = Capturing(ranks, mode, table, drawn, lambda: _Recorder(path), replaced, own, regions)
-            stack.enter_context(inside(here))
-            stack.enter_context(drawn.instead_of_torchs())
-            stack.enter_context(torch.enable_grad())
+        with (
+            replaced(own),
+            _swapped_groups(groups, own),
+            _torch.total_norm_by(_one_node),
+            _NoDataAssignment(),
+            _module_paths(root) as path,
+            _Recorder(path),
+            inside(Capturing(ranks, mode, table, drawn, lambda: _Recorder(path), replaced, own, regions)),
+            drawn.instead_of_torchs(),
+            torch.enable_grad(),
+        ):
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
+            if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
+                nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
         found = {name: own[name].grad for name in parameters}
@@ -112,11 +123,16 @@ def capture(
                 "Call loss.backward() inside build(), on a loss that depends on the model's parameters."
             )
         _refuse_foreign_parameters(traced)
+        _strip_profiling(traced.graph)
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
     _name_roles(graph, [*roles, Role("seed", "seed")], gradients)
     draws.refuse_others(graph.graph)
+    _drop_restored(graph.graph)
+    _refuse_changed_parameters(graph.graph)
     _strip_detaches(graph.graph)
+    mark_edits(graph.graph)
+    _cancel_views(graph.graph)
     _strip_copies(graph.graph)
     _drop_unused_seed(graph.graph)
     _own_outputs(graph.graph)
@@ -156,11 +172,28 @@ class _Recorder(_torch.TorchDispatchMode):
         if backward is not None:
             # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
             forward = self._forward.get(backward, Origin("forward"))
+            # With create_graph=True, backward makes nodes of its own, whose backward is of the same line.
+            self._forward.setdefault(_torch.forward_sequence_number(), forward)
             return Origin("backward", forward.module, forward.source, forward.code)
         here = Origin("forward", self._module_path(), *source.running_line())
         self._forward.setdefault(_torch.forward_sequence_number(), here)
         return here
 
+
+class _NoDataAssignment(TorchFunctionMode):
+    """Refuses ``parameter.data = ...``, which no tracer sees."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
+                "Write the values with copy_() under torch.no_grad()."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _READS_VALUES = {
     aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
@@ -190,6 +223,39 @@ def _module_paths(root: nn.Module) -> Iterator[Callable[[], str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _swapped_groups(
+    groups: Sequence[tuple[dict[str, Any], Sequence[str]]], tensors: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Optimizers hold the traced parameters: ``zero_grad()`` clears their gradients, and clipping finds them."""
+    before = [group["params"] for group, _ in groups]
+    for group, names in groups:
+        group["params"] = [tensors[name] for name in names]
+    try:
+        yield
+    finally:
+        for (group, _), parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+
+
+def _one_node(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
+    """The total norm as the one operator that ``flatten`` knows."""
+    line, code = source.running_line()
+    if not tensors:
+        raise CaptureError(
+            f"there is no gradient to take a norm of\n  {line}   {code}\n"
+            "Call backward() before, and pass parameters of the graph's modules as build() sees them "
+            "(self.model.parameters(); a list that was made outside build() holds others)."
+        )
+    if error_if_nonfinite:
+        raise CaptureError(
+            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
+            "Return the norm from build() and look at it outside."
+        )
+    # Of other orders torch has special cases: those it computes itself.
+    return TOTAL_NORM(list(tensors), p) if p > 0 else None
 
 
 @contextlib.contextmanager
@@ -230,12 +296,54 @@ def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequenc
     returned = len(output_nodes(graph.graph)) - len(gradients)
     output.meta["roles"] = [Role("output", str(i)) for i in range(returned)] + [Role("gradient", n) for n in gradients]
     take_origins(graph.graph)
-    for _, target, _ in writes(graph.graph):
+
+
+def _drop_restored(graph: fx.Graph) -> None:
+    """A parameter that was changed in between, and got its old value back, was not changed."""
+    for write, target, value in list(writes(graph)):
+        if target.meta["role"].kind != "parameter":
+            continue
+        while value.op == "call_function" and value.target in _SAME_VALUE:
+            given = value.args[_SAME_VALUE[value.target]]
+            if not isinstance(given, fx.Node) or not _alike(given, value):
+                break
+            value = given
+        if value is target:
+            write.replace_all_uses_with(target)
+            graph.erase_node(write)
+
+
+# Operators whose result has the values of one of their arguments, and which.
+_SAME_VALUE: dict[Any, int] = {
+    aten.copy.default: 1,
+    aten.clone.default: 0,
+    aten.detach.default: 0,
+    aten.alias.default: 0,
+    aten.view.default: 0,
+}
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def _refuse_changed_parameters(graph: fx.Graph) -> None:
+    for _, target, _ in writes(graph):
         if target.meta["role"].kind == "parameter":
             raise CaptureError(
                 f"build() changes the {target.meta['role']} in place\n"
-                "Parameters change through optimizers only; make it a buffer, or change it outside build()."
+                "Parameters change through optimizers only. To compute at other values for a while, keep "
+                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
+                "torch.func.functional_call; else make it a buffer, or change it outside build()."
             )
+
+
+def _strip_profiling(graph: fx.Graph) -> None:
+    """``zero_grad()`` times itself for torch's profiler."""
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
 
 
 def _strip_detaches(graph: fx.Graph) -> None:
@@ -250,12 +358,18 @@ def _strip_detaches(graph: fx.Graph) -> None:
 def _strip_copies(graph: fx.Graph) -> None:
     """A tensor that was made empty and then filled is what it was filled with."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        source = node.args[1]
+        old_node, source = node.args[:2]
+        assert isinstance(old_node, fx.Node)
         assert isinstance(source, fx.Node)
+        if old_node.target not in _EMPTY:
+            continue
         new, old = node.meta["val"], source.meta["val"]
         if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
 
 
 def _drop_unused_seed(graph: fx.Graph) -> None:
@@ -263,6 +377,51 @@ def _drop_unused_seed(graph: fx.Graph) -> None:
     for node in placeholders(graph, "seed"):
         if not node.users:
             graph.erase_node(node)
+
+
+def _cancel_views(graph: fx.Graph) -> None:
+    """Views that lead back to the tensor are gone: in-place edits of gradients that are views leave many of them."""
+    for node in list(graph.nodes):
+        if not is_edit(node) or node.target not in _VIEWS:
+            continue
+        chain, source = [node], node.all_input_nodes[0]
+        while True:
+            if in_shape_of(source, node.meta["val"].shape) and _is_identity(source, chain):
+                node.replace_all_uses_with(source)
+                break
+            if source.target not in _VIEWS:
+                break
+            chain.append(source)
+            source = source.all_input_nodes[0]
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_edit(node) and node.target in _VIEWS:
+            graph.erase_node(node)
+
+
+_VIEWS: set[Any] = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+}
+
+
+def _is_identity(source: fx.Node, chain: Sequence[fx.Node]) -> bool:
+    """Whether the views, last first, show ``source`` as it is: of a contiguous tensor, they are as contiguous."""
+    whole = torch.empty(source.meta["val"].shape, device="meta")
+    seen = whole
+    for view in reversed(chain):
+        try:
+            seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+        except RuntimeError:
+            return False
+    return seen.shape == whole.shape and seen.stride() == whole.stride()
 
 
 def _own_outputs(graph: fx.Graph) -> None:

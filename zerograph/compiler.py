@@ -91,7 +91,8 @@ class Compiler:
         """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
 
         Args:
-            key: equal for equal members and inputs: then the capture is the same, whatever the configuration.
+            key: equal for equal members and inputs: then the capture is the same, whatever the configuration (but for
+                ``clip_grad_norm``).
             doing: names the step in messages.
 
         Raises:
@@ -136,6 +137,7 @@ class Compiler:
                 if one.update is not None
             },
             inputs=batch.sbp,
+            on_missing_rule=self.config.on_missing_rule,
             zero_dim=self.config.zero_dim_on(job.mesh.dims),
             warn=self._warn,
         )
@@ -155,6 +157,8 @@ class Compiler:
         return _Prepared(captured, passes, context, name, function, layout)
 
     def _capture(self, members: Members, batch: Batch, key: Hashable, ranks: int) -> tuple[Captured, float]:
+        clip = self.config.clip_grad_norm if self.optimizers else None
+        key = (key, clip)
         if key not in self._captures:
             began = time.perf_counter()
             captured = capturing.capture(
@@ -167,6 +171,8 @@ class Compiler:
                 batch.tree,
                 train=bool(self.optimizers),
                 ranks=ranks,
+                groups=_groups(members, self.optimizers),
+                clip_grad_norm=clip,
             )
             self._captures[key] = captured, time.perf_counter() - began
         return self._captures[key]
@@ -245,6 +251,16 @@ def _lookup(root: nn.Module, name: str) -> Lookup:
         return found if found.is_contiguous() else found.contiguous()
 
     return lookup
+
+
+def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
+    """Every parameter group with the names of its parameters."""
+    names = members.names()
+    return [
+        (group, [names[id(parameter)] for parameter in group["params"]])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
 
 
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:

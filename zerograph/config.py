@@ -25,6 +25,10 @@ class Config:
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
         bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
             parameters, within 1 MiB and 32 MiB.
+        clip_grad_norm: clip all gradients together to this norm at the end of ``build()``, as
+            ``torch.nn.utils.clip_grad_norm_`` over all parameters does there. Default None: do not.
+        on_missing_rule: what to do about an operator without a rule, over several ranks: ``"gather"`` (default) its
+            inputs and warn once, ``"error"``, or ``"discover"`` how it may be split by trying it on random data.
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
         seed: what all random numbers of the graph follow from, together with the number of the step, and so
@@ -41,6 +45,8 @@ class Config:
     stage: int = 1
     shard_min_size: int = 0
     bucket_size: int | None = None
+    clip_grad_norm: float | None = None
+    on_missing_rule: str = "gather"
     backend: str | Callable[..., Any] = "auto"
     seed: int | None = None
     timeout: float = 600.0
@@ -144,6 +150,15 @@ def _timeout(value: Any) -> str:
     return "" if good else "give seconds, more than 0"
 
 
+def _on_missing_rule(value: Any) -> str:
+    return "" if value in ("gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
+
+
+def _clip_grad_norm(value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return "" if value is None or number else "give the largest norm that gradients may have, more than 0, or None"
+
+
 def _placement(value: Any) -> str:
     return "" if value is None or isinstance(value, DeviceMesh) else "give a placement made by zg.placement(), or None"
 
@@ -158,6 +173,8 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "stage": _stage,
     "shard_min_size": _whole_number(0, "elements"),
     "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
+    "clip_grad_norm": _clip_grad_norm,
+    "on_missing_rule": _on_missing_rule,
     "backend": _backend,
     "seed": _seed,
     "timeout": _timeout,

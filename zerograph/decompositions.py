@@ -39,6 +39,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.full_like.default: lambda x, fill, **options: _filled_like(fill)(x, **options),
         aten.new_zeros.default: _new_filled(0),
         aten.new_ones.default: _new_filled(1),
+        # Memory that a copy is about to fill: full of something, it needs no rule of its own.
+        aten.new_empty_strided.default: lambda x, size, stride, **options: _new_filled(0)(x, size, **options),
+        aten.repeat.default: _repeat,
         aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
     }
 
@@ -113,3 +116,11 @@ def _new_filled(fill: float) -> Callable[..., Tensor]:
         return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
 
     return filled
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """As an expansion, whose dimensions have names."""
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    sizes = list(zip(repeats, shape, strict=True))
+    once = x.reshape([part for _, size in sizes for part in (1, size)])
+    return once.expand([part for pair in sizes for part in pair]).reshape([times * size for times, size in sizes])

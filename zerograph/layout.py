@@ -13,6 +13,7 @@ from zerograph.annotate import annotated_sbp
 from zerograph.buckets import Bucket, Parameter, plan_buckets
 from zerograph.config import Config
 from zerograph.errors import CaptureError
+from zerograph.gradients import edited_gradients
 from zerograph.members import Members
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import Store, store_of
@@ -62,12 +63,13 @@ def plan_layout(
         CaptureError: an optimizer holds state that its own update does not know.
     """
     order = _first_uses(captured, members)
+    edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items() if name in updates}
     kept: list[Planned] = []
     loose: list[str] = []
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates, job):
+        elif _usable(store, names, members, config, updates, job) and len({edits.get(name) for name in names}) == 1:
             store.job.check_alive()
             update = updates.get(names[0])
             layout = replace(store.layout, slots=_named_here(store, members))
@@ -75,7 +77,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(job, members, config, updates, loose)]
+    planned = [*kept, *_new(job, members, config, updates, edits, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
     return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
 
@@ -132,7 +134,12 @@ def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
 
 
 def _new(
-    job: Job, members: Members, config: Config, updates: Mapping[str, Update], names: Sequence[str]
+    job: Job,
+    members: Members,
+    config: Config,
+    updates: Mapping[str, Update],
+    edits: Mapping[str, Hashable],
+    names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
     zero_dim = config.zero_dim_on(job.mesh.dims)
@@ -143,6 +150,8 @@ def _new(
         key: Hashable = (
             None if update is None else (update.rate, update.program.key),
             holding.key(),
+            # One edit, and one part in each norm, for the whole bucket.
+            edits.get(name),
             # Two graphs that want different buckets of the same parameters settle on what suits both.
             None if (store := store_of(parameter)) is None else store.serial,
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.

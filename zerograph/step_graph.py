@@ -6,6 +6,7 @@ Keys that zerograph puts into ``node.meta``:
 ``val``    fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
 ``role``   :class:`Role` of a placeholder
 ``origin`` :class:`Origin`: phase, module path and source line
+``edit``   true where ``build()`` computed the node from gradients, after the last ``backward()``
 ``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
 ``global`` global shape, from ``localize`` on
 ``boxing`` :class:`Boxing` of a node that changes an SBP

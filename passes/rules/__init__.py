@@ -1,6 +1,8 @@
 """Rules: which SBPs an operator's inputs and outputs may have together.
 
 ``factors``    the notation and how signatures follow from it
+``discover``   signatures of an operator without a rule, found by trying
+``users``      rules that users register
 ``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
 ``pointwise``, ``matmul``, ``shape``, ``reduction``, ``indexing``, ``nn``, ``random``   the rules, one line an operator
 """

@@ -18,6 +18,8 @@ The precedent is the sharding rule of Shardy (OpenXLA): pass-through, reduction 
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,6 +90,36 @@ def signatures(
             )
     return tuple(found)
 
+
+def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
+    """What is wrong with a notation for operands of these shapes, in words; empty if nothing is."""
+    left, arrow, right = notation.partition("->")
+    if not arrow or "->" in right:
+        return "one arrow '->' stands between inputs and outputs"
+    shapes, operands = (*inputs, *outputs), []
+    for text, given, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
+        parts = _commas(text, len(given))
+        if len(parts) != len(given) or (not given and text.strip()):
+            return f"it names {len(text.split(','))} {kind}, there are {len(given)}"
+        for part, shape in zip(parts, given, strict=True):
+            if not _NOTATION.fullmatch(part):
+                return f"{part!r} is no list of factors (m, m!, 1, (b t), b:4, ...)"
+            try:
+                operands.append(_parse(part, shape))
+            except ValueError:
+                return f"{part!r} names another number of dimensions than {shape} has"
+    sizes = _sizes(operands, shapes)
+    for operand, shape in zip(operands, shapes, strict=True):
+        for dimension, size in zip(operand, shape, strict=True):
+            names = " ".join(factor.name for factor in dimension)
+            wanted = math.prod(sizes[factor.name] for factor in dimension)
+            if size not in (wanted, 1):
+                return f"{names or '1'!s} is {wanted} and {size}"
+    return ""
+
+
+_FACTOR = r"(?:[A-Za-z_]\w*(?::\d+)?!?|1|\.\.\.!?)"
+_NOTATION = re.compile(rf"\s*(?:(?:{_FACTOR}|\(\s*{_FACTOR}(?:\s+{_FACTOR})*\s*\))(?:\s+|(?=\()|$))*\s*")
 
 _NOWHERE_LEGAL = -1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule
+from zerograph.passes.rules.registry import Operands, letters, rule, together, whole
 
 aten = torch.ops.aten
 
@@ -43,8 +43,8 @@ def _line(prefix: str, dim: int, same: list[bool]) -> str:
 
 rule(aten.gather.default, _gathered, linear=(0,))
 rule(aten.scatter.value, _scattered)
-rule(aten.scatter.src, _scattered, linear=((0, 2),))
-rule(aten.scatter_add.default, _scattered, linear=((0, 2),))
+rule(aten.scatter.src, _scattered, linear=together(0, 2))
+rule(aten.scatter_add.default, _scattered, linear=together(0, 2))
 
 
 def _index_selected(operands: Operands) -> str:
@@ -56,3 +56,74 @@ def _index_selected(operands: Operands) -> str:
 
 
 rule(aten.index_select.default, _index_selected, linear=(0,))
+
+
+def _index_added(operands: Operands) -> str:
+    rank = operands.inputs[0].dim()
+    dim = operands["dim"] % rank
+    # What is added to zeros may be added in parts.
+    picked = "picked" if operands.zero[0] else "picked!"
+    whole, source = (" ".join(name if i == dim else f"d{i}" for i in range(rank)) for name in ("v!", picked))
+    return f"{whole}, {picked}, {source} -> {whole}"
+
+
+rule(aten.index_add.default, _index_added, linear=together(0, 2))
+
+
+def _looked_up(operands: Operands) -> str:
+    if _by_mask(operands):
+        return whole(operands)
+    source, indices, result = _advanced(operands)
+    return f"{source}, {', '.join(indices)} -> {result}"
+
+
+def _put(operands: Operands) -> str:
+    if _by_mask(operands):
+        return _put_where(operands)
+    source, indices, result = _advanced(operands)
+    values = operands.inputs[-1].dim()
+    names = result.split()[-values:] if values else []
+    if not (operands["accumulate"] and operands.zero[0]):
+        # Of a split index each rank would keep the old value where the others put the new one.
+        indices = [_unsplittable(index) for index in indices]
+        names = [_unsplittable(name) if name.startswith("i") else name for name in names]
+    return f"{source}, {', '.join(indices)}, {' '.join(names)} -> {source}"
+
+
+def _advanced(operands: Operands) -> tuple[str, list[str], str]:
+    """``x[i, :, j]``: what ``x``, each index and the result walk; dimensions that are looked up in stay whole."""
+    names = letters(operands.inputs[0].dim())
+    asked = [at for at, index in enumerate(operands["indices"]) if index is not None]
+    indices = operands.inputs[1 : 1 + len(asked)]
+    rank = max(index.dim() for index in indices)
+    walked = [f"i{at}" for at in range(rank)]
+    rest = [name for at, name in enumerate(names) if at not in asked]
+    # Indices of dimensions side by side leave theirs in that place, others in front.
+    start = asked[0] if asked == list(range(asked[0], asked[-1] + 1)) else 0
+    source = " ".join(f"v{at}!" if at in asked else name for at, name in enumerate(names))
+    return source, [" ".join(walked[rank - i.dim() :]) for i in indices], " ".join(rest[:start] + walked + rest[start:])
+
+
+def _by_mask(operands: Operands) -> bool:
+    return any(value.dtype is torch.bool for value in operands.inputs[1:] if value is not operands.inputs[-1])
+
+
+def _put_where(operands: Operands) -> str:
+    """One value wherever a mask says so; of several, where one goes depends on the whole mask."""
+    source, *masks, values = operands.inputs
+    if len(masks) > 1 or values.numel() > 1:
+        return whole(operands)
+    start = next(at for at, index in enumerate(operands["indices"]) if index is not None)
+    names = letters(source.dim())
+    mask, value = names[start : start + masks[0].dim()], ["1"] * values.dim()
+    return f"{' '.join(names)}, {' '.join(mask)}, {' '.join(value)} -> {' '.join(names)}"
+
+
+def _unsplittable(names: str) -> str:
+    return " ".join(f"{name}!" for name in names.split())
+
+
+rule(aten.index.Tensor, _looked_up, linear=(0,))
+rule(aten._unsafe_index.Tensor, _looked_up, linear=(0,))
+rule(aten.index_put.default, _put, linear=together(0, 2))
+rule(aten._unsafe_index_put.default, _put, linear=together(0, 2))

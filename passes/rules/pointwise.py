@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 
 from zerograph.passes.rules.factors import Linear
-from zerograph.passes.rules.registry import Operands, pointwise, rule
+from zerograph.passes.rules.registry import Operands, pointwise, rule, together
 
 aten = torch.ops.aten
 
 # Linear in both operands together: a sum of partial sums is a partial sum.
-rule(aten.add.Tensor, pointwise, linear=((0, 1),))
-rule(aten.sub.Tensor, pointwise, linear=((0, 1),))
-rule(aten.where.self, pointwise, linear=((1, 2),))
-rule(aten.lerp.Scalar, pointwise, linear=((0, 1),))
+rule(aten.add.Tensor, pointwise, linear=together(0, 1))
+rule(aten.sub.Tensor, pointwise, linear=together(0, 1))
+rule(aten.where.self, pointwise, linear=together(1, 2))
+rule(aten.lerp.Scalar, pointwise, linear=together(0, 1))
+rule(aten.masked_fill.Scalar, pointwise, linear=lambda operands: () if operands["value"] else (0,))
+rule(aten.masked_fill.Tensor, pointwise, linear=lambda operands: (0,) if operands.zero[2] else ())
 
 # Linear in each operand for itself.
 rule(aten.mul.Tensor, pointwise, linear=(0, 1))
@@ -32,6 +34,8 @@ rule(aten.clone.default, pointwise, linear=(0,))
 rule(aten.detach.default, pointwise, linear=(0,))
 rule(aten.alias.default, pointwise, linear=(0,))
 rule(aten.lift_fresh_copy.default, pointwise, linear=(0,))
+rule(aten.fill.Scalar, pointwise)
+rule(aten.fill.Tensor, "...,  -> ...", linear=(1,))
 rule(aten.copy.default, "..., ... -> ...", linear=(1,))
 rule(aten.copy_.default, "..., ... -> ...")
 

@@ -70,9 +70,11 @@ def along(argument: str = "dim", operands_with_dim: int = 1) -> Callable[[Operan
 
 
 rule(aten._softmax.default, along())
+rule(aten._safe_softmax.default, along())
 rule(aten._log_softmax.default, along())
 rule(aten._softmax_backward_data.default, along(), linear=(0,))
 rule(aten._log_softmax_backward_data.default, along(), linear=(0,))
+rule(aten.histc.default, lambda operands: _counted(operands))
 rule(aten.cumsum.default, along(), linear=(0,))
 rule(aten.flip.default, lambda operands: _flip(operands), linear=(0,))
 rule(aten.sort.default, along())
@@ -92,3 +94,10 @@ def _resized(operands: Operands) -> str:
     source = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(_letters(rank)))
     result = " ".join("k!" if i == dim else name for i, name in enumerate(_letters(rank)))
     return f"{source} -> {result}, {result}"
+
+
+def _counted(operands: Operands) -> str:
+    """Counts add up over the parts, unless the bins span from the smallest value to the largest."""
+    fixed = operands["min"] != operands["max"]
+    source = " ".join(name if fixed else f"{name}!" for name in _letters(operands.inputs[0].dim()))
+    return f"{source} -> bins!"

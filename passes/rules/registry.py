@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, schema_arguments
-from zerograph.passes.rules.factors import Linear, Shape, Signature, signatures
+from zerograph.errors import CaptureError
+from zerograph.passes.rules.factors import Linear, Shape, Signature, misfit, signatures
 from zerograph.region import local, region_of
 from zerograph.sbp import broadcast
+from zerograph.step_graph import origin
+
+aten = torch.ops.aten
 
 # A rule whose notation depends on shapes or arguments works it out from the node.
 Notation = str | Callable[["Operands"], str]
@@ -22,11 +26,15 @@ Linearity = Linear | Literal["all"] | Callable[["Operands"], Linear]
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rule may look at: the node's tensors and arguments, by the operator's own argument names."""
+    """What a rule may look at: the node's tensors and arguments, by the operator's own argument names.
+
+    ``zero`` says of each tensor argument of the schema whether the graph makes it of zeros.
+    """
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     arguments: dict[str, Any]
+    zero: tuple[bool, ...]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -44,6 +52,8 @@ class Rule:
 
 
 _RULES: dict[OpOverload, Rule] = {}
+# Those that users registered: their rules are checked against shapes, and may be replaced.
+_USERS: set[OpOverload] = set()
 
 
 def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
@@ -55,14 +65,32 @@ def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
         _RULES[overload] = Rule(notation, linear)
 
 
+def users_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> None:
+    """As :func:`rule`, of an operator that is not ours; a later rule replaces an earlier one."""
+    if operator in _RULES and operator not in _USERS:
+        raise ValueError(f"{operator} has a rule already")
+    _RULES[operator] = Rule(notation, linear)
+    _USERS.add(operator)
+
+
+def together(first: int, second: int) -> Callable[[Operands], Linear]:
+    """Linear in two operands together, and in either one alone while the other is zero."""
+
+    def linear(operands: Operands) -> Linear:
+        alone = [one for one, other in ((first, second), (second, first)) if operands.zero[other]]
+        return ((first, second), *alone)
+
+    return linear
+
+
 def letters(rank: int) -> list[str]:
     """One factor name for each dimension of an operand."""
     return [f"d{i}" for i in range(rank)]
 
 
 def known() -> tuple[OpOverload, ...]:
-    """The operators that have a rule of their own."""
-    return tuple(_RULES)
+    """The operators that have a rule of their own, and one of ours."""
+    return tuple(operator for operator in _RULES if operator not in _USERS)
 
 
 def find(target: Any) -> Rule | None:
@@ -77,6 +105,13 @@ def find(target: Any) -> Rule | None:
 def pointwise(operands: Operands) -> str:
     """The family of all pointwise operators: every dimension is a factor, aligned at the right."""
     return ", ".join(["..."] * len(operands.inputs)) + " -> " + ", ".join(["..."] * len(operands.outputs))
+
+
+def whole(operands: Operands) -> str:
+    """A notation for anything: no factor may be split: only whole tensors."""
+    inputs = [" ".join(f"i{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.inputs)]
+    outputs = [" ".join(f"o{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.outputs)]
+    return ", ".join(inputs) + " -> " + ", ".join(outputs)
 
 
 def of_node(
@@ -95,25 +130,65 @@ def of_node(
         return None
     inputs = values(tensor_arguments(node)) if inputs is None else inputs
     outputs = output_values(node) if outputs is None else outputs
-    present = _present(node)
-    operands = Operands(inputs, outputs, arguments(node))
+    where = _where(node)
+    operands = Operands(inputs, outputs, arguments(node), tuple(map(_is_zero, _tensor_values(node))))
     if isinstance(found.notation, str):
-        notation = _without_absent(found.notation, present, node.meta["val"])
+        notation = _without_absent(found.notation, [bool(at) for at in where], node.meta["val"])
     else:
         notation = found.notation(operands)
+    if node.target in _USERS:
+        _check_fits(node, notation, _shapes(inputs), _shapes(outputs))
     if found.linear == "all":
         linear: Linear = (tuple(range(len(inputs))),)
     else:
-        linear = _renumbered(found.linear(operands) if callable(found.linear) else found.linear, present)
+        linear = _renumbered(found.linear(operands) if callable(found.linear) else found.linear, where)
     return signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
 
 
-def _present(node: fx.Node) -> list[bool]:
-    """For each tensor argument of the schema, whether the node gives it a tensor."""
+def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> None:
+    problem = misfit(notation, inputs, outputs)
+    if problem:
+        where = origin(node)
+        shapes = f"{', '.join(map(str, inputs)) or 'none'} -> {', '.join(map(str, outputs))}"
+        raise CaptureError(
+            f"the rule {notation!r} of {node.target} does not fit the shapes {shapes}: {problem}\n"
+            f"  {where.source}   {where.code}\n"
+            "Correct what was given to zg.register_rule; a rule that depends on shapes is a function of the operands."
+        )
+
+
+def _tensor_values(node: fx.Node) -> list[Any]:
+    """What the node gives for each tensor argument of the schema."""
     assert isinstance(node.target, OpOverload)
     given = arguments(node)
-    declared = [one.name for one in schema_arguments(node.target) if "Tensor" in str(one.type)]
-    return [isinstance(given[name], fx.Node) for name in declared]
+    return [given[one.name] for one in schema_arguments(node.target) if "Tensor" in str(one.type)]
+
+
+def _where(node: fx.Node) -> list[tuple[int, ...]]:
+    """For each tensor argument of the schema, where its tensors stand among the node's: several for a list."""
+    found: list[tuple[int, ...]] = []
+    for value in _tensor_values(node):
+        tensors = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, fx.Node)]
+        start = sum(map(len, found))
+        found.append(tuple(range(start, start + len(tensors))))
+    return found
+
+
+def _is_zero(value: Any) -> bool:
+    while isinstance(value, fx.Node) and isinstance(value.target, OpOverload) and value.target.is_view:
+        value = value.all_input_nodes[0]
+    if isinstance(value, fx.Node):
+        fill = _FILL.get(value.target)
+        value = None if fill is None else fill(value)
+    return isinstance(value, (int, float)) and value == 0
+
+
+# What constant tensors are full of.
+_FILL: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.zeros.default: lambda node: 0,
+    aten.full.default: lambda node: node.args[1],
+    aten.scalar_tensor.default: lambda node: node.args[0],
+}
 
 
 def _without_absent(notation: str, present: Sequence[bool], value: Any) -> str:
@@ -125,10 +200,9 @@ def _without_absent(notation: str, present: Sequence[bool], value: Any) -> str:
     return ",".join(operands) + "->" + ",".join(results)
 
 
-def _renumbered(linear: Linear, present: Sequence[bool]) -> Linear:
-    number = {old: new for new, old in enumerate(i for i, there in enumerate(present) if there)}
+def _renumbered(linear: Linear, where: Sequence[tuple[int, ...]]) -> Linear:
     groups = [(group,) if isinstance(group, int) else group for group in linear]
-    return tuple(tuple(number[i] for i in group) for group in groups if all(i in number for i in group))
+    return tuple(tuple(at for i in group for at in where[i]) for group in groups if all(where[i] for i in group))
 
 
 def all_broadcast(node: fx.Node) -> Signature:

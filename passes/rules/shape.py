@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule
+from zerograph.passes.rules.registry import Operands, rule, together, whole
 from zerograph.passes.rules.registry import letters as _letters
 
 aten = torch.ops.aten
@@ -103,14 +103,7 @@ def _grouped(factors: list[list[str]], shape: Sequence[int], rest: str) -> str:
 rule(aten.view.default, _reshaped, linear=(0,))
 rule(aten._unsafe_view.default, _reshaped, linear=(0,))
 rule(aten.reshape.default, _reshaped, linear=(0,))
-rule(aten.as_strided.default, lambda operands: _whole(operands))
-
-
-def _whole(operands: Operands) -> str:
-    """No factor may be split: only whole tensors."""
-    inputs = [" ".join(f"i{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.inputs)]
-    outputs = [" ".join(f"o{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.outputs)]
-    return ", ".join(inputs) + " -> " + ", ".join(outputs)
+rule(aten.as_strided.default, whole)
 
 
 def _expanded(operands: Operands) -> str:
@@ -122,7 +115,12 @@ def _expanded(operands: Operands) -> str:
     )
 
 
-rule(aten.expand.default, _expanded, linear=(0,))
+# Linear, but a sum is cheaper to make before it is expanded.
+rule(
+    aten.expand.default,
+    _expanded,
+    linear=lambda operands: (0,) if operands.inputs[0].numel() == operands.outputs[0].numel() else (),
+)
 
 
 def cut(argument: str = "dim") -> Callable[[Operands], str]:
@@ -178,6 +176,19 @@ def _stacked(operands: Operands) -> str:
     return inputs + " -> " + " ".join([*letters[:dim], "new!", *letters[dim:]])
 
 
+# A part that takes another's place: the transposes of slice and select write it into zeros.
+rule(aten.slice_scatter.default, lambda operands: _replaced(operands), linear=together(0, 1))
+rule(aten.select_scatter.default, lambda operands: _replaced(operands), linear=together(0, 1))
+
+
+def _replaced(operands: Operands) -> str:
+    rank = operands.inputs[0].dim()
+    dim = operands["dim"] % rank
+    whole = " ".join("all!" if i == dim else name for i, name in enumerate(_letters(rank)))
+    part = ["part!"] if operands.inputs[1].dim() == rank else []
+    return f"{whole}, {' '.join([*_letters(rank)[:dim], *part, *_letters(rank)[dim + 1 :]])} -> {whole}"
+
+
 rule(aten.cat.default, _joined, linear="all")
 rule(aten.stack.default, _stacked, linear="all")
 
@@ -213,5 +224,5 @@ rule(aten.scalar_tensor.default, _filled)
 
 # Tables of positions: each piece differs, so they are made whole.
 for _operator in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m):
-    rule(_operator, _whole)
-rule(aten.linspace.default, _whole)
+    rule(_operator, whole)
+rule(aten.linspace.default, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def ints(high: int, *shape: int) -> Tensor:
 
 def bools(*shape: int) -> Tensor:
     return torch.randint(2, shape, generator=_generator).bool()
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A tensor that the graph itself makes of zeros: rules may know it."""
+
+    shape: tuple[int, ...]
+
+
+def zeros(*shape: int) -> Zeros:
+    return Zeros(shape)
 
 
 def s(*args: Any, **kwargs: Any) -> Sample:
@@ -79,6 +91,19 @@ def _avg_pool_backward(dims: int) -> list[Sample]:
     return [s(x(4, 2, *[3] * dims), x(4, 2, *[6] * dims), [2] * dims, [2] * dims, [0] * dims, False, True, None)]
 
 
+def _puts() -> list[Sample]:
+    rows = torch.tensor([3, 0, 5, 1])
+    return [
+        s(x(6, 4), [rows], x(4, 4)),
+        s(x(4, 6), [None, rows], x(4, 1)),
+        s(zeros(6, 4), [rows], x(4)),
+        s(x(6, 4), [ints(6, 8)], x(8, 4), True),
+        s(zeros(6, 4), [ints(6, 8)], x(8, 4), True),
+        s(zeros(4, 6, 8), [ints(4, 8, 1), None, ints(8, 4)], x(8, 4, 6), True),
+        s(zeros(4, 6), [None, ints(6, 8)], x(8), True),
+    ]
+
+
 _conv = ([1, 1], [1, 1], [1, 1], False, [0, 0])
 
 SAMPLES: dict[Any, list[Sample]] = {
@@ -110,8 +135,26 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(x(8, 4, 6), 2, ints(6, 8, 4, 2)),
     ],
     aten.scatter.value: [s(x(4, 6), 1, ints(6, 4, 1), 2.5)],
-    aten.scatter.src: [s(x(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1))],
+    aten.scatter.src: [
+        s(x(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
+        s(zeros(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
+    ],
     aten.scatter_add.default: [s(x(4, 6), 1, ints(6, 4, 8), x(4, 8)), s(x(6, 4), 0, ints(6, 8, 4), x(8, 4))],
+    aten.index_add.default: [
+        s(x(6, 4), 0, ints(6, 8), x(8, 4)),
+        s(x(4, 6), 1, ints(6, 8), x(4, 8)),
+        s(zeros(6, 4), 0, ints(6, 8), x(8, 4)),
+    ],
+    aten.index.Tensor: [
+        s(x(6, 4), [ints(6, 8)]),
+        s(x(4, 6, 8), [None, ints(6, 4, 2)]),
+        s(x(4, 6, 8), [ints(4, 8, 1), None, ints(8, 4)]),
+        s(x(4, 6, 8), [ints(4, 8, 1), ints(6, 4)]),
+        s(x(4, 6), [torch.tensor(2), ints(6, 8)]),
+    ],
+    aten._unsafe_index.Tensor: [s(x(4, 4, 6, 6), [None, None, ints(6, 8, 1), ints(6, 4)])],
+    aten.index_put.default: [*_puts(), s(x(4, 6), [bools(4, 6)], torch.tensor(2.0).double())],
+    aten._unsafe_index_put.default: _puts(),
     aten.index_select.default: [s(x(8, 4), 0, ints(8, 6)), s(x(4, 8), 1, ints(8, 4))],
     # Normalisation, attention, pooling
     aten.native_layer_norm.default: [
@@ -143,9 +186,23 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.upsample_bilinear2d.default: [s(x(4, 2, 3, 3), [6, 6], False)],
     aten.upsample_bilinear2d_backward.default: [s(x(4, 2, 6, 6), [6, 6], [4, 2, 3, 3], False)],
     # Pointwise
-    aten.add.Tensor: [s(x(4, 6), x(4, 6)), s(x(4, 6), x(6), alpha=2), s(x(4, 1, 6), x(8, 1)), s(x(4, 6), 1.5)],
-    aten.sub.Tensor: [s(x(4, 6), x(4, 6)), s(x(4, 6), x(1, 6))],
-    aten.where.self: [s(bools(4, 6), x(4, 6), x(4, 6)), s(bools(4, 1), x(4, 6), x(6))],
+    aten.add.Tensor: [
+        s(x(4, 6), x(4, 6)),
+        s(x(4, 6), x(6), alpha=2),
+        s(x(4, 1, 6), x(8, 1)),
+        s(x(4, 6), 1.5),
+        s(x(4, 6), 0),
+        s(zeros(4, 6), x(4, 6)),
+    ],
+    aten.sub.Tensor: [s(x(4, 6), x(4, 6)), s(x(4, 6), x(1, 6)), s(zeros(4, 6), x(4, 6))],
+    aten.where.self: [
+        s(bools(4, 6), x(4, 6), x(4, 6)),
+        s(bools(4, 1), x(4, 6), x(6)),
+        s(bools(4, 1), x(4, 6), zeros()),
+        s(bools(4, 6), zeros(6), x(4, 6)),
+    ],
+    aten.masked_fill.Scalar: [s(x(4, 6), bools(4, 1), 0), s(x(4, 6), bools(4, 6), 2.0)],
+    aten.masked_fill.Tensor: [s(x(4, 6), bools(4, 1), zeros()), s(x(4, 6), bools(4, 6), x())],
     aten.lerp.Scalar: [s(x(4, 6), x(4, 6), 0.3)],
     aten.mul.Tensor: [s(x(4, 6), x(4, 6)), s(x(4, 6), x(4, 1)), s(x(4, 6), 1.5)],
     aten.mul.Scalar: [s(x(4, 6), 1.5)],
@@ -161,6 +218,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.detach.default: [s(x(4, 6))],
     aten.alias.default: [s(x(4, 6))],
     aten.lift_fresh_copy.default: [s(x(4, 6))],
+    aten.fill.Scalar: [s(x(4, 6), 2.5)],
+    aten.fill.Tensor: [s(x(4, 6), x())],
     aten.copy.default: [s(x(4, 6), x(6))],
     aten.copy_.default: [s(x(4, 6), x(4, 6))],
     aten._to_copy.default: [
@@ -187,9 +246,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.prod.dim_int: [s(x(4, 6), 1)],
     aten.logsumexp.default: [s(x(4, 6), [1])],
     aten._softmax.default: [s(x(4, 6), 1, False), s(x(4, 6, 8), 1, False)],
+    aten._safe_softmax.default: [s(x(4, 6), 1)],
     aten._log_softmax.default: [s(x(4, 6), -1, False)],
     aten._softmax_backward_data.default: [s(x(4, 6), x(4, 6).softmax(1), 1, torch.float64)],
     aten._log_softmax_backward_data.default: [s(x(4, 6), x(4, 6).log_softmax(1), 1, torch.float64)],
+    aten.histc.default: [s(ints(5, 4, 8).double(), 4, 0, 4), s(x(8), 5)],
     aten.cumsum.default: [s(x(4, 6), 1)],
     aten.flip.default: [s(x(4, 6), [1])],
     aten.sort.default: [s(x(4, 6), 1)],
@@ -221,6 +282,13 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.unbind.int: [s(x(4, 6), 1)],
     aten.chunk.default: [s(x(4, 6), 3, 1)],
     aten.narrow.default: [s(x(4, 6), 1, 1, 3)],
+    aten.slice_scatter.default: [
+        s(x(4, 6), x(4, 4), 1, 1, 5),
+        s(x(8, 4), x(2, 4), 0, 1, 8, 4),
+        s(zeros(4, 6), x(4, 4), 1, 2, 2**63 - 1),
+        s(x(4, 6), zeros(4, 4), 1, 1, 5),
+    ],
+    aten.select_scatter.default: [s(x(4, 6), x(4), 1, 2), s(zeros(4, 6), x(6), 0, -1)],
     aten.cat.default: [s([x(4, 6), x(4, 2)], 1), s([x(4, 6), x(4, 6)])],
     aten.stack.default: [s([x(4, 6), x(4, 6)]), s([x(4, 6), x(4, 6)], 1)],
     aten.constant_pad_nd.default: [s(x(4, 6), [0, 2], 0.0), s(x(4, 6), [1, 1, 0, 0], 0.0), s(x(4, 6), [0, 2], 1.5)],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from tests.passes.samples import SAMPLES
+from tests.passes.samples import SAMPLES, Zeros
 from zerograph._torch import fake_mode
 from zerograph.mesh import line
 from zerograph.passes import rules
@@ -29,6 +29,11 @@ def graph_of(operator: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, fx.
     mode = fake_mode()
 
     def enter(value: Any) -> Any:
+        if isinstance(value, Zeros):
+            with mode:
+                zeros = graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": torch.float64})
+                zeros.meta["val"] = real(value)
+            return zeros
         if not isinstance(value, Tensor):
             return value
         node = graph.placeholder(f"x{len(tensors)}")
@@ -45,6 +50,13 @@ def graph_of(operator: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, fx.
         node.meta["val"] = operator(*fakes[0], **fakes[1])
     graph.output((node,))
     return fx.GraphModule(torch.nn.Module(), graph), node, tensors
+
+
+def real(value: Any) -> Any:
+    """An argument as the whole operator takes it, its own to write to."""
+    if isinstance(value, Zeros):
+        return torch.zeros(value.shape, dtype=torch.float64)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def pieces(value: Tensor, sbp: Sbp, ranks: int) -> list[Tensor]:
@@ -95,24 +107,24 @@ CASES = [(operator, number) for operator, samples in SAMPLES.items() for number 
 @pytest.mark.parametrize(("operator", "number"), CASES, ids=lambda value: str(value))
 def test_every_signature_computes_what_the_whole_operator_computes(operator: Any, number: int) -> None:
     args, kwargs = SAMPLES[operator][number]
-    cloned = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
-    whole = [v for v in pytree.tree_leaves(operator(*cloned[0], **cloned[1])) if isinstance(v, Tensor)]
+    given = pytree.tree_map(real, (args, kwargs))
+    whole = [v for v in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(v, Tensor)]
     for ranks in (2, 4):
-        _, node, tensors = graph_of(operator, args, kwargs)
+        _, node, _ = graph_of(operator, args, kwargs)
         found = rules.of_node(node, ranks)
         assert found
         for signature in found:
-            if any(isinstance(sbp, PartialSum) for sbp in signature.inputs) and not _floating(tensors, signature):
+            if not _floating(node, signature):
                 continue
             result = run_in_pieces(operator, args, kwargs, signature, ranks)
             for one, other in zip(result, whole, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m: f"{signature}: {m}")  # noqa: B023
 
 
-def _floating(tensors: list[Tensor], signature: Signature) -> bool:
+def _floating(node: fx.Node, signature: Signature) -> bool:
     """Random partial sums are of floating point numbers."""
-    pairs = zip(tensors, signature.inputs, strict=True)
-    return all(v.is_floating_point() for v, sbp in pairs if isinstance(sbp, PartialSum))
+    pairs = zip(rules.tensor_arguments(node), signature.inputs, strict=True)
+    return all(given.meta["val"].is_floating_point() for given, sbp in pairs if isinstance(sbp, PartialSum))
 
 
 def test_every_rule_has_samples() -> None:

@@ -361,7 +361,18 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
     assert seen["compiled"] == 0
     assert seen["done"] == 1
     names = [name for name, *_ in seen["passes"]]
-    assert names == ["capture", "flatten", "place", "box", "regather", "localize", "schedule", "reinplace"]
+    assert names == [
+        "capture",
+        "simplify",
+        "unfuse",
+        "flatten",
+        "place",
+        "box",
+        "regather",
+        "localize",
+        "schedule",
+        "reinplace",
+    ]
     assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])
     assert seen["sbp"]
     assert "boxing" in seen["readable"]
@@ -420,3 +431,20 @@ def test_the_same_graph_serves_a_loss_with_the_model_inside() -> None:
     first = graph(x, y)
     graph.factor = 3.0
     torch.testing.assert_close(graph(x, y), first * 3)
+
+
+def test_a_returned_buffer_is_not_changed_by_the_next_step() -> None:
+    class Counting(zg.ZeroGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.register_buffer("seen", torch.zeros(1))
+
+        def build(self, x: Tensor) -> Tensor:
+            self.model.seen.add_(x.sum())
+            return self.model.seen
+
+    graph = Counting()
+    first = graph(torch.ones(2))
+    assert graph(torch.ones(2)).item() == 4.0
+    assert first.item() == 2.0

@@ -1,0 +1,91 @@
+"""How far N ranks end from one device: a table of model x stage, written to benchmarks/results/equivalence.md.
+
+python benchmarks/equivalence.py                    # every family, some minutes
+python benchmarks/equivalence.py bert resnet        # these only, shown but not written
+
+Each family (tests/equivalence) trains five steps of SGD with momentum on two ranks at every stage, and in plain
+PyTorch in one process on the whole batch. Told: the largest deviation among the losses and the final parameters and
+buffers, as length of the difference over length of the value, all in fp32 (of which one bit is 1.2e-7).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests are no installed package
+
+from tests.equivalence.families import FAMILIES  # noqa: E402
+from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly  # noqa: E402
+from tests.pool import Pool  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "equivalence.md"
+HEADER = ["model", "ranks", *(f"stage {one}" if one != "off" else "off" for one in STAGES), "stages bitwise equal"]
+
+
+def on_all_ranks(name: str) -> dict[Stage, Result]:
+    """What one rank ends with, the batch split over all of them."""
+    return train(FAMILIES[name])[0]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Rows of the table: how the ranks are arranged, and what each of them runs for a family."""
+
+    title: str
+    ranks: int
+    run: Callable[[str], dict[Stage, Result]]
+    families: tuple[str, ...]
+
+
+SETTINGS = (Setting("2", 2, on_all_ranks, tuple(FAMILIES)),)
+
+
+def row(pool: Pool, setting: Setting, name: str) -> list[str]:
+    results = pool.run(setting.ranks, setting.run, name)
+    wanted = train_plainly(FAMILIES[name])
+    deviations = [f"{largest_deviation(results[0][stage], wanted):.1e}" for stage in STAGES]
+    same = all(equal(found[stage], results[0][STAGES[0]]) for found in results for stage in STAGES)
+    return [name, setting.title, *deviations, "yes" if same else "NO"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none")
+    asked = parser.parse_args().families
+    if unknown := set(asked) - set(FAMILIES):
+        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    print("\n".join(lines), flush=True)
+    pool = Pool(size=max(setting.ranks for setting in SETTINGS), patience=900.0)
+    for setting in SETTINGS:
+        for name in setting.families:
+            if not asked or name in asked:
+                lines.append(_line(row(pool, setting, name)))
+                print(lines[-1], flush=True)
+    pool.close()
+    if not asked:
+        RESULTS.parent.mkdir(exist_ok=True)
+        title = (
+            f"# Deviation from one device\n\nWritten by `python benchmarks/equivalence.py`, torch {torch.__version__}."
+        )
+        RESULTS.write_text("\n".join([title, "", *_about(), "", *lines, ""]))
+
+
+def _about() -> list[str]:
+    return (__doc__ or "").split("\n\n")[-1].strip().splitlines()
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,60 @@
+"""Every family of models trains on two ranks with the numbers of one device, at every stage."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.equivalence.families import FAMILIES
+from tests.equivalence.family import Family
+from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
+from tests.pool import Pool
+from zerograph import Collective
+
+
+def train_as_rank(name: str, dtype: torch.dtype) -> tuple[dict[Stage, Result], list[Collective]]:
+    """The results of every stage, and the collectives of stage 3. A missing rule is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no rule says")
+        results, step = train(FAMILIES[name], dtype)
+    return results, step.collectives()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> None:
+    (results, collectives), (others, _) = pool.run(2, train_as_rank, name, torch.float32)
+    assert largest_deviation(results["off"], train_plainly(FAMILIES[name])) <= 2e-6
+    for stage in STAGES:
+        assert equal(results[stage], results["off"]), f"stage {stage} has other numbers than data parallel"
+        assert equal(results[stage], others[stage]), f"ranks got different numbers at stage {stage}"
+    # Beside buckets only sums over the batch travel: losses, counts, statistics of channels and of experts.
+    small = [one for one in collectives if not one.tensors[0].startswith("model.")]
+    assert all(one.bytes <= 4 * 64 for one in small), small
+
+
+class Penalised(nn.Module):
+    """A model of which one parameter does not meet the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.penalty = nn.Linear(6, 2), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean() + self.penalty.square().sum()
+
+
+PENALISED = Family("penalised", Penalised, lambda generator, size: (torch.randn(size, 6, generator=generator),))
+
+
+def train_penalised() -> list[dict[Stage, Result]]:
+    """With all parameters in one bucket, and each in its own."""
+    return [train(PENALISED, bucket_size=size)[0] for size in (None, 8)]
+
+
+def test_gradients_that_do_not_depend_on_the_batch_are_added_once(pool: Pool) -> None:
+    wanted = train_plainly(PENALISED)
+    for results in pool.run(2, train_penalised)[0]:
+        assert all(largest_deviation(results[stage], wanted) <= 2e-6 for stage in STAGES)

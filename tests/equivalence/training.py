@@ -1,0 +1,117 @@
+"""Training a family on N ranks and on one device, and how far apart they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.equivalence.family import Family
+from tests.models import part
+
+State = dict[str, Tensor]
+Stage = str | int
+
+STEPS, SAMPLES = 5, 8
+STAGES: tuple[Stage, ...] = ("off", 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss of every step, and the model's parameters and buffers after the last."""
+
+    losses: list[Tensor]
+    state: State
+
+
+class TrainStep(zg.ZeroGraph):
+    """A step of a module whose output is its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer(model))
+
+    def build(self, *batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(*batch)
+        loss.backward()
+        return loss
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Not Adam: where a gradient is zero in exact arithmetic (the bias of attention's keys), it would scale the
+    rounding noise there to full steps, and no two orders of summation agree on noise."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def make(family: Family, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return family.make().to(dtype)
+
+
+def batches(family: Family, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [family.batch(generator, SAMPLES) for _ in range(STEPS)]
+    return [tuple(x.to(dtype) if x.is_floating_point() else x for x in batch) for batch in made]
+
+
+def train_plainly(family: Family, dtype: torch.dtype = torch.float32) -> Result:
+    """Plain PyTorch on whole batches: the expected values."""
+    model = make(family, dtype)
+    update = optimizer(model)
+    losses = []
+    for batch in batches(family, dtype):
+        update.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        update.step()
+        losses.append(loss.detach())
+    return Result(losses, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def train(
+    family: Family,
+    dtype: torch.dtype = torch.float32,
+    stages: Sequence[Stage] = STAGES,
+    bucket_size: int | None = None,
+) -> tuple[dict[Stage, Result], TrainStep]:
+    """Each stage from the same beginning, as the rank that this is; one graph, so that it is captured once."""
+    step = TrainStep(make(family, dtype))
+    step.config.bucket_size = bucket_size
+    initial = step.state_dict()
+    results: dict[Stage, Result] = {}
+    for stage in stages:
+        if stage == "off":
+            step.set_zero_mode("off")
+        else:
+            step.set_zero_mode("distributed_split", stage=int(stage))
+        step.load_state_dict(initial)
+        losses = [step(*map(part, batch)) for batch in batches(family, dtype)]
+        results[stage] = Result(losses, step.state_dict()["modules"]["model"])
+    return results, step
+
+
+def deviation(found: Tensor, wanted: Tensor) -> float:
+    """Length of the difference, relative to the length of the wanted values."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+
+
+def largest_deviation(found: Result, wanted: Result) -> float:
+    """The largest of those of every loss, and of all parameters and buffers joined (see ``test_stages.check``)."""
+    if found.state.keys() != wanted.state.keys():
+        raise AssertionError(f"the states have different names: {found.state.keys() ^ wanted.state.keys()}")
+    losses = [deviation(one, other) for one, other in zip(found.losses, wanted.losses, strict=True)]
+    return max(*losses, deviation(_joined(found.state), _joined(wanted.state)))
+
+
+def equal(found: Result, wanted: Result) -> bool:
+    """Bit by bit."""
+    losses = all(map(torch.equal, found.losses, wanted.losses))
+    return losses and all(torch.equal(found.state[name], value) for name, value in wanted.state.items())
+
+
+def _joined(state: State) -> Tensor:
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
