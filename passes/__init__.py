@@ -6,6 +6,7 @@
   one pass each, in this order
 ``flat_gradients``   what flatten does with edits and norms of gradients
 ``verify``     what must hold after each
+``inline``     a local region's graph in the place of its node
 ``boxing``     the boxing node and what it costs
 ``rules``      which SBPs an operator's inputs and outputs may have together
 ``edit``       making nodes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
-from zerograph.mesh import local_shape
+from zerograph.mesh import local_shape, local_start
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
 from zerograph.passes.edit import emit, evaluate, fake
+from zerograph.passes.inline import put_in_place
+from zerograph.random import uniform
+from zerograph.region import local, region_of
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.step_graph import Boxing, origin
 
@@ -31,10 +34,15 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _enter(node, context)
         elif node.target is boxing:
             _lower(graph, node, context)
+        elif node.target is local:
+            # Its readers, which take one output each, come first; then its graph takes its place.
+            _make_local(node, context)
         elif node.op == "call_function":
             _compute_locally(node, context)
     for node in graph.find_nodes(op="call_function", target=dealt_update):
         _update_own(module, node, context)
+    for node in graph.find_nodes(op="call_function", target=local):
+        put_in_place(graph, node, context)
     graph.eliminate_dead_code()
     return module
 
@@ -63,6 +71,8 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
         _squeeze_what_is_one_globally(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
+    elif node.target is uniform:
+        _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     node.meta["val"] = evaluate(node)
     found = [tuple(value.shape) for value in rules.output_values(node)]
     if found != shapes:
@@ -132,6 +142,20 @@ def _bound_slice(node: fx.Node) -> None:
         node.update_arg(3, torch.iinfo(torch.int64).max)
 
 
+def _make_local(node: fx.Node, context: Context) -> None:
+    node.meta["val"] = [
+        fake(node.graph, local_shape(one.shape, sbp, context.mesh), one.dtype, one.device)
+        for one, sbp in zip(region_of(node).outputs, node.meta["sbp"], strict=True)
+    ]
+
+
+def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
+    """The numbers that one device would draw, from where this rank's piece begins."""
+    node.update_arg(2, list(shape))
+    node.update_arg(3, list(local_start(whole, node.meta["sbp"], context.mesh)))
+    node.meta["own"] = (3,)
+
+
 @dataclass(frozen=True)
 class _Lowering:
     """Emits the nodes of one boxing node, all with its origin; ``waited`` is what asynchronous collectives yield."""
@@ -180,7 +204,7 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
         lowering = _Lowering(graph, node, context, found)
-        if found.ranks == 1 or found.source == found.target:
+        if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
             result = lowering.emit(aten.alias.default, source)
         else:
             before, after = found.source[found.dim], found.target[found.dim]
@@ -216,7 +240,7 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
     part.meta["boxing"] = lower.found
-    part.meta["slice"] = True
+    part.meta["own"] = (2, 3)
     return lower.contiguous(part)
 
 

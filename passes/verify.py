@@ -22,7 +22,8 @@ def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> 
     except RuntimeError as error:
         raise VerificationError(f"after {after}: {error}") from error
     for node in module.graph.nodes:
-        if placed and isinstance(node.meta.get("val"), Tensor) and "sbp" not in node.meta:
+        known = "sbp" in node.meta or "local" in node.meta
+        if placed and isinstance(node.meta.get("val"), Tensor) and not known:
             _fail(after, node, "has no SBP")
         signatures: tuple[Signature, ...] = node.meta.get("signature", ())
         for dim, signature in enumerate(signatures if boxed else ()):

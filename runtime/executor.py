@@ -27,6 +27,7 @@ class Executor:
         graph: the emitted graph that ``function`` was compiled from.
         feeds: one for each placeholder: a tensor that stays, a lookup, or the number of a batch tensor.
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
+        seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
     """
 
     job: Job
@@ -34,15 +35,21 @@ class Executor:
     function: Compiled
     feeds: Sequence[Tensor | Lookup | int]
     numbers: Mapping[str, Tensor]
+    seed: Tensor
 
-    def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], doing: str) -> list[Tensor]:
+    def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, doing: str) -> list[Tensor]:
         """Run the step on this rank's part of the batch; ``doing`` names it in messages.
+
+        Args:
+            numbers: the value of each of ``self.numbers``.
+            seed: what this step's random numbers follow from.
 
         Raises:
             CommunicationError: a collective failed, which is named.
         """
         for name, tensor in self.numbers.items():
             tensor.fill_(numbers[name])
+        self.seed.fill_(seed)
         arguments = [
             feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
             for feed in self.feeds
@@ -77,6 +84,7 @@ def bind(
     """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph."""
     feeds: list[Tensor | Lookup | int] = []
     numbers: dict[str, Tensor] = {}
+    seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
         found: Role = node.meta["role"]
         if found.kind == "bucket":
@@ -87,13 +95,15 @@ def bind(
         elif found.kind == "hyperparameter":
             numbers[found.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[found.name])
+        elif found.kind == "seed":
+            feeds.append(seed)
         elif found.kind == "input":
             feeds.append(int(found.name))
         elif found in lookups:
             feeds.append(lookups[found])
         else:
             raise VerificationError(f"nothing feeds the graph's {found}")
-    return Executor(job, graph, function, tuple(feeds), numbers)
+    return Executor(job, graph, function, tuple(feeds), numbers, seed)
 
 
 def _failed_line(traceback: TracebackType | None) -> str | None:

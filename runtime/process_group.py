@@ -260,6 +260,16 @@ def communication_error(job: Job, doing: str, error: BaseException) -> Communica
     )
 
 
+def first_ranks(job: Job, number: int) -> int:
+    """Rank 0's ``number`` (of 64 bits), on every rank."""
+    if job.size == 1:
+        return number
+    shared = torch.tensor([number])
+    with _explained(job, "taking over rank 0's seed"):
+        dist.broadcast(shared, group_src=0, group=job.control)
+    return int(shared)
+
+
 def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
     """The whole of a tensor of which each rank holds a part, on every rank, in memory of its own."""
     whole = part.clone()

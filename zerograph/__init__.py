@@ -20,6 +20,7 @@ from zerograph.errors import (
 )
 from zerograph.graph import ZeroGraph
 from zerograph.inspection import Collective
+from zerograph.local import local
 from zerograph.passes.rules.registry import Operands
 from zerograph.passes.rules.users import register_rule
 from zerograph.placement import placement, to_global, to_local
@@ -40,6 +41,7 @@ __all__ = [
     "ZeroGraph",
     "ZeroGraphError",
     "annotate",
+    "local",
     "placement",
     "rank",
     "register_rule",

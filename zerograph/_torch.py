@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -47,10 +47,12 @@ __all__ = [
     "fake_mode",
     "forward_sequence_number",
     "functional_trace",
+    "generator_replaced",
     "in_place_form",
     "inductor",
     "is_mutable",
     "mark_step_called",
+    "no_modes",
     "overloads",
     "preserved_metadata",
     "returns",
@@ -109,6 +111,28 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def generator_replaced(
+    get: Callable[[], Any], restore: Callable[[Any], None], seed: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Put functions in place of ``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed``.
+
+    ``torch.utils.checkpoint`` keeps and restores what it takes for the state of all random numbers through these
+    names; torch has no hook for a generator of one's own.
+    """
+    before = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+    torch.get_rng_state, torch.set_rng_state, torch.manual_seed = get, restore, seed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state, torch.manual_seed = before
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Neither a trace nor a fake mode in force inside: for a trace of its own within another one."""
+    return _disable_current_modes()
 
 
 def preserved_metadata() -> contextlib.AbstractContextManager[None]:

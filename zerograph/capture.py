@@ -13,10 +13,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from zerograph import _torch, decompositions, source
+from zerograph import _torch, decompositions, draws, source
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
-from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, writes
+from zerograph.local import Capturing, inside
+from zerograph.region import Region
+from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, take_origins, writes
 from zerograph.substitutes import substituted
 
 aten = torch.ops.aten
@@ -49,6 +51,7 @@ def capture(
     input_spec: pytree.TreeSpec,
     *,
     train: bool,
+    ranks: int,
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
     clip_grad_norm: float | None = None,
     batch_norm_groups: int = 1,
@@ -63,34 +66,47 @@ def capture(
         aliases: further names of the same tensors (tied weights), to the name above.
         inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
         train: optimizers are registered, so some parameter must get a gradient.
+        ranks: how many compute the step together; only local regions depend on it.
         groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
         clip_grad_norm: clip all gradients together to this norm after ``build()``.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
 
     Raises:
-        CaptureError: ``build`` reads a value while it is traced, runs ``backward()`` on a non-scalar or, with
-            ``train``, not at all, or computes with a parameter that belongs to no module of the graph.
+        CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
+            ``backward()`` on a non-scalar or, with ``train``, not at all, or computes with a parameter that belongs
+            to no module of the graph.
     """
     mode = _torch.fake_mode()
     with mode:
         state = {name: _parameter(spec) for name, spec in parameters.items()}
         state |= {name: spec.fake() for name, spec in buffers.items()}
         batch = [spec.fake() for spec in inputs]
+        seed = torch.empty((), dtype=torch.int64)
+    drawn = draws.Draws()
+    table = decompositions.table(batch_norm_groups) | draws.table(drawn)
+    # A region sees one rank's part already.
+    own_table = decompositions.table() | draws.table(drawn)
     gradients: list[str] = []
     returned: list[Any] = []
     output_spec: list[pytree.TreeSpec] = []
+    regions: list[Region] = []
+
+    def replaced(tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        return _torch.with_tensors(root, dict(tensors) | {alias: tensors[name] for alias, name in aliases.items()})
 
     def step(*tensors: Tensor) -> list[Tensor]:
         own = dict(zip(state, tensors, strict=False))
-        args, kwargs = pytree.tree_unflatten(list(tensors[len(own) :]), input_spec)
-        swapped = own | {alias: own[name] for alias, name in aliases.items()}
+        drawn.seed, *given = tensors[len(own) :]
+        args, kwargs = pytree.tree_unflatten(given, input_spec)
         with (
-            _torch.with_tensors(root, swapped),
+            replaced(own),
             _swapped_groups(groups, own),
             _torch.total_norm_by(_one_node),
             _NoDataAssignment(),
             _module_paths(root) as path,
             _Recorder(path),
+            inside(Capturing(ranks, mode, own_table, drawn, lambda: _Recorder(path), replaced, own, regions)),
+            drawn.instead_of_torchs(),
             torch.enable_grad(),
         ):
             flat, spec = pytree.tree_flatten(build(*args, **kwargs))
@@ -105,7 +121,7 @@ def capture(
         ]
 
     with mode, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
-        traced = _torch.trace(step, [*state.values(), *batch], decompositions.table(batch_norm_groups))
+        traced = _torch.trace(step, [*state.values(), seed, *batch], table)
         if train and not gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"
@@ -115,16 +131,19 @@ def capture(
         _strip_profiling(traced.graph)
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
-    _name_roles(graph, roles, gradients)
+    _name_roles(graph, [*roles, Role("seed", "seed")], gradients)
+    draws.refuse_others(graph.graph)
     _drop_restored(graph.graph)
     _refuse_changed_parameters(graph.graph)
     _strip_detaches(graph.graph)
     mark_edits(graph.graph)
     _cancel_views(graph.graph)
+    _strip_copies(graph.graph)
+    _drop_unused_seed(graph.graph)
     _own_outputs(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients))
+    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
 
 
 def _parameter(spec: TensorSpec) -> Tensor:
@@ -281,10 +300,7 @@ def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequenc
     output = graph.graph.output_node()
     returned = len(output_nodes(graph.graph)) - len(gradients)
     output.meta["roles"] = [Role("output", str(i)) for i in range(returned)] + [Role("gradient", n) for n in gradients]
-    for node in graph.graph.nodes:
-        custom = node.meta.pop("custom", {})
-        if "origin" in custom:
-            node.meta["origin"] = custom["origin"]
+    take_origins(graph.graph)
 
 
 def _drop_restored(graph: fx.Graph) -> None:
@@ -341,6 +357,30 @@ def _strip_detaches(graph: fx.Graph) -> None:
         source = node.all_input_nodes[0]
         if source.op == "call_function":
             node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _strip_copies(graph: fx.Graph) -> None:
+    """A tensor that was made empty and then filled is what it was filled with."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        old_node, source = node.args[:2]
+        assert isinstance(old_node, fx.Node)
+        assert isinstance(source, fx.Node)
+        if old_node.target not in _EMPTY:
+            continue
+        new, old = node.meta["val"], source.meta["val"]
+        if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+
+
+def _drop_unused_seed(graph: fx.Graph) -> None:
+    """Only a graph that draws has a seed."""
+    for node in placeholders(graph, "seed"):
+        if not node.users:
             graph.erase_node(node)
 
 

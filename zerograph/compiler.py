@@ -15,11 +15,10 @@ from zerograph import capture as capturing
 from zerograph import hyperparameters
 from zerograph.batch import Batch
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
 from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
-from zerograph.passes import rules
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.runtime import backends
@@ -27,7 +26,7 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Boxing, Captured, Role, origin, output_nodes
+from zerograph.step_graph import Boxing, Captured, Role, output_nodes
 from zerograph.update import UpdateProgram, check_separate, trace_update
 from zerograph.zero import OFF
 
@@ -125,7 +124,7 @@ class Compiler:
     def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, job.size if self.config.batch_norm == "local" else 1, key)
+        captured, seconds = self._capture(members, batch, job.size, key)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -139,8 +138,11 @@ class Compiler:
                 "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
                 "Return the loss, or whatever is to fall or rise, from build()."
             )
-        if job.size > 1:
-            _refuse_random(captured.graph)
+        if captured.regions and job.mesh.dims > 1:
+            raise PlacementError(
+                "build() has a local region, and the graph's placement has several dimensions\n"
+                "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
+            )
         policy = self.config.policy if self.optimizers else OFF
         updates = self._updates(members, captured)
         layout = plan_layout(job, members, self.config, captured, updates, train=bool(self.optimizers))
@@ -178,9 +180,10 @@ class Compiler:
             ) from error
         return _Prepared(captured, passes, context, name, function, layout)
 
-    def _capture(self, members: Members, batch: Batch, batch_norm_groups: int, key: Hashable) -> tuple[Captured, float]:
+    def _capture(self, members: Members, batch: Batch, ranks: int, key: Hashable) -> tuple[Captured, float]:
         clip = self.config.clip_grad_norm if self.optimizers else None
-        key = (key, clip, batch_norm_groups)
+        batch_norm_groups = ranks if self.config.batch_norm == "local" else 1
+        key = (key, clip, batch_norm_groups, ranks)
         if key not in self._captures:
             began = time.perf_counter()
             captured = capturing.capture(
@@ -192,6 +195,7 @@ class Compiler:
                 batch.specs,
                 batch.tree,
                 train=bool(self.optimizers),
+                ranks=ranks,
                 groups=_groups(members, self.optimizers),
                 clip_grad_norm=clip,
                 batch_norm_groups=batch_norm_groups,
@@ -335,20 +339,6 @@ def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, An
     ]
 
 
-def _refuse_random(graph: fx.GraphModule) -> None:
-    for node in graph.graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        # Attention is tagged as random, but draws only for its dropout.
-        if random and rules.arguments(node).get("dropout_p") != 0:
-            where = origin(node)
-            raise CaptureError(
-                f"build() draws random numbers ({node.target}) in a job of several ranks\n"
-                f"  {where.source}   {where.code}\n"
-                "They would differ between ranks where the numbers of one device need them equal. Set dropout to 0, or "
-                "draw them outside build() and pass them in."
-            )
-
-
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
     """The buckets and the emitted graph line by line, the same on every rank of a job that runs one step."""
     lines = [
@@ -358,13 +348,16 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
         for one in layout
     ]
     for node in graph.graph.nodes:
-        # Which slice of a whole tensor is a rank's own, and the group that it shares one with, are what differs.
-        args = "this rank's slice" if "slice" in node.meta else f"{node.args} {node.kwargs}"
-        if isinstance(found := node.meta.get("boxing"), Boxing) and "slice" not in node.meta:
-            args = f"{node.args[:-1]} along mesh dimension {found.dim}"
+        args = tuple(
+            "this rank's own" if position in node.meta.get("own", ()) else argument
+            for position, argument in enumerate(node.args)
+        )
+        # The group of ranks that a collective runs in is this rank's own as well.
+        if isinstance(found := node.meta.get("boxing"), Boxing) and "own" not in node.meta:
+            args = (*node.args[:-1], f"along mesh dimension {found.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-        lines.append(f"{node.name} = {node.target} {args} {shown}".rstrip())
+        lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
     return lines
 
 

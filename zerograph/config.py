@@ -34,6 +34,8 @@ class Config:
         batch_norm: whose statistics batch norm takes in training: ``"global"`` (default), those of the whole batch,
             as one device would; or ``"local"``: each rank normalises its part of the batch by itself and exchanges
             nothing for it; running statistics then take the mean over the ranks of theirs.
+        seed: what all random numbers of the graph follow from, together with the number of the step, and so
+            reproducibly. Default None: ``torch.initial_seed()`` of rank 0 when the graph is first compiled.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -50,6 +52,7 @@ class Config:
     on_missing_rule: str = "gather"
     backend: str | Callable[..., Any] = "auto"
     batch_norm: str = "global"
+    seed: int | None = None
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -145,6 +148,11 @@ def _batch_norm(value: Any) -> str:
     return "" if value in ("global", "local") else "unknown batch norm; choose 'global' or 'local'"
 
 
+def _seed(value: Any) -> str:
+    good = value is None or (isinstance(value, int) and not isinstance(value, bool))
+    return "" if good else "give a whole number, or None for that of torch.manual_seed()"
+
+
 def _timeout(value: Any) -> str:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**31
     return "" if good else "give seconds, more than 0"
@@ -177,6 +185,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "on_missing_rule": _on_missing_rule,
     "backend": _backend,
     "batch_norm": _batch_norm,
+    "seed": _seed,
     "timeout": _timeout,
     "placement": _placement,
     "batch_sbp": _batch_sbp,

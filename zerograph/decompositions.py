@@ -100,6 +100,9 @@ _FROM_TORCH = [
     aten.dot,
     aten.select_backward,
     aten.slice_backward,
+    aten._safe_softmax,
+    aten.native_dropout_backward,
+    aten.rrelu_with_noise_backward,
 ]
 
 

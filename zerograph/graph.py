@@ -18,7 +18,7 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
 from zerograph.members import Members, adopt_global, capture_facts, find_members, layout_facts
 from zerograph.passes.pipeline import PassRecord
-from zerograph.runtime.process_group import Job, agree, digest, join
+from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
 from zerograph.step_graph import nbytes
@@ -51,6 +51,9 @@ class ZeroGraph:
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
+        # What the random numbers follow from, where config.seed does not say, and forward passes made so far.
+        self._seed: int | None = None
+        self._passes_done = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_optimizers", "_steps", "_job"):
@@ -101,9 +104,11 @@ class ZeroGraph:
         """
         step, batch = self._ready(args, kwargs)
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
-        values = step.executor(batch.tensors, numbers, self._doing())
+        values = step.executor(batch.tensors, numbers, self._seed_of_step(), self._doing())
         if self._optimizers:
             self._step_made(step, values)
+        else:
+            self._passes_done += 1
         sbp = [one for one, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
         return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
@@ -148,8 +153,8 @@ class ZeroGraph:
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``.
 
-        Each entry is what ``state_dict()`` of the plain module, optimizer and scheduler would be. Every rank must
-        call it, and gets all of it.
+        Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
+        the random numbers of the next step follow from. Every rank must call it, and gets all of it.
         """
         self._check_closed()
         return {
@@ -157,10 +162,16 @@ class ZeroGraph:
             "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
             "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
             "steps_done": self.steps_done,
+            "random": {
+                "seed": self._seed if self.config.seed is None else self.config.seed,
+                "passes": self._passes_done,
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
+
+        The random numbers go on as well, unless ``config.seed`` asks for others.
 
         Raises:
             ConfigError: the state does not fit; nothing is changed then.
@@ -180,6 +191,9 @@ class ZeroGraph:
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
         self.steps_done = state["steps_done"]
+        # States of version 0.1 say nothing of random numbers.
+        if "random" in state:
+            self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -257,11 +271,18 @@ class ZeroGraph:
         assert members is not None
         if step is None:
             step = self._compiler.compile(job, members, batch, capture_key, self._doing())
+            if self._seed is None:
+                self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step
         self._latest = step
         return step, batch
+
+    def _seed_of_step(self) -> int:
+        """The class counts too: two graphs that train in turn, one step each, do not draw the same numbers."""
+        seed = self._seed if self.config.seed is None else self.config.seed
+        return digest((seed, type(self).__qualname__, self.steps_done, self._passes_done))
 
     def _step_made(self, step: CompiledStep, values: Sequence[Tensor]) -> None:
         for store in step.updated:

@@ -10,6 +10,8 @@ Keys that zerograph puts into ``node.meta``:
 ``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
 ``global`` global shape, from ``localize`` on
 ``boxing`` :class:`Boxing` of a node that changes an SBP
+``local``  True for a node inside a local region, from ``localize`` on: it is nothing globally
+``own``    positions of the arguments that are this rank's own; all others are equal on all ranks
 ========== ================================================================================================
 """
 
@@ -23,10 +25,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from zerograph.region import Region
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
-RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "hyperparameter", "output", "gradient"]
+RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "hyperparameter", "seed", "output", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,28 @@ class Captured:
     ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
     name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
     entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
+    ``regions`` are what its nodes ``local`` stand for.
     """
 
     graph: fx.GraphModule
     output_spec: pytree.TreeSpec
     returned: tuple[Any, ...]
     gradients: tuple[str, ...]
+    regions: tuple[Region, ...] = ()
 
 
 def origin(node: fx.Node) -> Origin:
     """The node's origin; nodes that passes made without one belong to the forward phase."""
     found = node.meta.get("origin")
     return found if isinstance(found, Origin) else Origin("forward")
+
+
+def take_origins(graph: fx.Graph) -> None:
+    """What a trace noted of each node's origin becomes its origin."""
+    for node in graph.nodes:
+        custom = node.meta.pop("custom", {})
+        if "origin" in custom:
+            node.meta["origin"] = custom["origin"]
 
 
 def role(node: fx.Node) -> Role | None:

@@ -5,7 +5,7 @@
 ``users``      rules that users register
 ``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
 ``pointwise``, ``matmul``, ``linalg``, ``reduction``, ``shape``, ``movement``, ``indexing``, ``nn``, ``spatial``,
-``attention``, ``loss``       the rules, one line an operator
+``attention``, ``loss``, ``random``   the rules, one line an operator
 """
 
 from zerograph.passes.rules import (
@@ -17,6 +17,7 @@ from zerograph.passes.rules import (
     movement,
     nn,
     pointwise,
+    random,
     reduction,
     shape,
     spatial,
@@ -47,6 +48,7 @@ __all__ = [
     "of_node",
     "output_values",
     "pointwise",
+    "random",
     "reduction",
     "rule",
     "shape",

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, schema_arguments
 from zerograph.errors import CaptureError
 from zerograph.passes.rules.factors import Linear, Shape, Signature, misfit, signatures
+from zerograph.region import local, region_of
 from zerograph.sbp import broadcast
 from zerograph.step_graph import origin
 
@@ -140,6 +141,9 @@ def of_node(
     Args:
         inputs, outputs: what stands for the node's tensors; default: its own.
     """
+    if node.target is local:
+        region = region_of(node)
+        return (Signature(region.inputs, tuple(one.sbp for one in region.outputs)),)
     found = find(node.target)
     if found is None:
         return None

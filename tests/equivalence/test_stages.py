@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -91,3 +92,39 @@ def test_small_buckets_change_nothing(pool: Pool) -> None:
     for losses, state in many:
         assert all(map(torch.equal, losses, one[0]))
         assert all(torch.equal(state[key], one[1][key]) for key in state)
+
+
+@torch.library.custom_op("zerograph_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """An operator that has no rule."""
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: doubled(gradient))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+def train_around_a_missing_rule(stages: list[int]) -> list[list[Tensor]]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 15), Doubled(), torch.nn.Linear(15, 3))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.3), stage)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append([step(part(x), part(y)) for x, y in batches("mlp", 3)])
+    return found
+
+
+def test_whole_and_partial_gradients_share_a_bucket(pool: Pool) -> None:
+    """Behind an operator without a rule all is whole, and so are some gradients of a bucket, but not all."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 15), Doubled(), torch.nn.Linear(15, 3))
+    wanted = train_plainly(model, torch.optim.SGD(model.parameters(), lr=0.3), batches("mlp", 3))
+    for losses in pool.run(2, train_around_a_missing_rule, [0, 2])[0]:
+        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=0)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.random import uniform
+
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -303,6 +305,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.eye.default: [s(4)],
     aten.eye.m: [s(4, 6)],
     aten.linspace.default: [s(0.0, 1.0, 8)],
+    # Random numbers, of their place in the global tensor
+    uniform: [
+        s(torch.tensor(3), 1, [4, 6], [0, 0], [4, 6], torch.float32, torch.device("cpu")),
+        s(torch.tensor(3), 1, [2, 8, 4], [0, 0, 0], [2, 8, 4], torch.float64, torch.device("cpu")),
+    ],
     # Of the pointwise family, by tag: a few that stand for all.
     aten.exp.default: [s(x(4, 6)), s(x(7, 5))],
     aten.maximum.default: [s(x(4, 6), x(6))],

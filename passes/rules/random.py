@@ -1,0 +1,13 @@
+"""Random numbers: each is that of its place in the global tensor, so any dimension may be split."""
+
+from __future__ import annotations
+
+from zerograph.passes.rules.registry import Operands, letters, rule
+from zerograph.random import uniform
+
+
+def _drawn(operands: Operands) -> str:
+    return "-> " + " ".join(letters(operands.outputs[0].dim()))
+
+
+rule(uniform, _drawn)

@@ -1,0 +1,116 @@
+"""The random numbers of a step: each is a function of the step's seed and of where it stands, of nothing else.
+
+A number's bits are a hash of the seed of the step, the number of the drawing operator in the graph, and the linear
+index of the element in the global tensor. So every device, backend and split of a tensor over any number of ranks
+draws the same numbers: a mask on a split tensor is a piece of the mask that one device would draw.
+
+The hash is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+OOPSLA 2014; its constants are David Stafford's Mix13), with a second key in its middle, so that the streams of
+two operators are never shifted copies of each other. It is good enough for training, not for secrets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GAMMA, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+# As many bits as the significand holds: every value is exact, and none rounds up to 1.
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+# Elements mixed at a time: on the CPU the passes over them stay in its cache.
+_BLOCK_ON_CPU, _BLOCK = 2**17, 2**24
+
+_library = torch.library.Library("zerograph", "DEF")
+_library.define(
+    "uniform(Tensor seed, int number, int[] size, int[] start, int[] whole, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+uniform = torch.ops.zerograph.uniform.default
+
+
+def _uniform(
+    seed: Tensor,
+    number: int,
+    size: Sequence[int],
+    start: Sequence[int],
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Numbers in [0, 1): the piece of ``size`` that begins at ``start`` in a global tensor of the shape ``whole``."""
+    first = _mix(int(seed) + number * _GAMMA)
+    second = _signed(_mix(first ^ _M1))
+    result = torch.empty(size, dtype=dtype, device=device)
+    rows, run = _rows(size, start, whole, result.device)
+    starts = rows.mul_(_signed(_GAMMA)).add_(_signed(first)).unsqueeze(1)
+    block = _BLOCK_ON_CPU if result.device.type == "cpu" else _BLOCK
+    columns = torch.arange(min(run, block), device=device).mul_(_signed(_GAMMA))
+    height = max(1, block // max(run, 1))
+    flat = result.view(len(rows), run)
+    for row in range(0, len(rows), height):
+        for column in range(0, run, block):
+            part = flat[row : row + height, column : column + block]
+            bits = starts[row : row + height] + columns[: part.shape[1]].add(_signed(column * _GAMMA))
+            _mix_in_place(bits, second)
+            part.copy_(_shifted(bits, 64 - _BITS[dtype])).mul_(2.0 ** -_BITS[dtype])
+    return result
+
+
+def _rows(size: Sequence[int], start: Sequence[int], whole: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """The linear index of the first element of each contiguous run of the piece, and how long the runs are."""
+    inner = len(size)
+    while inner > 0 and size[inner - 1] == whole[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim in range(len(size)):
+        steps = torch.arange(size[dim] if dim < inner else 1, device=device)
+        rows = (rows.unsqueeze(1) * whole[dim] + start[dim] + steps).flatten()
+    return rows, math.prod(size[inner:])
+
+
+def _mix_in_place(bits: Tensor, second: int) -> None:
+    """The finalizer on every element, in two's complement, where products wrap around as unsigned ones do."""
+    bits ^= _shifted(bits, 30)
+    bits *= _signed(_M1)
+    bits ^= _shifted(bits, 27)
+    bits ^= second
+    bits *= _signed(_M2)
+    bits ^= _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Shifted right as unsigned numbers are: the sign's copies are masked away."""
+    return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
+
+
+def _mix(value: int) -> int:
+    value %= 2**64
+    value = (value ^ value >> 30) * _M1 % 2**64
+    value = (value ^ value >> 27) * _M2 % 2**64
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _uniform_fake(
+    seed: Tensor,
+    number: int,
+    size: Sequence[int],
+    start: Sequence[int],
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+torch.library.register_fake("zerograph::uniform", _uniform_fake, lib=_library)
+_library.impl("uniform", _uniform, "CompositeExplicitAutograd")
