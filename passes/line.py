@@ -44,6 +44,8 @@ class Line:
     values: dict[fx.Node, tuple[Tensor, ...]]
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
+    _inputs: dict[fx.Node, list[Made]] = field(default_factory=dict)
+    _readers: dict[Made, list[fx.Node]] = field(default_factory=dict)
 
     def returned(self, have: Sbp) -> Sbp:
         """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
@@ -72,20 +74,26 @@ class Line:
         return nbytes(self.values[made[0]][made[1]])
 
     def inputs(self, node: fx.Node) -> list[Made]:
-        return [self.made(given) for given in rules.tensor_arguments(node)]
+        if node not in self._inputs:
+            self._inputs[node] = [self.made(given) for given in rules.tensor_arguments(node)]
+        return self._inputs[node]
 
     def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
         """What the rule of the node's operator allows along this dimension; None without a rule."""
         inputs = tuple(self.values[source][index] for source, index in self.inputs(node))
         return rules.of_node(node, self.ranks, inputs, self.values[node])
 
-    def readers(self, made: Made) -> Iterator[fx.Node]:
+    def readers(self, made: Made) -> list[fx.Node]:
         """The nodes that read a tensor, looking through ``getitem``."""
-        for user in made[0].users:
-            if user.target is not operator.getitem:
-                yield user
-            elif self.made(user) == made:
-                yield from user.users
+        if made not in self._readers:
+            found: dict[fx.Node, None] = {}
+            for user in made[0].users:
+                if user.target is not operator.getitem:
+                    found[user] = None
+                elif self.made(user) == made:
+                    found.update(user.users)
+            self._readers[made] = list(found)
+        return self._readers[made]
 
     def needs(self, made: Made, have: Sbp, but: fx.Node | None = None) -> Iterator[Sbp]:
         """The SBPs in which the tensor is read if it is ``have``; the reader ``but`` left out."""

@@ -70,9 +70,13 @@ class _Walk:
             return
         elif node.target is operator.getitem:
             source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            # What an operator was told not to compute is no output of its signature.
+            number = sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
             for known in (self.batch, self.order):
-                if source in known and isinstance(known[source], list):  # type: ignore[index]
-                    known[node] = known[source][index]  # type: ignore[index]
+                if isinstance(known.get(source), list):
+                    known[node] = known[source][number]
         elif node.target in _VIEWS:
             self._view(node)
         elif _orderly(node):

@@ -7,6 +7,9 @@ then exact. A change is kept only if the true cost, chains that meet themselves 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import networkx as nx
 from torch import fx
 
@@ -18,22 +21,31 @@ Candidates = dict[fx.Node, tuple[Signature, ...]]
 
 
 def improve(line: Line, candidates: Candidates) -> None:
-    """No chain of operators around a boxing could be placed more cheaply while the rest stays as it is.
+    """Chains of operators around a boxing could not be placed more cheaply while the rest stays as it is.
 
     Args:
         candidates: the signatures of each operator whose placement is free.
     """
     order = {node: index for index, node in enumerate(line.graph.nodes)}
     settled: set[tuple[fx.Node, ...]] = set()
-    while True:
-        chains = [_chain(line, reader, made, candidates, order) for reader, made in _paying(line, candidates)]
-        fresh = [chain for chain in chains if tuple(chain) not in settled]
-        settled.update(map(tuple, fresh))
-        # A change anywhere may open a better way elsewhere, also for chains that were settled before.
-        if any(_solve(line, chain, candidates) for chain in fresh):
-            settled.clear()
-        else:
+    waiting = _paying(line, candidates)
+    for _ in range(_MOST_CHAINS):
+        if not waiting:
             return
+        chain = tuple(_chain(line, *waiting.pop(), candidates, order))
+        if chain not in settled:
+            settled.add(chain)
+            if _solve(line, chain, candidates):
+                # That may open a better way for the chains that it meets, and moves boxings.
+                settled = {one for one in settled if set(chain).isdisjoint(one)}
+                waiting = _paying(line, candidates)
+
+
+# Most operators of a chain on either side of the boxing: farther ones seldom have a say, and cost compile time.
+_REACH = 16
+
+# A step that pays for more boxings than this is no data-parallel one, and would compile for minutes.
+_MOST_CHAINS = 100
 
 
 def _paying(line: Line, candidates: Candidates) -> list[tuple[fx.Node, Made]]:
@@ -50,12 +62,12 @@ def _chain(line: Line, reader: fx.Node, made: Made, candidates: Candidates, orde
     """The operators before and behind a boxing, along the largest tensors."""
     chain = [reader]
     source: fx.Node | None = made[0]
-    while source is not None and source in candidates:
+    while source is not None and source in candidates and len(chain) < _REACH:
         chain.insert(0, source)
         above = [one for one in line.inputs(source) if one[0] in candidates]
         source = max(above, key=line.nbytes)[0] if above else None
     node: fx.Node | None = reader
-    while node is not None:
+    while node is not None and len(chain) < 2 * _REACH:
         outputs = [(node, index) for index in range(len(line.values[node]))]
         below = [(line.nbytes(one), -order[user], user) for one in outputs for user in line.readers(one)]
         below = [entry for entry in below if entry[2] in candidates and entry[2] not in chain]
@@ -65,23 +77,25 @@ def _chain(line: Line, reader: fx.Node, made: Made, candidates: Candidates, orde
     return chain
 
 
-def _solve(line: Line, chain: list[fx.Node], candidates: Candidates) -> bool:
+def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates) -> bool:
     """Place the chain along the shortest path; False, and nothing changed, where that is no cheaper."""
+    # Signatures by number: networkx hashes its nodes all the time.
+    options = [candidates[node] for node in chain]
     layers = nx.DiGraph()
-    for first in candidates[chain[0]]:
-        layers.add_edge("start", (0, first), cost=_inner(line, chain, 0, first))
+    for number, first in enumerate(options[0]):
+        layers.add_edge("start", (0, number), cost=_inner(line, chain, 0, first))
     for index in range(1, len(chain)):
-        for here in candidates[chain[index]]:
+        for number, here in enumerate(options[index]):
             inner = _inner(line, chain, index, here)
-            for before in candidates[chain[index - 1]]:
-                between = _between(line, chain[index - 1], before, chain[index], here)
-                if (cost := inner + between) < float("inf"):
-                    layers.add_edge((index - 1, before), (index, here), cost=cost)
+            for other, before in enumerate(options[index - 1]):
+                between = _outputs(line, chain[index - 1], before, chain[index], here)
+                if (cost := inner + between) < math.inf:
+                    layers.add_edge((index - 1, other), (index, number), cost=cost)
     last = len(chain) - 1
-    for signature in candidates[chain[last]]:
-        layers.add_edge((last, signature), "end", cost=_outputs(line, chain[last], signature, None, None))
+    for number, signature in enumerate(options[last]):
+        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature, None, None))
     path = nx.shortest_path(layers, "start", "end", weight="cost")[1:-1]
-    new = [signature for _, signature in path]
+    new = [options[index][number] for index, number in path]
     old = [line.signature[node] for node in chain]
     cost = _true_cost(line, chain)
     _apply(line, chain, new)
@@ -91,7 +105,7 @@ def _solve(line: Line, chain: list[fx.Node], candidates: Candidates) -> bool:
     return False
 
 
-def _inner(line: Line, chain: list[fx.Node], index: int, signature: Signature) -> float:
+def _inner(line: Line, chain: Sequence[fx.Node], index: int, signature: Signature) -> float:
     """What the operator reads from outside the chain, and the signature itself."""
     node, total = chain[index], signature_cost(signature)
     previous = chain[index - 1] if index else None
@@ -102,10 +116,6 @@ def _inner(line: Line, chain: list[fx.Node], index: int, signature: Signature) -
             wanted = set(line.needed_by(node, signature, made))
             total += boxing_cost(have, wanted - others, line.nbytes(made), line.ranks)
     return total
-
-
-def _between(line: Line, node: fx.Node, signature: Signature, reader: fx.Node, here: Signature) -> float:
-    return _outputs(line, node, signature, reader, here)
 
 
 def _outputs(line: Line, node: fx.Node, signature: Signature, reader: fx.Node | None, here: Signature | None) -> float:
@@ -120,12 +130,12 @@ def _outputs(line: Line, node: fx.Node, signature: Signature, reader: fx.Node | 
     return total
 
 
-def _true_cost(line: Line, chain: list[fx.Node]) -> float:
+def _true_cost(line: Line, chain: Sequence[fx.Node]) -> float:
     tensors = {made for node in chain for made in line.inputs(node)}
     tensors |= {(node, index) for node in chain for index in range(len(line.values[node]))}
     return sum(map(line.tensor_cost, tensors)) + sum(signature_cost(line.signature[node]) for node in chain)
 
 
-def _apply(line: Line, chain: list[fx.Node], signatures: list[Signature]) -> None:
+def _apply(line: Line, chain: Sequence[fx.Node], signatures: list[Signature]) -> None:
     for node, signature in zip(chain, signatures, strict=True):
         line.choose(node, signature)

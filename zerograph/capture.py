@@ -120,7 +120,9 @@ def capture(
             gradient for gradient in found.values() if gradient is not None
         ]
 
-    with mode, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
+    # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
+    plain = torch.backends.mkldnn.flags(enabled=False)
+    with mode, plain, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
         traced = _torch.trace(step, [*state.values(), seed, *batch], table)
         if train and not gradients:
             raise CaptureError(

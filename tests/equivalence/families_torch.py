@@ -161,6 +161,6 @@ FAMILIES = (
     Family("transformer", lambda: Translator(batch_first=True), _translations),
     Family("transformer_time_first", lambda: Translator(batch_first=False), _translations),
     Family("unet", UNet, _pictures),
-    Family("graph", GraphNet, _graphs),
+    Family("graph", GraphNet, _graphs, samples_meet=True),
     Family("mixer", Mixer, _photographs),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.equivalence.arrangements import GRID, Arrangement
 from tests.equivalence.family import Family
 from tests.models import part
 
@@ -42,9 +43,9 @@ class TrainStep(zg.ZeroGraph):
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Not Adam: where a gradient is zero in exact arithmetic (the bias of attention's keys), it would scale the
-    rounding noise there to full steps, and no two orders of summation agree on noise."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    """With a large epsilon: where a gradient is zero in exact arithmetic (the bias of attention's keys), Adam would
+    scale the rounding noise there to full steps, and no two orders of summation agree on noise."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=0.1)
 
 
 def make(family: Family, dtype: torch.dtype) -> nn.Module:
@@ -77,10 +78,17 @@ def train(
     dtype: torch.dtype = torch.float32,
     stages: Sequence[Stage] = STAGES,
     bucket_size: int | None = None,
+    arrangement: Arrangement | None = None,
 ) -> tuple[dict[Stage, Result], TrainStep]:
     """Each stage from the same beginning, as the rank that this is; one graph, so that it is captured once."""
-    step = TrainStep(make(family, dtype))
+    model = make(family, dtype)
+    step = TrainStep(model)
     step.config.bucket_size = bucket_size
+    own = part if arrangement is None else arrangement.part
+    if arrangement is not None:
+        arrangement.place(model)
+        step.config.placement = zg.placement("cpu", ranks=GRID)
+        step.config.batch_sbp = arrangement.batch_sbp
     initial = step.state_dict()
     results: dict[Stage, Result] = {}
     for stage in stages:
@@ -89,7 +97,7 @@ def train(
         else:
             step.set_zero_mode("distributed_split", stage=int(stage))
         step.load_state_dict(initial)
-        losses = [step(*map(part, batch)) for batch in batches(family, dtype)]
+        losses = [step(*map(own, batch)) for batch in batches(family, dtype)]
         results[stage] = Result(losses, step.state_dict()["modules"]["model"])
     return results, step
 
