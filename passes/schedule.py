@@ -73,7 +73,10 @@ def _bound_gradient_buckets(graph: fx.Graph) -> None:
             in_flight.append(starts[node])
             continue
         while in_flight and filling + len(in_flight) >= _GRADIENT_BUCKETS:
-            _move_before(_wait_of(in_flight.popleft()), opened[node])
+            wait = _wait_of(in_flight.popleft())
+            # One that a second collective reads, along another mesh dimension, may have come already.
+            if order[wait] > order[opened[node]]:
+                _move_before(wait, opened[node])
         filling += 1
 
 

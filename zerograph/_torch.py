@@ -61,6 +61,7 @@ __all__ = [
     "total_norm_by",
     "trace",
     "with_tensors",
+    "without_onednn",
     "without_torch_function",
 ]
 
@@ -143,6 +144,17 @@ def preserved_metadata() -> contextlib.AbstractContextManager[None]:
 def annotated(values: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Nodes made inside get ``values`` in ``node.meta["custom"]``, the one field of ours that fx copies along."""
     return fx_traceback.annotate(values)
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Disable oneDNN inside; the public ``torch.backends.mkldnn.flags`` also sets TF32, and torch warns of that."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def forward_sequence_number() -> int:

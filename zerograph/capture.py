@@ -121,7 +121,7 @@ def capture(
         ]
 
     # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
-    plain = torch.backends.mkldnn.flags(enabled=False)
+    plain = _torch.without_onednn()
     with mode, plain, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
         traced = _torch.trace(step, [*state.values(), seed, *batch], table)
         if train and not gradients:
