@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zerograph.buckets import Bucket, Slot
 from zerograph.gradients import Edited, edited_gradients
@@ -168,15 +168,30 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
         device = torch.device("cpu") if spec.scalar else bucket.device
         inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}
+    values = _values_of_update(graph, bucket)
     with graph.inserting_before(graph.output_node()):
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 copies[node] = inputs[node.meta["update_input"]]
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = emit(graph, node.target, args, _UPDATE, **kwargs)
+                copies[node] = graph.call_function(node.target, args, kwargs)
+                copies[node].meta |= {"origin": _UPDATE, "val": values(node.meta["val"])}
             elif node.op == "output":
                 _write_new_state(graph, update, node, copies, inputs)
+
+
+def _values_of_update(graph: fx.Graph, bucket: Bucket) -> Callable[[Tensor], Tensor]:
+    """What the values of an elementwise program for one parameter are for the bucket: of its shape, or 0-d."""
+    made: dict[tuple[bool, torch.dtype, torch.device], Tensor] = {}
+
+    def value(example: Tensor) -> Tensor:
+        kind = example.dim() == 0, example.dtype, example.device
+        if kind not in made:
+            made[kind] = fake(graph, () if kind[0] else bucket.shape, example.dtype, example.device)
+        return made[kind]
+
+    return value
 
 
 def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:

@@ -29,16 +29,18 @@ c10d = torch.ops._c10d_functional
 def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Values, arguments that are sizes, and dealt updates are this rank's; boxing nodes have become collectives."""
     graph = module.graph
+    # Nodes whose local value is their global one.
+    same: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op == "placeholder":
-            _enter(node, context)
+            _enter(node, context, same)
         elif node.target is boxing:
             _lower(graph, node, context)
         elif node.target is local:
             # Its readers, which take one output each, come first; then its graph takes its place.
             _make_local(node, context)
         elif node.op == "call_function":
-            _compute_locally(node, context)
+            _compute_locally(node, context, same)
     for node in graph.find_nodes(op="call_function", target=dealt_update):
         _update_own(module, node, context)
     for node in graph.find_nodes(op="call_function", target=local):
@@ -47,15 +49,17 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def _enter(node: fx.Node, context: Context) -> None:
+def _enter(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
     value = node.meta["val"]
     node.meta["global"] = tuple(value.shape)
     if any(isinstance(one, Split) for one in node.meta["sbp"]):
         shape = local_shape(value.shape, node.meta["sbp"], context.mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
+    else:
+        same.add(node)
 
 
-def _compute_locally(node: fx.Node, context: Context) -> None:
+def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
     outputs = rules.output_values(node)
     sbps = [node.meta["sbp"]] if isinstance(node.meta["val"], Tensor) else list(node.meta.get("sbp", ()))
     shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
@@ -73,6 +77,10 @@ def _compute_locally(node: fx.Node, context: Context) -> None:
         _bound_slice(node)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
+    # What all ranks hold whole, and made of nothing else, is here what it is everywhere.
+    if same.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
+        same.add(node)
+        return
     node.meta["val"] = evaluate(node)
     found = [tuple(value.shape) for value in rules.output_values(node)]
     if found != shapes:

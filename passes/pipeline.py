@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -46,13 +46,12 @@ class PassRecord:
     summary: str
     nodes: int
     seconds: float
-    _owner: fx.GraphModule
-    _graph: fx.Graph
+    _make: Callable[[], fx.GraphModule]
 
     @functools.cached_property
     def graph(self) -> fx.GraphModule:
-        """The graph after the pass; its Python code is only made for those who ask."""
-        return fx.GraphModule(self._owner, self._graph)
+        """The graph after the pass. Passes are functions: for those who ask it is made again, not kept for all."""
+        return self._make()
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
@@ -62,7 +61,8 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         VerificationError: a pass broke an invariant.
     """
     summary = "The whole of build() and its backward() is one functional graph of operators on global tensors."
-    records = [_record("capture", summary, captured, captured.graph, capture_seconds)]
+    nodes = len(captured.graph.nodes)
+    records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
     module = fx.GraphModule(captured, copy_graph(captured.graph))
     names = [rewrite.__name__ for rewrite in PIPELINE]
     for at, rewrite in enumerate(PIPELINE):
@@ -70,10 +70,19 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         module = rewrite(module, context)
         verify(module, names[at], placed=at >= names.index("place"), boxed=at >= names.index("box"))
         seconds = time.perf_counter() - began
-        kept = module.graph if rewrite is PIPELINE[-1] else copy_graph(module.graph)
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
-        records.append(_record(names[at], summary, module, kept, seconds))
+        again = functools.partial(_rewritten, captured, context, PIPELINE[: at + 1])
+        records.append(PassRecord(names[at], summary, len(module.graph.nodes), seconds, again))
+    last = fx.GraphModule(module, module.graph)
+    records[-1] = replace(records[-1], _make=lambda: last)
     return tuple(records)
+
+
+def _rewritten(captured: fx.GraphModule, context: Context, passes: Sequence[Pass]) -> fx.GraphModule:
+    module = fx.GraphModule(captured, copy_graph(captured.graph))
+    for rewrite in passes:
+        module = rewrite(module, context)
+    return fx.GraphModule(module, module.graph)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -84,7 +93,3 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copy.output(returned[0])
     copy.output_node().meta.update(graph.output_node().meta)
     return copy
-
-
-def _record(name: str, summary: str, owner: fx.GraphModule, graph: fx.Graph, seconds: float) -> PassRecord:
-    return PassRecord(name, summary, len(graph.nodes), seconds, owner, graph)
