@@ -40,7 +40,7 @@ class Translator(nn.Module):
         super().__init__()
         self.batch_first = batch_first
         self.tokens, self.positions = nn.Embedding(11, 8, padding_idx=0), nn.Embedding(6, 8)
-        self.body = nn.Transformer(8, 2, 1, 2, 16, dropout=0.0, batch_first=batch_first)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=batch_first)
         self.head = nn.Linear(8, 11)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def test_options_that_do_not_exist(call: Callable[[Step], Any], words: str) -> N
 def test_a_pass_that_does_not_exist() -> None:
     graph = Step(no_backward, train=False)
     graph(X)
-    with pytest.raises(zg.ConfigError, match="there are capture, simplify, place"):
+    with pytest.raises(zg.ConfigError, match="there are capture, simplify, unfuse"):
         graph.graph("placed")
 
 
