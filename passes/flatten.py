@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +15,7 @@ from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.edit import emit, fake, first_computed, positions
+from zerograph.passes.edit import emit, evaluate, fake, first_computed, positions
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
 from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp, broadcast, show
@@ -176,16 +177,19 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = graph.call_function(node.target, args, kwargs)
-                copies[node].meta |= {"origin": _UPDATE, "val": values(node.meta["val"])}
+                copies[node].meta["origin"] = _UPDATE
+                copies[node].meta["val"] = values(copies[node], node.meta.get("val"))
             elif node.op == "output":
                 _write_new_state(graph, update, node, copies, inputs)
 
 
-def _values_of_update(graph: fx.Graph, bucket: Bucket) -> Callable[[Tensor], Tensor]:
-    """What the values of an elementwise program for one parameter are for the bucket: of its shape, or 0-d."""
+def _values_of_update(graph: fx.Graph, bucket: Bucket) -> Callable[[fx.Node, Any], Any]:
+    """What a value of an elementwise program for one parameter is for the bucket: of its shape, or 0-d."""
     made: dict[tuple[bool, torch.dtype, torch.device], Tensor] = {}
 
-    def value(example: Tensor) -> Tensor:
+    def value(node: fx.Node, example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return evaluate(node)
         kind = example.dim() == 0, example.dtype, example.device
         if kind not in made:
             made[kind] = fake(graph, () if kind[0] else bucket.shape, example.dtype, example.device)
