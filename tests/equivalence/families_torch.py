@@ -34,31 +34,28 @@ def _sequences(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
 
 
 class Translator(nn.Module):
-    """``nn.Transformer`` over tokens; 0 is padding, which neither attends nor counts."""
+    """``nn.Transformer`` over tokens, time first; 0 is padding, which neither attends nor counts."""
 
-    def __init__(self, *, batch_first: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch_first = batch_first
         self.tokens, self.positions = nn.Embedding(11, 8, padding_idx=0), nn.Embedding(6, 8)
-        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=batch_first)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
         self.head = nn.Linear(8, 11)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         given, wanted = target[:, :-1], target[:, 1:]
         causal = nn.Transformer.generate_square_subsequent_mask(given.shape[1]) < 0
         x, y = (self.tokens(t) + self.positions(torch.arange(t.shape[1])) for t in (source, given))
-        if not self.batch_first:
-            x, y = x.transpose(0, 1), y.transpose(0, 1)
         padding = source == 0
         out = self.body(
-            x,
-            y,
+            x.transpose(0, 1),
+            y.transpose(0, 1),
             tgt_mask=causal,
             src_key_padding_mask=padding,
             tgt_key_padding_mask=given == 0,
             memory_key_padding_mask=padding,
         )
-        logits = self.head(out if self.batch_first else out.transpose(0, 1))
+        logits = self.head(out.transpose(0, 1))
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0)
 
 
@@ -155,11 +152,8 @@ def _recurrent(kind: type[nn.RNNBase], **options: bool) -> Callable[[], Any]:
 
 FAMILIES = (
     Family("lstm", _recurrent(nn.LSTM, batch_first=True, bidirectional=True), _sequences),
-    Family("lstm_time_first", _recurrent(nn.LSTM, batch_first=False, bidirectional=False), _sequences),
-    Family("gru", _recurrent(nn.GRU, batch_first=True, bidirectional=False), _sequences),
     Family("gru_time_first", _recurrent(nn.GRU, batch_first=False, bidirectional=True), _sequences),
-    Family("transformer", lambda: Translator(batch_first=True), _translations),
-    Family("transformer_time_first", lambda: Translator(batch_first=False), _translations),
+    Family("transformer", Translator, _translations),
     Family("unet", UNet, _pictures),
     Family("graph", GraphNet, _graphs, samples_meet=True),
     Family("mixer", Mixer, _photographs),
