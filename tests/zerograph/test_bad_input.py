@@ -196,6 +196,7 @@ def test_backward_without_an_optimizer() -> None:
 def test_optimizers_that_are_no_graph() -> None:
     for optimizer, words in (
         (torch.optim.LBFGS, "several times"),
+        (torch.optim.SparseAdam, "sparse gradients"),
         (Choosy, "branches on a tensor's value"),
     ):
         model = make("mlp")
