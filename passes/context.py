@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
 from zerograph.mesh import Mesh
 from zerograph.passes.rules.factors import Signature
@@ -49,6 +50,7 @@ class Context:
         updates: by bucket name, for those that this step updates.
         inputs: SBP of each input of the batch, by its number.
         on_missing_rule: what to do about operators without a rule, as in the configuration.
+        exchanges: operators that move a tensor faster than torch's collective of that kind, by kind.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
     """
@@ -60,6 +62,7 @@ class Context:
     inputs: tuple[NdSbp, ...]
     zero_dim: int = 0
     on_missing_rule: str = "gather"
+    exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 

@@ -163,6 +163,10 @@ def _bucket_gradient(
 def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """The update program once over the whole bucket; new values go to the bucket's inputs at the graph's end."""
     program = update.program.first if update.first and update.program.first else update.program.graph
+    if update.program.fused is not None:
+        with graph.inserting_before(graph.output_node()):
+            gradient = emit(graph, aten.alias.default, (gradient,), _UPDATE)
+        gradient.meta["gradient_of"] = bucket.name  # where ``fuse`` finds it
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape

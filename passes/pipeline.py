@@ -11,7 +11,9 @@ from torch import fx
 
 from zerograph.passes.box import box
 from zerograph.passes.context import Context
+from zerograph.passes.exchange import exchange
 from zerograph.passes.flatten import flatten
+from zerograph.passes.fuse import fuse
 from zerograph.passes.localize import localize
 from zerograph.passes.place import place
 from zerograph.passes.regather import regather
@@ -33,7 +35,9 @@ PIPELINE: tuple[Pass, ...] = (
     box,  # where two SBPs meet stands one boxing node
     regather,  # stage 3: no gathered bucket lives from forward into backward
     localize,  # every shape is this rank's, every boxing node a collective
+    fuse,  # fused optimizers update a bucket by their own operators
     schedule,  # gathers start early, waits come late, gradients in few buckets
+    exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong
 )
 

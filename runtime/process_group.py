@@ -200,7 +200,7 @@ def agree(
         return
     mine = torch.tensor([number, problem is not None], dtype=torch.int64)
     everybodys = torch.empty(job.size * 2, dtype=torch.int64)
-    with _explained(job, f"comparing notes before {doing}"):
+    with explained(job, f"comparing notes before {doing}"):
         _torch.all_gather(everybodys, mine, job.control)
         numbers, problems = everybodys.view(job.size, 2).unbind(1)
         if not problems.any() and bool((numbers == number).all()):
@@ -239,7 +239,7 @@ def _ranks(ranks: Any) -> str:
 
 
 @contextlib.contextmanager
-def _explained(job: Job, doing: str) -> Iterator[None]:
+def explained(job: Job, doing: str) -> Iterator[None]:
     """A failed exchange outside the graph, as an error that says what it was for."""
     job.check_alive()
     try:
@@ -265,7 +265,7 @@ def first_ranks(job: Job, number: int) -> int:
     if job.size == 1:
         return number
     shared = torch.tensor([number])
-    with _explained(job, "taking over rank 0's seed"):
+    with explained(job, "taking over rank 0's seed"):
         dist.broadcast(shared, group_src=0, group=job.control)
     return int(shared)
 
@@ -277,7 +277,7 @@ def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
         one, ranks = sbp[dim], job.mesh.shape[dim]
         if isinstance(one, Split) and ranks > 1:
             parts = torch.empty((ranks, *whole.shape), dtype=part.dtype, device=part.device)
-            with _explained(job, "gathering state outside a step"):
+            with explained(job, "gathering state outside a step"):
                 _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.lines[dim])
             whole = parts.flatten(0, 1) if one.dim == 0 else torch.cat(list(parts), one.dim)
     return whole
@@ -287,7 +287,7 @@ def broadcast_from_first(job: Job, tensors: list[torch.Tensor]) -> None:
     """Every rank's tensors become rank 0's, in place."""
     if job.size == 1:
         return
-    with _explained(job, "taking over rank 0's parameters and buffers"):
+    with explained(job, "taking over rank 0's parameters and buffers"):
         for tensor in tensors:
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
             dist.broadcast(whole, group_src=0, group=job.data)

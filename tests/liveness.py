@@ -18,7 +18,7 @@ def alive(graph: fx.Graph, made: fx.Node) -> range:
         for user in stack.pop().users:
             last = max(last, order[user])
             shares = getattr(user.target, "is_view", False) or user.target in (WAIT, torch.ops.aten.copy_.default)
-            starts = getattr(user.target, "namespace", "") == "_c10d_functional"
+            starts = getattr(user.target, "namespace", "") in ("_c10d_functional", "zerograph")
             if (shares or starts) and user not in seen:
                 seen.add(user)
                 # The result of a reduction is other memory, but until its wait it holds on to its input.
@@ -28,7 +28,7 @@ def alive(graph: fx.Graph, made: fx.Node) -> range:
 
 
 def _reduces(wait: fx.Node) -> bool:
-    return "all_gather" not in str(wait.all_input_nodes[0].target)
+    return "gather" not in str(wait.all_input_nodes[0].target)
 
 
 def gathered_buckets(graph: fx.Graph) -> list[tuple[str, range]]:
@@ -36,7 +36,7 @@ def gathered_buckets(graph: fx.Graph) -> list[tuple[str, range]]:
     found = []
     for node in graph.nodes:
         source = role(node.all_input_nodes[0]) if node.all_input_nodes else None
-        if "all_gather" in str(node.target) and source is not None and source.kind == "bucket":
+        if "gather" in str(node.target) and source is not None and source.kind == "bucket":
             found.append((source.name, alive(graph, node)))
     return found
 

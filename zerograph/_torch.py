@@ -55,6 +55,8 @@ __all__ = [
     "no_modes",
     "overloads",
     "preserved_metadata",
+    "process_group",
+    "register_works",
     "returns",
     "schema_arguments",
     "single_process_store",
@@ -270,6 +272,18 @@ def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Shards end to end into ``whole``: torch 2.13 renamed the function and warns about the old name."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(whole, shard, group=group)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group that operators of a graph know by its name; torch's own collectives look it up the same way."""
+    resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
+    """Let ``_c10d_functional.wait_tensor(tensor)`` wait for ``works``, in order: only C++ may call this publicly."""
+    for work in works:
+        torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def single_process_store() -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import capture as capturing
 from zerograph import hyperparameters
+from zerograph._torch import OpOverload
 from zerograph.batch import Batch
 from zerograph.config import Config
 from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
@@ -21,7 +22,7 @@ from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
-from zerograph.runtime import backends
+from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
@@ -111,8 +112,9 @@ class Compiler:
         """
         problem: Exception | None = None
         prepared: _Prepared | None = None
+        exchanges = wire.exchanges(job)
         try:
-            prepared = self._prepare(job, members, batch, key)
+            prepared = self._prepare(job, members, batch, key, exchanges)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
@@ -121,7 +123,9 @@ class Compiler:
         stores = self._apply(job, members, prepared.layout)
         return self._bind(job, members, prepared, stores)
 
-    def _prepare(self, job: Job, members: Members, batch: Batch, key: Hashable) -> _Prepared:
+    def _prepare(
+        self, job: Job, members: Members, batch: Batch, key: Hashable, exchanges: Mapping[str, OpOverload]
+    ) -> _Prepared:
         """Everything that can fail and touches no state."""
         check_optimizers(members, self.optimizers)
         captured, seconds = self._capture(members, batch, job.size, key)
@@ -162,6 +166,7 @@ class Compiler:
             },
             inputs=batch.sbp,
             on_missing_rule=self.config.on_missing_rule,
+            exchanges=exchanges,
             zero_dim=self.config.zero_dim_on(job.mesh.dims),
             warn=self._warn,
         )

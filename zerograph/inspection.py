@@ -46,7 +46,7 @@ def _collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if isinstance(node.meta.get("boxing"), Boxing) and getattr(node.target, "namespace", "") == "_c10d_functional"
+        if isinstance(node.meta.get("boxing"), Boxing) and node.meta["boxing"].kind != "slice"
     ]
 
 

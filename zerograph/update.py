@@ -51,8 +51,9 @@ class StateSpec:
 class UpdateProgram:
     """An update as a functional graph: placeholders param, grad, state and numbers by name; writes as ``copy_`` nodes.
 
-    ``first`` is the graph of the very first update where it differs from the later ones. ``key`` is equal for
-    equal programs; it says nothing about the shape of an elementwise one.
+    ``first`` is the graph of the very first update where it differs from the later ones. ``fused`` is the update as
+    the optimizer's own fused operators make it, in place, where its group asks for them (``fused=True``) and they can
+    stand for every update. ``key`` is equal for equal programs; it says nothing about the shape of an elementwise one.
 
     Attributes:
         mixes: the operator that makes it not elementwise, and where it is called; None if there is none.
@@ -65,6 +66,7 @@ class UpdateProgram:
     key: str
     graph: fx.GraphModule
     first: fx.GraphModule | None
+    fused: fx.GraphModule | None
     state: Mapping[str, StateSpec]
     operators: int
     mixes: str | None
@@ -127,8 +129,10 @@ def trace_update(
     shapes = {} if mixes is None else {entry: tuple(value.shape) for entry, value in state.items()}
     if mixes is not None:
         key += f"\n{tuple(shape)}"
+    # Fused operators take no other hyperparameter as a tensor, and make no state of a first update of its own.
+    fused = bool(group.get("fused")) and same and mixes is None and not lifted
     for program in known:
-        if (program.optimizer, program.key, program.state) == (name, key, specs):
+        if (program.optimizer, program.key, program.state, program.fused is not None) == (name, key, specs, fused):
             return program
     functional = _functional(steady)
     return UpdateProgram(
@@ -136,6 +140,7 @@ def trace_update(
         key=key,
         graph=functional,
         first=None if same else _functional(first),
+        fused=_fused(_Sample(optimizer, group, shape_traced, dtype, device, fused=True), specs) if fused else None,
         state=specs,
         operators=sum(node.op == "call_function" for node in functional.graph.nodes),
         mixes=mixes,
@@ -153,6 +158,17 @@ def _both(sample: _Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Te
     return first, steady, state
 
 
+def _fused(sample: _Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
+    """The update by fused operators, given the state that the plain one keeps."""
+    graph, _ = sample.trace(
+        {key: _StateTensor(() if spec.scalar else sample.shape, spec.dtype) for key, spec in state.items()}
+    )
+    for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.graph.erase_node(node)
+    return graph
+
+
 @dataclass(frozen=True)
 class _StateTensor:
     shape: tuple[int, ...]
@@ -162,9 +178,19 @@ class _StateTensor:
 class _Sample:
     """A copy of the optimizer that owns fake parameters of the given shape."""
 
-    def __init__(self, optimizer: Any, group: Mapping[str, Any], shape: torch.Size, dtype: Any, device: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        group: Mapping[str, Any],
+        shape: torch.Size,
+        dtype: Any,
+        device: Any,
+        *,
+        fused: bool = False,
+    ) -> None:
         self._optimizer, self._group = optimizer, group
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self.shape, self._dtype, self._device = shape, dtype, device
+        self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
 
     def trace(
@@ -211,7 +237,7 @@ class _Sample:
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
         for node, name in zip(placeholders(traced.graph), inputs, strict=True):
             node.meta["update_input"] = name
-        _shape_from_param(traced, self._shape)
+        _shape_from_param(traced, self.shape)
         _widen_scalars(traced)
         return traced, after
 
@@ -225,11 +251,13 @@ class _Sample:
         # Not copy.copy(): optimizers leave out of it what their classes keep beside groups and state. And without
         # step(), which a scheduler replaces on the instance; the twin must run the class's.
         twin = object.__new__(type(self._optimizer))
-        own = ("step", "state", "param_groups")
+        # The last: whether the first fused step has yet to look at its parameters.
+        own = ("step", "state", "param_groups", "_need_device_dtype_check_for_fused")
         vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
         group = {**_containers({**self._group, "params": leaves}), "lr": lr}
-        group.update({key: value for key, value in _TRACEABLE.items() if key in group})
+        group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
+        twin._need_device_dtype_check_for_fused = False
         states = [
             {**kept, **{name: value for name, value in one.items() if name not in ("param", "grad")}} for one in each
         ]
@@ -237,7 +265,7 @@ class _Sample:
         return leaves, twin
 
     def _fake(self) -> Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return torch.empty(self.shape, dtype=self._dtype, device=self._device)
 
     def _fake_state(self, spec: _StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device if spec.shape else None)
@@ -311,9 +339,10 @@ def _with_tensors(
     return extreme
 
 
-# capturable: bias corrections from tensors, so that the step count is an input. foreach and fused say how torch
-# loops over parameters; the graph's bucket has one tensor, and the passes want to see its operators.
-_TRACEABLE = {"capturable": True, "foreach": False, "fused": None}
+# capturable: bias corrections from tensors, so that the step count is an input. foreach says how torch loops over
+# parameters; the graph's bucket has one tensor. Passes want to see an update's operators: what fused ones make of it
+# is a second trace.
+_TRACEABLE = {"capturable": True, "foreach": False}
 
 
 def _width(value: Tensor) -> torch.dtype:

@@ -9,12 +9,9 @@ never vouch for an operator that has changed since.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from zerograph import cache
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import output_values, tensor_arguments
@@ -40,26 +38,18 @@ def discover(
     """The signatures of a node's operator over ``ranks`` ranks; None where it cannot be tried.
 
     Deterministic: every rank finds the same. ``inputs`` and ``outputs`` tell shapes and dtypes; ``folder`` remembers
-    what was found; None: :func:`cache_folder`.
+    what was found; None: :func:`zerograph.cache.folder`.
     """
     trial = _trial(node, ranks, inputs, outputs)
     if trial is None:
         return None
-    file = _file(node, inputs, ranks, folder or cache_folder())
+    file = _file(node, inputs, ranks, folder or cache.folder("rules"))
     remembered = _read(file)
     if remembered is not None and all(trial.holds(signature) for signature in remembered):
         return remembered
     found = (_whole(node), *(one for one in trial.candidates() if trial.holds(one)))
     _write(file, found)
     return found
-
-
-def cache_folder() -> Path:
-    """``$ZEROGRAPH_CACHE/rules``, else ``zerograph/rules`` in the user's cache folder."""
-    own = os.environ.get("ZEROGRAPH_CACHE")
-    if own:
-        return Path(own) / "rules"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerograph" / "rules"
 
 
 class _Trial:
@@ -260,13 +250,9 @@ def _read(file: Path) -> tuple[Signature, ...] | None:
 
 
 def _write(file: Path, found: Sequence[Signature]) -> None:
-    """All ranks write the same, each in one go; without a place to write to, the search is made again next time."""
+    """All ranks write the same."""
     text = json.dumps([[[str(sbp) for sbp in side] for side in (one.inputs, one.outputs)] for one in found])
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            temporary.write(text)
-        os.replace(temporary.name, file)
+    cache.write(file, text)
 
 
 def _parsed(text: str) -> Sbp:

@@ -85,7 +85,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "all_gather_into_tensor" in str(func):
+        if "gather" in str(func) and func.namespace in ("_c10d_functional", "zerograph"):
             self._refs.append(StorageWeakRef(result.untyped_storage()))
         self._refs = [ref for ref in self._refs if not ref.expired()]
         self.most = max(self.most, len(self._refs))

@@ -1,13 +1,20 @@
-"""Bytes on the wire: 2 Psi for data parallel and stages 1 and 2, 3 Psi for stage 3; planned and seen."""
+"""Bytes on the wire: 2 Psi for data parallel and stages 1 and 2, 3 Psi for stage 3; planned and seen.
+
+With torch's own collectives, which CommDebugMode counts, and with exchanges, whose every message is counted.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
+from zerograph.runtime import collectives, wire
 
 c10d = torch.ops._c10d_functional
 
@@ -35,20 +43,60 @@ class _Wire(TorchDispatchMode):
         return result
 
 
+@contextmanager
+def _sent() -> Iterator[list[int]]:
+    """Bytes of every message that this rank sends to another."""
+    sent: list[int] = []
+    send = dist.isend
+
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(tensor, *args, **kwargs)
+
+    with patch.object(dist, "isend", isend):
+        yield sent
+
+
+def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
+    """(planned collectives, bytes sent by exchanges, messages)."""
+    model = make(name)
+    every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
+    with patch.object(wire, "exchanges", lambda job: every):
+        step = TrainStep(model, adamw(model), stage, bucket_size=8192)
+        (x, y), (x2, y2) = batches(name, 2, 12)
+        step(part(x), part(y))
+    with _sent() as sent:
+        step(part(x2), part(y2))
+    return step.collectives(), sum(sent), len(sent)
+
+
+@pytest.mark.parametrize(("name", "stage", "ranks"), [("conv", 1, 2), ("gpt", 3, 2), ("mlp", 3, 3)])
+def test_exchanges_send_what_the_collectives_would(pool: Pool, name: str, stage: int, ranks: int) -> None:
+    planned, sent, messages = pool.run(ranks, exchanged, name, stage)[0]
+    moved = [one for one in planned if one.kind in ("all-gather", "reduce-scatter")]
+    assert sent == sum(one.bytes for one in moved)
+    assert messages == len(moved) * (ranks - 1)
+
+
 def traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str], int]:
     """(planned collectives, bytes seen on the wire, collectives that torch counted, number of buckets)."""
+    with patch.object(wire, "exchanges", lambda job: {}):
+        return _traffic(name, stage)
+
+
+def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str], int]:
     model = make(name)
     step = TrainStep(model, adamw(model), stage, bucket_size=8192)
     (x, y), (x2, y2), (x3, y3) = batches(name, 3, 12)
     step(part(x), part(y))
     ranks = torch.distributed.get_world_size()
-    with _Wire(ranks) as wire:
+    with _Wire(ranks) as seen:
         step(part(x2), part(y2))
     with CommDebugMode() as debug:
         step(part(x3), part(y3))
     # The ranks' exchange of notes before a step is no part of the graph, and goes past the functional collectives.
     counts = Counter({str(op): n for op, n in debug.get_comm_counts().items() if "c10d_functional" in str(op)})
-    return step.collectives(), wire.bytes, counts, len(step._stores())
+    return step.collectives(), seen.bytes, counts, len(step._stores())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""What moves a tensor fastest between these ranks: measured once per machine, remembered on disk, decided by rank 0."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph import cache
+from zerograph._torch import OpOverload
+from zerograph.runtime import collectives
+from zerograph.runtime.process_group import Job, explained
+
+c10d = torch.ops._c10d_functional
+
+# Bytes of the whole tensor: a small bucket, and a large one.
+_SIZES = 2**20, 2**23
+_TIMES = 4
+
+# What beats torch's collective of a kind where it is measured faster.
+_EXCHANGES: dict[str, OpOverload] = {
+    "all-gather": collectives.gather_pieces,
+    "reduce-scatter": collectives.exchange_pieces,
+}
+
+
+def exchanges(job: Job) -> Mapping[str, OpOverload]:
+    """The exchanges that beat torch's collectives between the ranks of the job, by kind. Every rank must call it.
+
+    Only gloo's collectives have rivals; NCCL knows the wire better.
+
+    Raises:
+        CommunicationError: the ranks could not measure.
+    """
+    if job.size == 1 or any(group.name() != "gloo" for group in job.lines):
+        return {}
+    with explained(job, "measuring the wire"):
+        kinds = _decided(job)
+    return {kind: _EXCHANGES[kind] for kind in kinds}
+
+
+# By job: several graphs of a process share it.
+_known: dict[Job, list[str]] = {}
+
+
+def _decided(job: Job) -> list[str]:
+    if job not in _known:
+        file = _file(job)
+        found: list[list[str] | None] = [_read(file) if job.rank == 0 else None]
+        dist.broadcast_object_list(found, group_src=0, group=job.control)
+        if found[0] is None:
+            found = [_measure(job)]
+            dist.broadcast_object_list(found, group_src=0, group=job.control)
+            if job.rank == 0:
+                cache.write(file, json.dumps(found[0]))
+        assert found[0] is not None
+        _known[job] = found[0]
+    return _known[job]
+
+
+def _file(job: Job) -> Path:
+    shape = "x".join(map(str, job.mesh.shape))
+    return cache.folder("wire") / f"{platform.node()}-gloo-{shape}-torch{torch.__version__}.json"
+
+
+def _read(file: Path) -> list[str] | None:
+    """The kinds remembered; None for nothing, or what nobody can read: it is measured again."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, list) and set(found) <= set(_EXCHANGES) else None
+
+
+def _measure(job: Job) -> list[str]:
+    """The kinds for which the exchange took less time on this rank, in the mesh's longest line."""
+    dim = max(range(job.mesh.dims), key=lambda dim: job.mesh.shape[dim])
+    ranks, group = job.mesh.shape[dim], job.mesh.groups[dim]
+    rivals: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "all-gather": (
+            lambda whole: c10d.all_gather_into_tensor(whole[: len(whole) // ranks], ranks, group),
+            lambda whole: collectives.gather_pieces(whole[: len(whole) // ranks], ranks, group),
+        ),
+        "reduce-scatter": (
+            lambda whole: c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
+            lambda whole: collectives.exchange_pieces(whole, ranks, group),
+        ),
+    }
+    faster = []
+    for kind, (collective, exchange) in rivals.items():
+        seconds = [0.0, 0.0]
+        for size in _SIZES:
+            whole = torch.ones(size // 4 // ranks * ranks)
+            for which, run in enumerate((collective, exchange)):
+                seconds[which] += _fastest(job, run, whole)
+        if seconds[1] < seconds[0]:
+            faster.append(kind)
+    return faster
+
+
+def _fastest(job: Job, run: Callable[[Tensor], Tensor], whole: Tensor) -> float:
+    """Seconds of the fastest of some tries, the first not counted."""
+    seconds = []
+    for _ in range(1 + _TIMES):
+        dist.barrier(job.control)
+        began = time.perf_counter()
+        c10d.wait_tensor(run(whole))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
