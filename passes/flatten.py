@@ -34,7 +34,9 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
     gradients = [_flat_gradient(graph, bucket, flat[bucket.name], edited, context) for bucket in updated]
     settle_total_norms(graph, gradients, context.mesh.dims)
-    for gradient in gradients:
+    # In the order in which the gradients come: while the last is still on the wire, the others' updates run.
+    order = positions(graph)
+    for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):
         with graph.inserting_before(graph.output_node()):
             final = gradient.final(graph)
         update = _dealt_update if gradient.bucket.dealt else _update

@@ -1,4 +1,5 @@
-"""reinplace: gradients are written into their bucket as they are made, and updates into the state they replace."""
+"""reinplace: results are written where they belong: gradients into their bucket, updates into the state, and a
+temporary's only reader over it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, in_place_form
+from zerograph._torch import OpOverload, in_place_form, is_mutable
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, positions
 from zerograph.step_graph import origin, writes
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No gradient is copied twice, and a step never holds two copies of its state."""
+    """Gradients are made in their bucket where they can be, and a step never holds two copies of its state."""
     graph = module.graph
     for node in list(graph.nodes):
         # Rows lie in no one piece: they are joined where the gradients are complete.
@@ -25,12 +26,15 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        _write_over(node)
+    graph.eliminate_dead_code()
     graph.lint()
     return module
 
 
 def _fill(graph: fx.Graph, joined: fx.Node) -> None:
-    """An empty bucket before the first gradient; each gradient is copied in where it is made, and freed."""
+    """An empty bucket before the first gradient; each is made in its place there, or copied in and freed."""
     parts = list(joined.all_input_nodes)
     if len(parts) == 1 and parts[0].target is not aten.constant_pad_nd.default:
         joined.replace_all_uses_with(parts[0])
@@ -39,26 +43,56 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     pieces = [_gaps(part) for part in parts]
     # One that had to change its SBP first comes flat from a collective.
     gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
+    makers = [_maker(gradient) for gradient in gradients]
     order = positions(graph)
-    first = min(gradients, key=order.__getitem__)
+    first = min((maker or gradient for maker, gradient in zip(makers, gradients, strict=True)), key=order.__getitem__)
     bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
     bucket.update_kwarg("dtype", joined.meta["val"].dtype)
     bucket.update_kwarg("device", joined.meta["val"].device)
     bucket.meta["val"] = joined.meta["val"]
     offset = 0
-    for gradient, (_, before, behind) in zip(gradients, pieces, strict=True):
-        value: Tensor = gradient.meta["val"]
+    for gradient, maker, (_, before, behind) in zip(gradients, makers, pieces, strict=True):
+        made = maker or gradient
+        value: Tensor = made.meta["val"]
         offset = _zero(graph, bucket, joined, offset, offset + before)
-        with graph.inserting_before(_behind(gradient, bucket)):
+        with graph.inserting_before(maker or _behind(gradient, bucket)):
             part = _tagged(
-                emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(gradient)), joined
+                emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(made)), joined
             )
-            view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(gradient)), joined)
-            _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(gradient)), joined)
+            view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(made)), joined)
+            if maker is None:
+                _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(made)), joined)
+            else:
+                _tagged(emit(graph, _OUT[maker.target], maker.args, origin(made), **maker.kwargs, out=view), joined)
         offset += value.numel()
         offset = _zero(graph, bucket, joined, offset, offset + behind)
     joined.replace_all_uses_with(bucket)
     bucket.meta["gradient"] = joined.meta.pop("gradient")
+
+
+# Operators whose kernels write a result of its natural layout wherever they are told.
+_OUT: dict[Any, OpOverload] = {
+    aten.mm.default: aten.mm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+    aten.div.Tensor: aten.div.out,
+}
+
+
+def _maker(gradient: fx.Node) -> fx.Node | None:
+    """The operator that could make the gradient in the bucket: nobody else reads it, and its elements lie as there."""
+    node = gradient
+    while isinstance(node.target, OpOverload) and node.target.is_view:
+        source = node.all_input_nodes[0]
+        if len(source.users) > 1 or source.meta["val"].numel() != node.meta["val"].numel():
+            return None
+        node = source
+    if node.target not in _OUT or len(gradient.users) > 1:
+        return None
+    return node if gradient.meta["val"].is_contiguous() and node.meta["val"].is_contiguous() else None
 
 
 def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:
@@ -125,6 +159,57 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
         assert isinstance(source, fx.Node)
         node.target = _in_place_form(node, source)  # type: ignore[assignment]
     graph.erase_node(write)
+
+
+# Makers of memory that is theirs alone; pointwise operators are others.
+_FRESH = {aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.mm.default, aten.bmm.default}
+_SCATTERS: dict[Any, OpOverload] = {aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value}
+
+
+def _write_over(node: fx.Node) -> None:
+    """An operator whose first operand nobody else reads, and which lies in memory of its own, writes over it."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or set(source.users) != {node} or list(_occurrences(node)).count(source) > 1:
+        return
+    value, old = node.meta["val"], source.meta["val"]
+    if not isinstance(value, Tensor) or (value.shape, value.stride(), value.dtype) != (
+        old.shape,
+        old.stride(),
+        old.dtype,
+    ):
+        return
+    form = _SCATTERS.get(node.target) or _in_place_form(node, source)
+    if form is not None and _is_fresh(source):
+        node.target = form
+    elif node.target in _BACKWARD and value.device.type == "cpu" and _is_fresh(source):
+        form, name = _BACKWARD[node.target]
+        node.target, node.kwargs = form, {**node.kwargs, name: source}
+        node.meta.pop("signature", None)  # of the operator without the operand more
+
+
+# Kernels that read an element, or a row, of the gradient before they write it: they may write over it. Of the largest
+# tensor of a language model, the logits, a step so holds one less.
+_BACKWARD: dict[Any, tuple[OpOverload, str]] = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+}
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    if node.target in _FRESH:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.is_view or not isinstance(node.meta["val"], Tensor):
+        return False
+    written = is_mutable(node.target)
+    if written:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and set(source.users) == {node} and _is_fresh(source)
+    return torch.Tag.pointwise in node.target.tags
 
 
 def _in_place_form(node: fx.Node, source: fx.Node) -> OpOverload | None:

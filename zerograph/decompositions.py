@@ -7,6 +7,7 @@ the numbers divide by the global count.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,10 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
             x, dim, correction, keepdim
         ),
         aten.nansum.default: _nansum,
+        **{
+            loss: functools.partial(_nll_loss_backward, from_torch[loss])
+            for loss in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+        },
         aten.norm.Scalar: lambda x, p=2: _norm(x, p, None, False),
         aten.norm.ScalarOpt_dim: _norm,
         aten.norm.ScalarOpt_dtype: lambda x, p, *, dtype: _norm(x.to(dtype), p, None, False),
@@ -127,6 +132,26 @@ def _nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.d
     valid = torch.where(x.isnan(), 0, x)
     total: Tensor = aten.sum.dim_IntList(valid, _dims(x, dim), keepdim, dtype=dtype)
     return total
+
+
+def _nll_loss_backward(
+    weighted: Callable[..., Tensor],
+    gradient: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+    total: Tensor,
+) -> Tensor:
+    """torch's writes -1 at each target and multiplies all classes by the gradient: here each target gets its own."""
+    if weight is not None or x.dim() < 2:
+        return weighted(gradient, x, target, weight, reduction, ignored, total)
+    at = target.unsqueeze(1)
+    valid = at != ignored
+    each = gradient / total if reduction == _MEAN else gradient.unsqueeze(1) if gradient.dim() else gradient
+    values = -torch.where(valid, each, 0)
+    return torch.zeros_like(x).scatter(1, torch.where(valid, at, 0), values)
 
 
 def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:

@@ -54,6 +54,7 @@ SINGLE: dict[str, Any] = {
     "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
     "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=0.01),
+    "fused": lambda m: torch.optim.AdamW(groups(m, weight_decay=0.0), lr=0.01, amsgrad=True, fused=True),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1),
     "adadelta": lambda m: torch.optim.Adadelta(m.parameters(), lr=0.5),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, centered=True, momentum=0.5),
