@@ -66,9 +66,17 @@ __all__ = [
 ]
 
 
-def fake_mode() -> FakeTensorMode:
+class Known(FakeTensorMode):
+    """A fake mode that remembers results: ``known`` is by operator and arguments, for whoever evaluates nodes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.known: dict[Any, Any] = {}
+
+
+def fake_mode() -> Known:
     """Tensors with shape and dtype but no data. The shape environment lets ``lr.item()`` of an update be a node."""
-    return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+    return Known(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
 
 
 def examples(values: Sequence[Tensor]) -> list[Tensor]:
