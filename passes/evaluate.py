@@ -23,11 +23,17 @@ def evaluate(node: fx.Node) -> Any:
         return args[0][args[1]]
     mode = mode_of(node.graph)
     key = (node.target, _described(args), _described(kwargs))
-    known = mode.known
-    if key not in known:
-        with mode, torch.no_grad():
-            known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return known[key]
+    if key in mode.known:
+        return mode.known[key]
+    with mode, torch.no_grad():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    # A number that a tensor holds is that tensor's own, however many look alike.
+    if not isinstance(result, _SYMBOLS):
+        mode.known[key] = result
+    return result
+
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def mode_of(graph: fx.Graph) -> Known:
@@ -48,4 +54,5 @@ def _described(argument: Any) -> Hashable:
         return tuple([_described(one) for one in argument])
     if isinstance(argument, dict):
         return tuple([(key, _described(one)) for key, one in argument.items()])
-    return type(argument), argument
+    # A symbol's hash would ask for its value.
+    return type(argument), str(argument) if isinstance(argument, _SYMBOLS) else argument

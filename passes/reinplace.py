@@ -25,7 +25,6 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
     graph.eliminate_dead_code()
-    graph.lint()
     return module
 
 
