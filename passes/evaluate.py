@@ -18,6 +18,8 @@ def evaluate(node: fx.Node) -> Any:
 
     Calls with equal arguments share one value: it tells shape, strides, dtype and device, never whose memory it is.
     """
+    args: Any
+    kwargs: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     if node.target is operator.getitem:
         return args[0][args[1]]

@@ -42,7 +42,9 @@ def improve(line: Line, candidates: Candidates) -> None:
                 settled = {one for one in settled if set(chain).isdisjoint(one)}
                 for reader in _around(line, chain):
                     paying[reader] = _paid(line, reader) if reader in candidates else []
-                waiting = [(reader, made) for reader in sorted(paying, key=order.__getitem__) for made in paying[reader]]
+                waiting = [
+                    (reader, made) for reader in sorted(paying, key=order.__getitem__) for made in paying[reader]
+                ]
 
 
 # Most operators of a chain on either side of the boxing: farther ones seldom have a say, and cost compile time.

@@ -115,8 +115,8 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
     """Trace an already captured graph again without mutation; writes to arguments stay, as final ``copy_`` nodes.
 
-    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators. It takes
-    as long as the first: a graph without any mutation is returned as it is.
+    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators. It
+    takes as long as the first: a graph without any mutation is returned as it is.
     """
     if not any(node.op == "get_attr" or _may_write(node.target) for node in graph.graph.nodes):
         return graph

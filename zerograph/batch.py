@@ -57,7 +57,7 @@ def read_batch(
     mesh: Mesh,
     grid: Any,
     plain: NdSbp,
-    meta: torch.device = torch.device("meta"),
+    meta: torch.device | None = None,
 ) -> Batch:
     """Plain tensors are ``plain`` (0-d ones are B), DTensors what they say.
 
@@ -75,7 +75,10 @@ def read_batch(
     meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
-        tuple(replace(spec, device=meta) if spec.device.type == "meta" else spec for _, spec, _ in read),
+        tuple(
+            replace(spec, device=meta) if meta is not None and spec.device.type == "meta" else spec
+            for _, spec, _ in read
+        ),
         tuple(sbp for _, _, sbp in read),
         tree,
         names,
