@@ -244,6 +244,8 @@ class Compiler:
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
         kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, device)
         key = (*kind, parameter.shape)
+        if kind in self._programs:
+            return self._programs[kind]
         if key not in self._programs:
             known = self._programs.values()
             program = self._programs[key] = trace_update(
@@ -254,6 +256,8 @@ class Compiler:
         if kind not in self._separate:
             check_separate(optimizer, group, parameter.shape, parameter.dtype, device)
             self._separate.add(kind)
+        if self._programs[key].any_shape:
+            self._programs[kind] = self._programs[key]
         return self._programs[key]
 
     def constants(self, number: int, index: int) -> Mapping[str, Any]:

@@ -3,8 +3,9 @@
 An optimizer is traced once for each distinct (hyperparameters, shape, dtype), on fake tensors, through its own
 ``step()``. If every operator of the trace is pointwise over the parameter's shape and over 0-d tensors, the same
 graph computes the same numbers on any tensor of that dtype, so it may be laid over a flat bucket. Two parameters
-share a flat bucket only if their traces are the same operator by operator, constants included. Any other update
-*mixes* elements: its graph is good for whole parameters of that shape.
+share a flat bucket only if their traces are the same operator by operator, constants included; where the optimizer
+asked no tensor for its size they are, and one trace does for all shapes. Any other update *mixes* elements: its graph
+is good for whole parameters of that shape.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class UpdateProgram:
 
     Attributes:
         mixes: the operator that makes it not elementwise, and where it is called; None if there is none.
+        any_shape: parameters of any shape have this program: it is elementwise, and the optimizer asked for no size.
         shapes: of the state's entries, where ``mixes``.
         numbers: the hyperparameters that are inputs, by name: where they stand in the group.
         thresholds: numbers with which the optimizer compared those, by name.
@@ -67,6 +69,7 @@ class UpdateProgram:
     state: Mapping[str, StateSpec]
     operators: int
     mixes: str | None
+    any_shape: bool
     shapes: Mapping[str, tuple[int, ...]]
     numbers: Mapping[str, Path]
     thresholds: Mapping[str, set[float]]
@@ -102,7 +105,8 @@ def trace_update(
     for number, path in numbers.items():
         watched = Watched(hyperparameters.read(group, path), thresholds[number])
         group = hyperparameters.replaced(group, path, watched)
-    first, steady, state = both(Sample(optimizer, group, shape_traced, dtype, device))
+    sample = Sample(optimizer, group, shape_traced, dtype, device)
+    first, steady, state = both(sample)
     lifts = Lift(first), Lift(steady)
     for number, path in list(numbers.items()):
         old = hyperparameters.read(group, path)
@@ -138,6 +142,7 @@ def trace_update(
         state=specs,
         operators=sum(node.op == "call_function" for node in functional.graph.nodes),
         mixes=mixes,
+        any_shape=mixes is None and not sample.asks_sizes,
         shapes=shapes,
         numbers={"lr": hyperparameters.LR, **numbers},
         thresholds=thresholds,

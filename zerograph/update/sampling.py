@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from zerograph import _torch, source
 from zerograph.errors import CaptureError
@@ -36,12 +37,17 @@ class StateTensor:
 
 
 class Sample:
-    """A copy of the optimizer that owns fake parameters of the given shape."""
+    """A copy of the optimizer that owns fake parameters of the given shape.
+
+    Attributes:
+        asks_sizes: while it was traced the optimizer learned something of a tensor that may differ between shapes.
+    """
 
     def __init__(self, optimizer: Any, group: Mapping[str, Any], shape: torch.Size, dtype: Any, device: Any) -> None:
         self._optimizer, self._group = optimizer, group
         self._shape, self._dtype, self._device = shape, dtype, device
         self._kept: dict[str, Any] = {}
+        self.asks_sizes = False
 
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
@@ -57,6 +63,7 @@ class Sample:
         """
         after: dict[str, Tensor] = {}
         names = ["param", "grad", *(state or ())]
+        mode = _ValuesAsTensors()
 
         def step(lr: Tensor, *values: Tensor) -> list[Tensor]:
             starts = range(0, len(values), len(names))
@@ -65,7 +72,9 @@ class Sample:
             numbers = _numbers(twin)
             # The class's own step, without torch's profiling wrapper and without what schedulers put around it.
             function = type(twin).step
+            mode.watching = True
             getattr(function, "__wrapped__", function)(twin)
+            mode.watching = False
             if state is not None and (changed := _changed(numbers, _numbers(twin))):
                 raise CaptureError(
                     f"{type(twin).__name__} keeps a number that changes from step to step: {changed}\n"
@@ -83,7 +92,8 @@ class Sample:
                 for _ in range(parameters)
                 for value in (self._fake(), self._fake(), *map(self._fake_state, (state or {}).values()))
             ]
-            traced = _trace(step, [lr, *values], type(self._optimizer).__name__)
+            traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
+        self.asks_sizes |= mode.asks_sizes
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
         for node, name in zip(placeholders(traced.graph), inputs, strict=True):
             node.meta["update_input"] = name
@@ -126,8 +136,10 @@ def _containers(value: Any) -> Any:
     return [_containers(one) for one in value] if type(value) is list else value
 
 
-def _trace(step: Callable[..., Any], arguments: Sequence[Tensor], optimizer: str) -> fx.GraphModule:
-    with _torch.preserved_metadata(), _ValuesAsTensors():
+def _trace(
+    step: Callable[..., Any], arguments: Sequence[Tensor], optimizer: str, mode: _ValuesAsTensors
+) -> fx.GraphModule:
+    with _torch.preserved_metadata(), mode:
         try:
             return _torch.trace(step, arguments)
         except (_torch.DataDependentOutputException, _torch.GuardOnDataDependentSymNode):
@@ -141,8 +153,13 @@ class _ValuesAsTensors(TorchFunctionMode):
     """Inside, ``tensor.item()`` is a 0-d fp64 tensor, as exact as the Python number it stands for, and ``max`` and
     ``min`` know such numbers: optimizers that compute with values (Adafactor, Adagrad) become part of the graph.
 
-    Also notes the line of the optimizer that calls each operator.
+    Also notes the line of the optimizer that calls each operator, and, while ``watching``, whether it asks anything but
+    other tensors of a tensor that has dimensions (``asks_sizes``). If it does not, no Python of it can depend on a size.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = self.asks_sizes = False
 
     def __enter__(self) -> Any:
         self._builtins = builtins.max, builtins.min
@@ -155,8 +172,16 @@ class _ValuesAsTensors(TorchFunctionMode):
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._computed(func, args, kwargs or {})
+        if self.watching and not self.asks_sizes and _what(func) not in _OF_ANY_SIZE:
+            self.asks_sizes = any(
+                not isinstance(one, Tensor) and one is not None for one in pytree.tree_leaves(result)
+            ) and any(isinstance(one, Tensor) and one.dim() for one in pytree.tree_leaves((args, kwargs)))
+        return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "__name__", "") == "__get__":
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
             if func is Tensor.item:
                 return args[0].detach().reshape(()).to(torch.float64, copy=True)
@@ -165,7 +190,28 @@ class _ValuesAsTensors(TorchFunctionMode):
                 # The plain optimizer gives lerp a number, whatever the dtype.
                 if weight.dim() == 0 and weight.dtype is not end.dtype:
                     return func(args[0], end, weight.item())
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def _what(func: Any) -> str:
+    """``is_complex`` of the function; ``dtype`` of what reads that attribute."""
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
+
+
+# What tensors tell of themselves whatever their size.
+_OF_ANY_SIZE = {
+    "device",
+    "dtype",
+    "is_complex",
+    "is_cpu",
+    "is_cuda",
+    "is_floating_point",
+    "is_meta",
+    "is_sparse",
+    "layout",
+    "requires_grad",
+}
 
 
 _LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
