@@ -153,8 +153,8 @@ class _ValuesAsTensors(TorchFunctionMode):
     """Inside, ``tensor.item()`` is a 0-d fp64 tensor, as exact as the Python number it stands for, and ``max`` and
     ``min`` know such numbers: optimizers that compute with values (Adafactor, Adagrad) become part of the graph.
 
-    Also notes the line of the optimizer that calls each operator, and, while ``watching``, whether it asks anything but
-    other tensors of a tensor that has dimensions (``asks_sizes``). If it does not, no Python of it can depend on a size.
+    Also notes the line of the optimizer that calls each operator, and, while ``watching``, whether it asks anything
+    but other tensors of a tensor that has dimensions (``asks_sizes``): if not, none of its Python can depend on a size.
     """
 
     def __init__(self) -> None:
