@@ -22,10 +22,11 @@ INVENTED = 1e-6
 def boxing_cost(have: Sbp, needs: Iterable[Sbp], nbytes: int, ranks: int) -> float:
     """Of giving a tensor of ``nbytes`` to readers that need it so: those with the same need share one boxing."""
     total = 0.0
-    for need in set(needs):
-        sent = wire_bytes(have, need, nbytes, ranks)
-        packets = 1 + math.ceil(sent / PACKET) if 0 < sent < math.inf else sent
-        total += PACKET * packets + (COPIED * nbytes if need != have else 0.0)
+    for need in needs if isinstance(needs, tuple) and len(needs) == 1 else set(needs):
+        if need is not have and need != have:
+            sent = wire_bytes(have, need, nbytes, ranks)
+            packets = 1 + math.ceil(sent / PACKET) if 0 < sent < math.inf else sent
+            total += PACKET * packets + COPIED * nbytes
     return total
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import FakeTensor, FakeTensorMode
-from zerograph.step_graph import Origin, value
+from zerograph.passes.evaluate import evaluate, mode_of
+from zerograph.step_graph import Origin
 
 aten = torch.ops.aten
 
@@ -19,22 +19,6 @@ def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: Origin, **
     node.meta["origin"] = origin
     node.meta["val"] = evaluate(node)
     return node
-
-
-def evaluate(node: fx.Node) -> Any:
-    """The node's value from its inputs' values, in their fake mode."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    with mode_of(node.graph), torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that the graph's values live in."""
-    for node in graph.nodes:
-        found = value(node)
-        if isinstance(found, FakeTensor):
-            return found.fake_mode
-    raise ValueError("the graph has no tensors")
 
 
 def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.edit import emit, evaluate, fake, first_computed, positions
+from zerograph.passes.edit import emit, fake, first_computed, positions
+from zerograph.passes.evaluate import evaluate
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
 from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp, broadcast, show

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, evaluate
+from zerograph.passes.edit import emit
+from zerograph.passes.evaluate import evaluate
 from zerograph.random import uniform
 from zerograph.region import region_of
 from zerograph.step_graph import origin

@@ -15,7 +15,8 @@ from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
-from zerograph.passes.edit import emit, evaluate, fake
+from zerograph.passes.edit import emit, fake
+from zerograph.passes.evaluate import evaluate
 from zerograph.passes.inline import put_in_place
 from zerograph.random import uniform
 from zerograph.region import local, region_of

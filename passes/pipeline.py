@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from zerograph import _torch
 from zerograph.passes.box import box
 from zerograph.passes.context import Context
 from zerograph.passes.exchange import exchange
@@ -67,7 +68,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     summary = "The whole of build() and its backward() is one functional graph of operators on global tensors."
     nodes = len(captured.graph.nodes)
     records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
-    module = fx.GraphModule(captured, copy_graph(captured.graph))
+    module = _torch.graph_module(captured, copy_graph(captured.graph))
     names = [rewrite.__name__ for rewrite in PIPELINE]
     for at, rewrite in enumerate(PIPELINE):
         began = time.perf_counter()
@@ -77,13 +78,13 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
         again = functools.partial(_rewritten, captured, context, PIPELINE[: at + 1])
         records.append(PassRecord(names[at], summary, len(module.graph.nodes), seconds, again))
-    last = fx.GraphModule(module, module.graph)
-    records[-1] = replace(records[-1], _make=lambda: last)
+    module.graph.lint()
+    records[-1] = replace(records[-1], _make=lambda: fx.GraphModule(module, module.graph))
     return tuple(records)
 
 
 def _rewritten(captured: fx.GraphModule, context: Context, passes: Sequence[Pass]) -> fx.GraphModule:
-    module = fx.GraphModule(captured, copy_graph(captured.graph))
+    module = _torch.graph_module(captured, copy_graph(captured.graph))
     for rewrite in passes:
         module = rewrite(module, context)
     return fx.GraphModule(module, module.graph)

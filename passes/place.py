@@ -9,7 +9,9 @@ sees operators on the pieces that the earlier ones leave, so any signatures of t
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor, fx
 
@@ -58,10 +60,10 @@ def _place_along(line: Line, context: Context) -> Line:
     improve(line, free)
     if line.total_cost() > _WORTH_ANOTHER:
         other = replace(line, sbp={}, signature={})
-        other_free = _choose_greedily(other, context, wary=True)
-        improve(other, other_free)
+        _choose_greedily(other, context, free, wary=True)
+        improve(other, free)
         if other.total_cost() < line.total_cost():
-            line, free = other, other_free
+            line = other
     for node in reversed(free):
         _pull_split(node, line, free)
     return line
@@ -71,9 +73,16 @@ def _place_along(line: Line, context: Context) -> Line:
 _WORTH_ANOTHER = 16 * PACKET
 
 
-def _choose_greedily(line: Line, context: Context, *, wary: bool = False) -> dict[fx.Node, tuple[Signature, ...]]:
+def _choose_greedily(
+    line: Line,
+    context: Context,
+    known: Mapping[fx.Node, tuple[Signature, ...]] = MappingProxyType({}),
+    *,
+    wary: bool = False,
+) -> dict[fx.Node, tuple[Signature, ...]]:
     """Place every node, in graph order; returns the signatures that were free to choose from.
 
+    ``known`` is what an earlier call returned: nodes have the same signatures to choose from, whatever was chosen.
     With ``wary`` a partial sum is rather reduced whole than scattered: what is then split on every rank must often be
     gathered again soon, and makes gradients of whole parameters partial.
     """
@@ -93,7 +102,7 @@ def _choose_greedily(line: Line, context: Context, *, wary: bool = False) -> dic
             rest = line.sbp[node.args[0]][0]
             line.choose(node, Signature((rest, rest), (rest,)))
         elif node.op == "call_function" and node.target is not operator.getitem:
-            free[node] = _candidates(node, line, context)
+            free[node] = known[node] if node in known else _candidates(node, line, context)
             line.choose(node, min(free[node], key=lambda signature: line.entry_cost(node, signature, wary=wary)))
     return {node: signatures for node, signatures in free.items() if line.values.get(node)}
 

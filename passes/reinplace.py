@@ -28,8 +28,6 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph.eliminate_dead_code()
     for node in graph.nodes:
         _write_over(node)
-    graph.eliminate_dead_code()
-    graph.lint()
     return module
 
 

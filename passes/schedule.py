@@ -31,7 +31,6 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     _prefetch_gathers(graph)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
-    graph.lint()
     return module
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from zerograph.passes.cost import boxing_cost, signature_cost
 from zerograph.passes.line import Line, Made
 from zerograph.passes.rules import Signature
+from zerograph.sbp import Sbp
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]
 
@@ -28,7 +29,8 @@ def improve(line: Line, candidates: Candidates) -> None:
     """
     order = {node: index for index, node in enumerate(line.graph.nodes)}
     settled: set[tuple[fx.Node, ...]] = set()
-    waiting = _paying(line, candidates)
+    paying = {reader: found for reader in candidates if (found := _paid(line, reader))}
+    waiting = [(reader, made) for reader in paying for made in paying[reader]]
     for _ in range(_MOST_CHAINS):
         if not waiting:
             return
@@ -38,7 +40,11 @@ def improve(line: Line, candidates: Candidates) -> None:
             if _solve(line, chain, candidates):
                 # That may open a better way for the chains that it meets, and moves boxings.
                 settled = {one for one in settled if set(chain).isdisjoint(one)}
-                waiting = _paying(line, candidates)
+                for reader in _around(line, chain):
+                    paying[reader] = _paid(line, reader) if reader in candidates else []
+                waiting = [
+                    (reader, made) for reader in sorted(paying, key=order.__getitem__) for made in paying[reader]
+                ]
 
 
 # Most operators of a chain on either side of the boxing: farther ones seldom have a say, and cost compile time.
@@ -48,14 +54,19 @@ _REACH = 16
 _MOST_CHAINS = 100
 
 
-def _paying(line: Line, candidates: Candidates) -> list[tuple[fx.Node, Made]]:
-    """(reader, tensor) wherever an operator reads another operator's output under another SBP."""
+def _paid(line: Line, reader: fx.Node) -> list[Made]:
+    """The tensors that an operator reads under another SBP than they have."""
     return [
-        (reader, made)
-        for reader in candidates
+        made
         for made, need in zip(line.inputs(reader), line.signature[reader].inputs, strict=True)
         if need != (have := line.sbp[made[0]][made[1]]) and boxing_cost(have, (need,), line.nbytes(made), line.ranks)
     ]
+
+
+def _around(line: Line, chain: Sequence[fx.Node]) -> set[fx.Node]:
+    """The chain, and what reads it: boxings elsewhere are as they were."""
+    outputs = [(node, index) for node in chain for index in range(len(line.values[node]))]
+    return {*chain, *(reader for made in outputs for reader in line.readers(made))}
 
 
 def _chain(line: Line, reader: fx.Node, made: Made, candidates: Candidates, order: dict[fx.Node, int]) -> list[fx.Node]:
@@ -85,15 +96,17 @@ def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates) -> bool
     for number, first in enumerate(options[0]):
         layers.add_edge("start", (0, number), cost=_inner(line, chain, 0, first))
     for index in range(1, len(chain)):
+        others = [_other_needs(line, chain[index - 1], before, chain[index]) for before in options[index - 1]]
         for number, here in enumerate(options[index]):
             inner = _inner(line, chain, index, here)
             for other, before in enumerate(options[index - 1]):
-                between = _outputs(line, chain[index - 1], before, chain[index], here)
+                between = _outputs(line, chain[index - 1], before, others[other], chain[index], here)
                 if (cost := inner + between) < math.inf:
                     layers.add_edge((index - 1, other), (index, number), cost=cost)
     last = len(chain) - 1
     for number, signature in enumerate(options[last]):
-        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature, None, None))
+        needs = _other_needs(line, chain[last], signature, None)
+        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature, needs))
     path = nx.shortest_path(layers, "start", "end", weight="cost")[1:-1]
     new = [options[index][number] for index, number in path]
     old = [line.signature[node] for node in chain]
@@ -118,14 +131,25 @@ def _inner(line: Line, chain: Sequence[fx.Node], index: int, signature: Signatur
     return total
 
 
-def _outputs(line: Line, node: fx.Node, signature: Signature, reader: fx.Node | None, here: Signature | None) -> float:
+def _other_needs(line: Line, node: fx.Node, signature: Signature, reader: fx.Node | None) -> list[frozenset[Sbp]]:
+    """Of each tensor that ``node`` yields under ``signature``, how all but ``reader`` need it."""
+    return [frozenset(line.needs((node, at), have, but=reader)) for at, have in enumerate(signature.outputs)]
+
+
+def _outputs(
+    line: Line,
+    node: fx.Node,
+    signature: Signature,
+    others: Sequence[frozenset[Sbp]],
+    reader: fx.Node | None = None,
+    here: Signature | None = None,
+) -> float:
     """All boxing of what ``node`` yields under ``signature``, its reader in the chain being placed as ``here``."""
     total = 0.0
     for index, have in enumerate(signature.outputs):
-        made = (node, index)
-        needs = set(line.needs(made, have, but=reader))
+        made, needs = (node, index), others[index]
         if reader is not None and here is not None:
-            needs |= set(line.needed_by(reader, here, made))
+            needs = needs.union(line.needed_by(reader, here, made))
         total += boxing_cost(have, needs, line.nbytes(made), line.ranks)
     return total
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils import clip_grad
@@ -48,6 +49,7 @@ __all__ = [
     "forward_sequence_number",
     "functional_trace",
     "generator_replaced",
+    "graph_module",
     "in_place_form",
     "inductor",
     "is_mutable",
@@ -68,9 +70,17 @@ __all__ = [
 ]
 
 
-def fake_mode() -> FakeTensorMode:
+class Known(FakeTensorMode):
+    """A fake mode that remembers results: ``known`` is by operator and arguments, for whoever evaluates nodes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.known: dict[Any, Any] = {}
+
+
+def fake_mode() -> Known:
     """Tensors with shape and dtype but no data. The shape environment lets ``lr.item()`` of an update be a node."""
-    return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+    return Known(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
 
 
 def examples(values: Sequence[Tensor]) -> list[Tensor]:
@@ -93,16 +103,31 @@ def trace(
         # item() in build() is refused by our own mode, with the user's line; the optimizer's lr may be one.
         _error_on_data_dependent_ops=False,
     )
-    return tracer(*arguments)
+    with _use_lazy_graph_module(True):
+        return tracer(*arguments)
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """``fx.GraphModule(root, graph)`` that writes its Python code when somebody asks: for graphs in the making."""
+    with _use_lazy_graph_module(True):
+        module: fx.GraphModule = _make_graph_module(root, graph)
+    return module
 
 
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
     """Trace an already captured graph again without mutation; writes to arguments stay, as final ``copy_`` nodes.
 
-    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators.
+    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators. It
+    takes as long as the first: a graph without any mutation is returned as it is.
     """
+    if not any(node.op == "get_attr" or _may_write(node.target) for node in graph.graph.nodes):
+        return graph
     with fx_traceback.preserve_node_meta(), torch.no_grad():
         return trace(torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), arguments)
+
+
+def _may_write(target: Any) -> bool:
+    return isinstance(target, OpOverload) and is_mutable(target)
 
 
 @contextlib.contextmanager

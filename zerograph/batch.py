@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zerograph.capture import TensorSpec
 from zerograph.errors import InputError, PlacementError
-from zerograph.mesh import pieces
-from zerograph.runtime.process_group import Job
+from zerograph.mesh import Mesh, pieces
 from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor, whole
 
 
@@ -52,8 +51,19 @@ class Batch:
         return {"the nesting of the inputs": str(self.tree), **found}
 
 
-def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], job: Job, plain: NdSbp) -> Batch:
+def read_batch(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    grid: Any,
+    plain: NdSbp,
+    meta: torch.device | None = None,
+) -> Batch:
     """Plain tensors are ``plain`` (0-d ones are B), DTensors what they say.
+
+    Args:
+        mesh, grid: the graph's ranks, as one of them sees them and as a nested list of their numbers.
+        meta: the device that tensors on the meta device stand for.
 
     Raises:
         InputError: something that is not a tensor, or that wants a gradient.
@@ -61,11 +71,14 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], job: Job, plain: N
     """
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     names = tuple(_name(path) for path, _ in leaves)
-    read = [_read(leaf, name, job, plain) for (_, leaf), name in zip(leaves, names, strict=True)]
+    read = [_read(leaf, name, mesh, grid, plain) for (_, leaf), name in zip(leaves, names, strict=True)]
     meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
-        tuple(spec for _, spec, _ in read),
+        tuple(
+            replace(spec, device=meta) if meta is not None and spec.device.type == "meta" else spec
+            for _, spec, _ in read
+        ),
         tuple(sbp for _, _, sbp in read),
         tree,
         names,
@@ -73,7 +86,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], job: Job, plain: N
     )
 
 
-def _read(leaf: Any, name: str, job: Job, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:
+def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:
     if not isinstance(leaf, Tensor):
         raise InputError(
             f"{name} is {leaf!r:.60}, not a tensor\n"
@@ -83,25 +96,25 @@ def _read(leaf: Any, name: str, job: Job, plain: NdSbp) -> tuple[Tensor, TensorS
     if leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, which a graph does not return: give {name}.detach()")
     if isinstance(leaf, DTensor):
-        return _read_global(leaf, name, job)
+        return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
     if leaf.dim() == 0:
-        return leaf, TensorSpec((), leaf.dtype, leaf.device), whole(job.mesh.dims)
-    shape = (leaf.shape[0] * pieces(plain, job.mesh), *leaf.shape[1:])
+        return leaf, TensorSpec((), leaf.dtype, leaf.device), whole(mesh.dims)
+    shape = (leaf.shape[0] * pieces(plain, mesh), *leaf.shape[1:])
     return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), plain
 
 
-def _read_global(leaf: DTensor, name: str, job: Job) -> tuple[Tensor, TensorSpec, NdSbp]:
-    mesh = leaf.device_mesh
-    if mesh.mesh.tolist() != job.grid:
+def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tensor, TensorSpec, NdSbp]:
+    placed = leaf.device_mesh
+    if placed.mesh.tolist() != grid:
         raise PlacementError(
-            f"{name} is placed on the ranks {mesh.mesh.tolist()}, the graph runs on {job.grid}\n"
-            f"Redistribute it to zg.placement({mesh.device_type!r}, ranks={job.grid}), or set config.placement."
+            f"{name} is placed on the ranks {placed.mesh.tolist()}, the graph runs on {grid}\n"
+            f"Redistribute it to zg.placement({placed.device_type!r}, ranks={grid}), or set config.placement."
         )
     sbp = from_dtensor(leaf.placements)
     for dim in {one.dim for one in sbp if isinstance(one, Split)}:
-        parts = pieces(tuple(one if one == Split(dim) else broadcast for one in sbp), job.mesh)
+        parts = pieces(tuple(one if one == Split(dim) else broadcast for one in sbp), mesh)
         if leaf.shape[dim] % parts:
             raise PlacementError(
                 f"{name} of shape {tuple(leaf.shape)} is {show(sbp)}: {leaf.shape[dim]} does not divide by {parts}"

@@ -161,6 +161,9 @@ class _Recorder(_torch.TorchDispatchMode):
         self._forward: dict[int, Origin] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            # Autograd asks twice for each operator: answered here, it does not travel through every mode.
+            return args[0].device
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")

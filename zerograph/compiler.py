@@ -20,6 +20,7 @@ from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
 from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
+from zerograph.mesh import Mesh
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.runtime import backends, wire
@@ -63,18 +64,26 @@ class CompiledStep:
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A step that has met no state yet."""
+class Prepared:
+    """A step after everything before the backend: it has met no state and no process group.
+
+    Attributes:
+        captured: what ``build()`` was traced to.
+        passes: the graph after every pass.
+        context: what the passes were told.
+        layout: the buckets, in order of first use.
+        update_seconds: what tracing the optimizers' updates took; 0 where all were known.
+    """
 
     captured: Captured
     passes: tuple[PassRecord, ...]
     context: Context
-    backend: str
-    function: backends.Compiled
     layout: tuple[Planned, ...]
+    update_seconds: float
 
     @property
     def graph(self) -> fx.GraphModule:
+        """What a rank runs."""
         return self.passes[-1].graph
 
 
@@ -111,24 +120,38 @@ class Compiler:
             ZeroGraphError: on every rank, whichever rank found the problem.
         """
         problem: Exception | None = None
-        prepared: _Prepared | None = None
+        prepared: Prepared | None = None
         exchanges = wire.exchanges(job)
         try:
-            prepared = self._prepare(job, members, batch, key, exchanges)
+            prepared = self.prepare(job.mesh, members, batch, key, exchanges)
+            backend, function = self._compiled(members, prepared.graph)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: _numbered(lines), problem)
         assert prepared is not None
         stores = self._apply(job, members, prepared.layout)
-        return self._bind(job, members, prepared, stores)
+        return self._bind(job, members, prepared, backend, function, stores)
 
-    def _prepare(
-        self, job: Job, members: Members, batch: Batch, key: Hashable, exchanges: Mapping[str, OpOverload]
-    ) -> _Prepared:
-        """Everything that can fail and touches no state."""
+    def prepare(
+        self,
+        mesh: Mesh,
+        members: Members,
+        batch: Batch,
+        key: Hashable,
+        exchanges: Mapping[str, OpOverload] | None = None,
+    ) -> Prepared:
+        """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
+
+        Args:
+            batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
+            exchanges: what moves tensors faster than torch's collectives; see :mod:`zerograph.runtime.wire`.
+
+        Raises:
+            ZeroGraphError: the step cannot be one graph, or not on this mesh.
+        """
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, job.size, key)
+        captured, seconds = self._capture(members, batch, mesh.size, key)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -142,16 +165,18 @@ class Compiler:
                 "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
                 "Return the loss, or whatever is to fall or rise, from build()."
             )
-        if captured.regions and job.mesh.dims > 1:
+        if captured.regions and mesh.dims > 1:
             raise PlacementError(
                 "build() has a local region, and the graph's placement has several dimensions\n"
                 "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
             )
         policy = self.config.policy if self.optimizers else OFF
+        began = time.perf_counter()
         updates = self._updates(members, captured)
-        layout = plan_layout(job, members, self.config, captured, updates, train=bool(self.optimizers))
+        update_seconds = time.perf_counter() - began
+        layout = plan_layout(mesh, members, self.config, captured, updates, train=bool(self.optimizers))
         context = Context(
-            mesh=job.mesh,
+            mesh=mesh,
             policy=policy,
             buckets=tuple(one.bucket for one in layout),
             updates={
@@ -166,16 +191,19 @@ class Compiler:
             },
             inputs=batch.sbp,
             on_missing_rule=self.config.on_missing_rule,
-            exchanges=exchanges,
-            zero_dim=self.config.zero_dim_on(job.mesh.dims),
+            exchanges=exchanges or {},
+            zero_dim=self.config.zero_dim_on(mesh.dims),
             warn=self._warn,
         )
         passes = run_pipeline(captured.graph, context, seconds)
-        graph = passes[-1].graph
+        return Prepared(captured, passes, context, layout, update_seconds)
+
+    def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
+        """Name of the backend, and what it made of the graph."""
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         name, backend = backends.resolve(self.config.backend, device)
         try:
-            function = backends.compile_graph(backend, graph)
+            return name, backends.compile_graph(backend, graph)
         except ZeroGraphError:
             raise
         except Exception as error:
@@ -183,7 +211,6 @@ class Compiler:
                 f"the backend {name!r} could not compile the step: {type(error).__name__}: {error}\n"
                 "config.backend = 'eager' runs the same graph without compiling it."
             ) from error
-        return _Prepared(captured, passes, context, name, function, layout)
 
     def _capture(self, members: Members, batch: Batch, ranks: int, key: Hashable) -> tuple[Captured, float]:
         clip = self.config.clip_grad_norm if self.optimizers else None
@@ -217,27 +244,31 @@ class Compiler:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        program = self._program(number, index, parameter)
+                        program = self._program(number, index, parameter, members.device(parameter))
                         found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 
-    def _program(self, number: int, index: int, parameter: nn.Parameter) -> UpdateProgram:
+    def _program(self, number: int, index: int, parameter: nn.Parameter, device: torch.device) -> UpdateProgram:
         optimizer = self.optimizers[number]
         group = optimizer.param_groups[index]
         lifted = self._lifted.get((number, index), {})
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
-        kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, parameter.device)
+        kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, device)
         key = (*kind, parameter.shape)
+        if kind in self._programs:
+            return self._programs[kind]
         if key not in self._programs:
             known = self._programs.values()
             program = self._programs[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, parameter.device, known, tuple(lifted)
+                optimizer, group, parameter.shape, parameter.dtype, device, known, tuple(lifted)
             )
             for path, thresholds in lifted.items():
                 thresholds |= program.thresholds[hyperparameters.name(path)]
         if kind not in self._separate:
-            check_separate(optimizer, group, parameter.shape, parameter.dtype, parameter.device)
+            check_separate(optimizer, group, parameter.shape, parameter.dtype, device)
             self._separate.add(kind)
+        if self._programs[key].any_shape:
+            self._programs[kind] = self._programs[key]
         return self._programs[key]
 
     def constants(self, number: int, index: int) -> Mapping[str, Any]:
@@ -271,7 +302,7 @@ class Compiler:
         lifted[path] = set()
         try:
             for parameter in self.optimizers[number].param_groups[index]["params"]:
-                self._program(number, index, parameter)
+                self._program(number, index, parameter, parameter.device)
         except NotLiftedError:
             del lifted[path]
             self._constant.add((number, index, path))
@@ -303,12 +334,20 @@ class Compiler:
             self._synchronised = True
         return stores
 
-    def _bind(self, job: Job, members: Members, prepared: _Prepared, stores: Mapping[str, Store]) -> CompiledStep:
+    def _bind(
+        self,
+        job: Job,
+        members: Members,
+        prepared: Prepared,
+        backend: str,
+        function: backends.Compiled,
+        stores: Mapping[str, Store],
+    ) -> CompiledStep:
         graph = prepared.graph
         lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
-        executor = bind(job, graph, prepared.function, stores, lookups)
+        executor = bind(job, graph, function, stores, lookups)
         numbers = {
             name: (update.group, update.program.numbers[short])
             for one in prepared.layout
@@ -318,7 +357,7 @@ class Compiler:
         needs = graph.graph.output_node().meta["needs"]
         outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
         return CompiledStep(
-            prepared.captured, prepared.passes, prepared.context, prepared.backend, executor, stores, numbers, outputs
+            prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs
         )
 
 

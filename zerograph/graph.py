@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch, hyperparameters, inspection, state_dict
 from zerograph.batch import Batch, give_back, read_batch
-from zerograph.compiler import CompiledStep, Compiler
+from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
 from zerograph.members import Members, adopt_global, capture_facts, find_members, layout_facts
+from zerograph.mesh import Mesh
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
@@ -120,6 +122,25 @@ class ZeroGraph:
             ZeroGraphError: as calling the graph does.
         """
         self._ready(args, kwargs)
+
+    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
+        """What one rank of ``mesh`` would run for inputs like these: everything before the backend, and nothing else.
+
+        No process group is needed, no weight is touched and nothing changes, so modules and inputs may be on the meta
+        device, and the mesh larger than the job: ``mesh.line(1024, 0, "ranks")`` is rank 0 of 1024.
+
+        Args:
+            args, kwargs: that rank's part of the batch, as calling the graph takes it.
+            device: what tensors on the meta device stand for.
+
+        Raises:
+            ZeroGraphError: as calling the graph does, but for what only running shows.
+        """
+        members = replace(self._members(), meta=torch.device(device))
+        grid = torch.arange(mesh.size).view(mesh.shape).tolist()
+        batch = read_batch(args, kwargs, mesh, grid, self.config.batch_on(mesh.dims), members.meta)
+        known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
+        return self._compiler.prepare(mesh, members, batch, (tuple(known.values()), batch.key(), members.meta))
 
     def graph(self, name: str | None = None) -> fx.GraphModule:
         """The graph after the pass of that name, or the last one, of the step compiled last.
@@ -255,7 +276,7 @@ class ZeroGraph:
             if adopt_global(members, self._optimizers):
                 members = self._members()
             self._check_usable(members)
-            batch = read_batch(args, kwargs, job, self.config.batch_on(job.mesh.dims))
+            batch = read_batch(args, kwargs, job.mesh, job.grid, self.config.batch_on(job.mesh.dims))
             self._compiler.lift_changed()
             known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
             capture_key = (tuple(known.values()), batch.key())

@@ -15,7 +15,7 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
 from zerograph.members import Members
-from zerograph.runtime.process_group import Job
+from zerograph.mesh import Mesh
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import show
 from zerograph.step_graph import Captured, placeholders, role
@@ -67,7 +67,7 @@ class Planned:
 
 
 def plan_layout(
-    job: Job, members: Members, config: Config, captured: Captured, updates: Mapping[str, Update], *, train: bool
+    mesh: Mesh, members: Members, config: Config, captured: Captured, updates: Mapping[str, Update], *, train: bool
 ) -> tuple[Planned, ...]:
     """The step's buckets in order of first use. Touches no state.
 
@@ -85,7 +85,7 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates, job) and len({edits.get(name) for name in names}) == 1:
+        elif _usable(store, names, members, config, updates, mesh) and len({edits.get(name) for name in names}) == 1:
             store.job.check_alive()
             layout = replace(store.layout, slots=_named_here(store, members))
             found = _updates(layout, updates)
@@ -93,7 +93,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(job, members, config, updates, edits, loose)]
+    planned = [*kept, *_new(mesh, members, config, updates, edits, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
     return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
 
@@ -118,7 +118,7 @@ def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, 
 
 
 def _usable(
-    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update], job: Job
+    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update], mesh: Mesh
 ) -> bool:
     """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
     found = [updates.get(name) for name in names]
@@ -127,12 +127,12 @@ def _usable(
         return not any(found)
     complete = len(names) == len(store.parameters)
     alike = all(one is not None and one.key() == first.key() for one in found)
-    zero_dim = config.zero_dim_on(job.mesh.dims)
+    zero_dim = config.zero_dim_on(mesh.dims)
     whole = {_stays_whole(members.parameters[name], config) for name in names}
     fits = (
         complete
         and alike
-        and store.job.mesh == job.mesh
+        and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
         and whole == {store.layout.sbp == store.layout.gathered}
         and store.specs == first.program.state
@@ -156,7 +156,7 @@ def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
 
 
 def _new(
-    job: Job,
+    mesh: Mesh,
     members: Members,
     config: Config,
     updates: Mapping[str, Update],
@@ -164,7 +164,7 @@ def _new(
     names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
-    zero_dim = config.zero_dim_on(job.mesh.dims)
+    zero_dim = config.zero_dim_on(mesh.dims)
     parameters, holdings = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
@@ -179,18 +179,18 @@ def _new(
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
             name if name in tied else None,
         )
-        sbp = annotated_sbp(name, parameter, job.mesh, zero_dim)
+        sbp = annotated_sbp(name, parameter, mesh, zero_dim)
         if holding.dealt and split_dim(sbp) is not None:
             raise CaptureError(
                 f"{name} is split {show(sbp)}, but its update needs it whole"
                 f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
                 "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
             )
-        spec = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
         parameters.append(Parameter(name, *spec, key, sbp, holding.dealt))
     buckets = plan_buckets(
         parameters,
-        mesh=job.mesh,
+        mesh=mesh,
         zero_dim=zero_dim,
         split=config.policy.split,
         min_split_numel=config.shard_min_size,

@@ -23,18 +23,24 @@ Optimizers = Sequence[torch.optim.Optimizer]
 class Members:
     """The modules of a graph under one root, and every distinct tensor in them by its first qualified name.
 
-    ``aliases`` maps further names of the same tensor (tied weights) to the first.
+    ``aliases`` maps further names of the same tensor (tied weights) to the first. With ``meta``, tensors on the meta
+    device stand for tensors on that one.
     """
 
     root: nn.Module
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     aliases: Mapping[str, str]
+    meta: torch.device | None = None
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where the tensor is, or is to be."""
+        return self.meta if tensor.is_meta and self.meta is not None else tensor.device
 
     def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """Shape, dtype, device and ``requires_grad`` of each."""
         return {
-            name: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+            name: TensorSpec(tuple(tensor.shape), tensor.dtype, self.device(tensor), tensor.requires_grad)
             for name, tensor in tensors.items()
         }
 

@@ -1,0 +1,10 @@
+"""capture, the optimizer's part: one parameter's update as a small graph (``program``).
+
+Traced on a sample (``sampling``), proved to be elementwise or not and to read no other parameter (``proofs``), and
+compared with other parameters' (``keying``).
+"""
+
+from zerograph.update.program import UNSUPPORTED, StateSpec, UpdateProgram, trace_update
+from zerograph.update.proofs import check_separate
+
+__all__ = ["UNSUPPORTED", "StateSpec", "UpdateProgram", "check_separate", "trace_update"]
