@@ -134,11 +134,16 @@ def profile(graph: fx.Graph) -> Profile:
     for one in walk.storages:
         changes[one.born] += one.bytes
         changes[one.dies + 1] -= one.bytes
-    held = itertools.accumulate(changes[:-1])
+    held: Iterable[int] = itertools.accumulate(changes[:-1])
     temporary = [walk.temporary.get(position, 0) for position in range(len(nodes))]
-    return Profile(
-        nodes, [a + b for a, b in zip(held, temporary, strict=True)], walk.storages, temporary, walk.of
-    )
+    total = [one + more for one, more in zip(held, temporary, strict=True)]
+    return Profile(nodes, total, walk.storages, temporary, walk.of)
+
+
+def computed_bytes(graph: fx.Graph) -> int:
+    """The most that a graph holds beside its inputs."""
+    found = profile(graph)
+    return found.peak - sum(one.bytes for one in found.storages if one.kind in _AT_REST.values())
 
 
 @dataclass
@@ -217,9 +222,9 @@ class _Walk:
     def _note_gradient(self, node: fx.Node) -> None:
         """What is copied into a bucket of gradients is one."""
         target, value = (self.of[given] for given in node.args[:2])  # type: ignore[index]
-        if target[0] is not None and value[0] is not None and target[0].kind == "gradients":
-            if value[0].kind == "activations":
-                value[0].kind = "gradients"
+        into, made = target[0], value[0]
+        if into is not None and made is not None and into.kind == "gradients" and made.kind == "activations":
+            made.kind = "gradients"
 
 
 def _hold(storages: Iterable[Storage | None], position: int) -> None:
@@ -257,9 +262,7 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
         return node.all_input_nodes[:1]
     if node.target in _SHARES_IF_IT_CAN and not _is_view(node):
         return ()
-    return [
-        given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)
-    ]
+    return [given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)]
 
 
 # What their schemas do not say.
