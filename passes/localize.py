@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
+from zerograph.memory import computed_bytes
 from zerograph.mesh import local_shape, local_start
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
@@ -103,6 +104,8 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     with module.graph.inserting_before(node):
         own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
+    # Of the update that needs most, whoever makes it: ranks shall foretell the same.
+    own.meta["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
     for part in list(node.users):
         for write in list(part.users):
             if write.target is aten.copy_.default and write.args[0] in inputs:

@@ -1,10 +1,18 @@
-"""What is alive when: the emitted graph read as memory, node by node."""
+"""What is alive when: the emitted graph read as memory, node by node, and a running step watched."""
 
 from __future__ import annotations
 
-import torch
-from torch import fx
+import gc
+from typing import Any
 
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zerograph as zg
 from zerograph.step_graph import role
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -49,3 +57,55 @@ def gradient_buckets(graph: fx.Graph) -> list[tuple[str, range]]:
 def most_alive(spans: list[tuple[str, range]], length: int) -> int:
     """How many of the spans overlap at most."""
     return max(sum(position in span for _, span in spans) for position in range(length))
+
+
+class Live(TorchDispatchMode):
+    """``most`` is the bytes of storages that were alive at once, each counted whole and once, given ones included."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.most, self._known = 0, {}
+        self._see(given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(result)
+        return result
+
+    def _see(self, values: Any) -> None:
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._known.values()))
+
+
+def most_alive_bytes(step: zg.ZeroGraph, *batch: Tensor) -> int:
+    """The most bytes of tensors alive at once while a compiled step runs, state at rest and the batch included."""
+    batch = tuple(tensor.clone() for tensor in batch)
+    compiled = step._compiled().executor
+    feeds = [feed for feed in compiled.feeds if not isinstance(feed, int)]
+    gc.collect()
+    with Live([batch, [feed if isinstance(feed, Tensor) else feed() for feed in feeds]]) as live:
+        step(*batch)
+    return live.most
+
+
+def most_allocated_bytes(step: zg.ZeroGraph, *batch: Tensor) -> int:
+    """The most bytes that torch's CPU allocator gives out within a step, beside those given out when it begins.
+
+    The profiler hears of a block's end only if it saw the beginning: a step goes before the one that counts.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step(*batch)
+        with record_function("measured"):
+            step(*batch)
+    events = list(seen.profiler.kineto_results.events())
+    measured = next(event for event in events if event.name() == "measured")
+    now = most = 0
+    for event in sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns()):
+        if measured.start_ns() <= event.start_ns() <= measured.end_ns():
+            now += event.nbytes()
+            most = max(most, now)
+    return most

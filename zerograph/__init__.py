@@ -21,6 +21,7 @@ from zerograph.errors import (
 from zerograph.graph import ZeroGraph
 from zerograph.inspection import Collective
 from zerograph.local import local
+from zerograph.memory import Memory
 from zerograph.passes.rules.registry import Operands
 from zerograph.passes.rules.users import register_rule
 from zerograph.placement import placement, to_global, to_local
@@ -33,6 +34,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "InputError",
+    "Memory",
     "Operands",
     "PlacementError",
     "RankMismatchError",

@@ -18,6 +18,7 @@ from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
 from zerograph.members import Members, adopt_global, capture_facts, find_members, layout_facts
+from zerograph.memory import Memory, profile
 from zerograph.mesh import Mesh
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
@@ -161,6 +162,14 @@ class ZeroGraph:
     def collectives(self) -> list[inspection.Collective]:
         """The collectives of the step compiled last: kind, bytes, tensors, phase."""
         return inspection.collectives(self._compiled())
+
+    @property
+    def memory(self) -> Memory:
+        """The most bytes that the step compiled last holds on this rank, what they are, and where in the step.
+
+        Foretold from the graph, and exact within some percent where its nodes run one by one (backend ``"eager"``).
+        """
+        return profile(self._compiled().executor.graph.graph).memory()
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name."""

@@ -1,0 +1,100 @@
+"""Predicted against seen memory: a table of model x stage, written to benchmarks/results/memory.md.
+
+python benchmarks/memory.py                    # all models, a minute
+python benchmarks/memory.py small resnet       # these only, shown but not written
+
+Two ranks over gloo, one thread each, fp32, AdamW, backend eager; MiB on rank 0. Predicted: `step.memory`, from the
+emitted graph alone. Live tensors: the bytes of all storages that are alive at an operator of a running step, at most.
+Allocated: what torch's allocator has given out by then, at most, what C++ takes within an operator or a collective
+included; the profiler's count of a step, on top of what the step finds there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
+
+import zerograph as zg  # noqa: E402
+from benchmarks.contenders.tasks import TASKS, Task  # noqa: E402
+from tests.liveness import most_alive_bytes, most_allocated_bytes  # noqa: E402
+from tests.pool import Pool  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "memory.md"
+MODELS = ("small", "mid", "resnet")
+HEADER = ["model", "stage", "predicted", "live tensors", "ratio", "allocated", "ratio", "at the peak"]
+
+
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, task: Task, model: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.task.loss(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def measure(name: str, stage: int) -> tuple[int, int, int, str]:
+    """Predicted, live and allocated bytes of a step that is not the first, and what the prediction consists of."""
+    task = TASKS[name]
+    step = TrainStep(task, task.model(), stage)
+    first, second, third, *_ = task.batches(zg.rank())
+    # The first update may be another program than the later ones.
+    step(*first)
+    step(*second)
+    memory = step.memory
+    live = most_alive_bytes(step, *third)
+    allocated = most_allocated_bytes(step, *third) + memory.at_rest + memory.kinds["inputs"]
+    return memory.peak, live, allocated, str(memory)
+
+
+def row(pool: Pool, name: str, stage: int) -> list[str]:
+    predicted, live, allocated, what = pool.run(2, measure, name, stage)[0]
+    ratios = f"{predicted / live:.3f}", f"{predicted / allocated:.3f}"
+    sizes = [f"{count / 2**20:.1f}" for count in (predicted, live, allocated)]
+    return [name, str(stage or "off"), sizes[0], sizes[1], ratios[0], sizes[2], ratios[1], what]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(TASKS)}; {', '.join(MODELS)} if none")
+    asked = parser.parse_args().models
+    if unknown := set(asked) - set(TASKS):
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    print("\n".join(lines), flush=True)
+    pool = Pool(size=2)
+    for name in asked or MODELS:
+        for stage in range(4):
+            lines.append(_line(row(pool, name, stage)))
+            print(lines[-1], flush=True)
+    pool.close()
+    if not asked:
+        RESULTS.parent.mkdir(exist_ok=True)
+        title = f"# Memory, predicted and seen\n\nWritten by `python benchmarks/memory.py`, torch {torch.__version__}."
+        models = [f"- {name}: {TASKS[name].title}" for name in MODELS]
+        RESULTS.write_text("\n".join([title, "", *_about(), "", *models, "", *lines, ""]))
+
+
+def _about() -> list[str]:
+    return (__doc__ or "").split("\n\n")[-1].strip().splitlines()
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

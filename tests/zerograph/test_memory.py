@@ -1,0 +1,141 @@
+"""``step.memory`` foretells from the graph alone what a running step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.equivalence.families import FAMILIES
+from tests.liveness import most_alive_bytes
+from tests.models import Gpt, part
+from tests.pool import Pool
+
+SAMPLES = 8
+
+
+class LossOf(nn.Module):
+    """A language model with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
+
+
+def _gpt(layers: int, width: int, vocabulary: int, context: int) -> tuple[Callable[[], nn.Module], Any]:
+    def tokens(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(vocabulary, (SAMPLES, context + 1), generator=generator)
+        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+    return lambda: LossOf(Gpt(False, vocabulary, width, layers, context)), tokens
+
+
+# What the benchmark has in real sizes (benchmarks/memory.py), small.
+MODELS = {
+    "gpt small": _gpt(layers=2, width=32, vocabulary=128, context=16),
+    "gpt mid": _gpt(layers=4, width=64, vocabulary=256, context=32),
+    "resnet": (FAMILIES["resnet"].make, lambda generator: FAMILIES["resnet"].batch(generator, SAMPLES)),
+}
+
+
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.bucket_size = 16384
+
+    def build(self, *batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(*batch)
+        loss.backward()
+        return loss
+
+
+def trained(name: str, stage: int, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> TrainStep:
+    """A graph that has made its first two steps: the first update may be another program than the later ones."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    step = TrainStep(model, optimizer(model.parameters()), stage)
+    for option, value in options.items():
+        setattr(step.config, option, value)
+    for _ in range(2):
+        step(*own_batch(name))
+    return step
+
+
+def own_batch(name: str) -> tuple[Tensor, ...]:
+    return tuple(part(tensor) for tensor in MODELS[name][1](torch.Generator().manual_seed(1)))
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def matrices_by_muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2])
+
+
+def predicted_and_seen(name: str, stage: int, optimizer: Any, options: dict[str, Any]) -> tuple[int, int]:
+    step = trained(name, stage, optimizer, **options)
+    return step.memory.peak, most_alive_bytes(step, *own_batch(name))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stage: int) -> None:
+    predicted, seen = pool.run(2, predicted_and_seen, name, stage, fused_adamw, {})[0]
+    assert predicted == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(matrices_by_muon, {}), (torch.optim.AdamW, {"clip_grad_norm": 1.0}), (torch.optim.SGD, {"shard_min_size": 512})],
+)
+def test_so_it_is_with_other_updates(pool: Pool, optimizer: Any, options: dict[str, Any]) -> None:
+    for predicted, seen in pool.run(2, predicted_and_seen, "gpt mid", 2, optimizer, options):
+        assert predicted == pytest.approx(seen, rel=0.1)
+
+
+def reports() -> list[tuple[zg.Memory, int, int]]:
+    """What each stage says, beside the bytes of its state and of the batch."""
+    found = []
+    for stage in range(4):
+        step = trained("gpt mid", stage, fused_adamw)
+        found.append((step.memory, step.state_bytes(), sum(tensor.nbytes for tensor in own_batch("gpt mid"))))
+    return found
+
+
+def test_the_peak_is_explained_by_kind(pool: Pool) -> None:
+    every = pool.run(2, reports)[0]
+    for memory, state, batch in every:
+        assert sum(memory.kinds.values()) == memory.peak
+        # Hyperparameters are tensors of one number.
+        assert memory.at_rest == pytest.approx(state, abs=64)
+        assert memory.kinds["inputs"] == pytest.approx(batch, abs=64)
+        assert memory.kinds["activations"] > 0
+        assert memory.node
+        assert memory.where.source
+    off, one, two, three = (memory for memory, _, _ in every)
+    for split in (one, two, three):
+        assert split.kinds["optimizer state"] == pytest.approx(off.kinds["optimizer state"] / 2, rel=0.01)
+    assert "gathered" not in off.kinds
+    assert three.kinds["gathered"] < two.kinds["gathered"] / 2
+
+
+def shown() -> str:
+    return str(trained("gpt mid", 3, fused_adamw).memory)
+
+
+def test_it_can_be_read(pool: Pool) -> None:
+    text = pool.run(2, shown)[0]
+    assert "MiB at " in text
+    assert "activations " in text
