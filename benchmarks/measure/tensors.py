@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -17,17 +19,23 @@ def alive() -> int:
     """Bytes of storage behind all tensors that Python knows, each storage once, gradients included."""
     gc.collect()
     sizes: dict[int, int] = {}
-    for found in gc.get_objects():
-        # type(), not isinstance(): lazy modules answer the latter by importing themselves.
-        if not issubclass(type(found), Tensor) or isinstance(found, FakeTensor):
-            continue
-        tensors = [found, found.grad] if found.is_leaf and found.grad is not None else [found]
-        for tensor in tensors:
+    # type(), not isinstance(): lazy modules answer the latter by importing themselves.
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor)]
+    # Split parameters of ours refuse to be looked at otherwise; they are empty.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in itertools.chain(found, _gradients(found)):
             # A wrapper (DTensor) has no data; the tensor inside it is found by itself.
             if not is_traceable_wrapper_subclass(tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What Python may never have looked at, and so does not know yet."""
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
 def most_allocated(step: Callable[[], object]) -> int:

@@ -12,7 +12,7 @@ from benchmarks.report.goals import Tables
 from benchmarks.report.rows import Row, floor, process_growth, ratio
 
 matplotlib.use("Agg")  # no screen needed
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 COLOURS = {"ours": "#1b7f5c", "peer": "#8a94a6", "reference": "#d8c48f"}
 Values = Callable[[Mapping[str, Row]], dict[str, float]]
@@ -47,9 +47,8 @@ def _bars(panels: Mapping[str, Mapping[str, float]], tables: Tables, label: str,
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.4 * len(panels), height), squeeze=False)
     for axis, (task, values) in zip(axes[0], panels.items(), strict=True):
         who = [tables[task][name].contender for name in values]
-        bars = axis.barh(
-            [_label(one) for one in who], list(values.values()), color=[COLOURS[_kind(one)] for one in who]
-        )
+        colours = [COLOURS[_kind(one)] for one in who]
+        bars = axis.barh([_label(one) for one in who], list(values.values()), color=colours)
         axis.bar_label(bars, fmt="%.2f" if max(values.values()) < 20 else "%.0f", padding=2, fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.12)

@@ -88,9 +88,8 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def _losses(measurement: Measurement) -> tuple[float, ...]:
     """Means over the ranks: each rank's loss is that of its part of the batch, or already the whole batch's."""
-    return tuple(
-        statistics.fmean(each) for each in zip(*(rank["losses"] for rank in measurement["ranks"]), strict=True)
-    )
+    by_rank = [rank["losses"] for rank in measurement["ranks"]]
+    return tuple(statistics.fmean(each) for each in zip(*by_rank, strict=True))
 
 
 def disagreements(table: Mapping[str, Row]) -> dict[str, float]:
