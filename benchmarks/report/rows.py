@@ -142,4 +142,4 @@ def best_peer(table: Mapping[str, Row], stage: str, value: Callable[[Row], float
 
 def ratio(value: float | None, base: float | None) -> float | None:
     """``value / base``, where there are both and the base is more than nothing."""
-    return value / base if value is not None and base else None
+    return value / base if value is not None and base is not None and base > 0 else None
