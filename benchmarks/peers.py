@@ -1,7 +1,7 @@
 """Step time, memory and start of zerograph beside every peer, in one run.
 
 make bench                                              # sets up .venv with the peers, and runs everything
-python benchmarks/peers.py                              # everything: more than an hour on two cores
+python benchmarks/peers.py                              # everything: an hour or more on two cores
 python benchmarks/peers.py --quick                      # GPT small, two rounds, nothing compiled: some minutes
 python benchmarks/peers.py --sizes mid --contenders 'alone-2*' --contenders 'fsdp2*' --contenders 'zerograph-[23]'
 python benchmarks/peers.py --again benchmarks/results/peers.json      # the report anew from a run's measurements
@@ -52,8 +52,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "peers"
 def main(
     sizes: Annotated[list[str], typer.Option(help=f"of {', '.join(SIZES)}; may be repeated")] = DEFAULT_SIZES,
     contenders: Annotated[list[str], typer.Option(help="names or patterns; may be repeated")] = EVERYBODY,
-    rounds: Annotated[int, typer.Option(min=1, help="how often each contender is timed")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="steps measured in each round")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="how often each contender is timed")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured in each round")] = 6,
     memory: Annotated[bool, typer.Option(help="measure memory as well")] = True,
     quick: Annotated[bool, typer.Option(help="GPT small, two rounds, three steps, nothing compiled")] = False,
     patience: Annotated[float, typer.Option(help="seconds until one measurement is given up")] = 900.0,

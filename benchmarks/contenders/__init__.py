@@ -50,15 +50,25 @@ def _alone(name: str, title: str, ranks: int, model: bool, optimizer: bool = Fal
     return Contender(name, title, REFERENCE, "plain", options, compiled=model, ranks=ranks, alone=True)
 
 
-def _ours(stage: str, backend: str) -> Contender:
-    name = f"zerograph-{stage}" + ("" if backend == "eager" else f"-{backend}")
-    options = {"stage": stage, "backend": backend}
-    return Contender(
-        name, f"zerograph {stage}, {backend}", stage, "zerograph", options, ours=True, compiled=backend == "inductor"
-    )
+def _ours(stage: str) -> tuple[Contender, ...]:
+    def make(backend: str) -> Contender:
+        compiled = backend == "inductor"
+        name, options = f"zerograph-{stage}", {"stage": stage, "backend": backend}
+        if compiled:
+            name += "-inductor"
+        return Contender(
+            name, f"zerograph {stage}, {backend}", stage, "zerograph", options, ours=True, compiled=compiled
+        )
+
+    return make("eager"), make("inductor")
 
 
-# Contender(name, title, stage, system, options)
+def _fsdp2(name: str, title: str, stage: str, reshard: bool, compiled: bool = False) -> Contender:
+    options = {"reshard": reshard, "compiled": compiled}
+    return Contender(name, title, stage, "fsdp2", options, compiled=compiled)
+
+
+# Contender(name, title, stage, system, options), stage by stage: what is compared is measured close together.
 TABLE = (
     _alone("alone-1", "one process, eager", 1, model=False),
     _alone("alone-1-compiled", "one process, compiled", 1, model=True),
@@ -68,22 +78,18 @@ TABLE = (
     Contender("ddp", "DDP", OFF, "ddp"),
     Contender("ddp-static", "DDP, bucket views, static graph", OFF, "ddp", {"static": True}),
     Contender("ddp-compiled", "DDP, compiled", OFF, "ddp", {"static": True, "compiled": True}, compiled=True),
+    *_ours(OFF),
     Contender("zero-redundancy", "DDP + ZeroRedundancyOptimizer", "1", "zero_redundancy"),
     Contender("fairscale", "fairscale OSS + ShardedDDP", "1", "fairscale"),
     Contender("deepspeed-1", "DeepSpeed ZeRO 1", "1", "deepspeed", {"stage": 1}),
-    Contender("fsdp2-kept", "FSDP2, no reshard", "2", "fsdp2", {"reshard": False}),
-    Contender(
-        "fsdp2-kept-compiled",
-        "FSDP2, no reshard, compiled",
-        "2",
-        "fsdp2",
-        {"reshard": False, "compiled": True},
-        compiled=True,
-    ),
+    *_ours("1"),
+    _fsdp2("fsdp2-kept", "FSDP2, no reshard", "2", reshard=False),
+    _fsdp2("fsdp2-kept-compiled", "FSDP2, no reshard, compiled", "2", reshard=False, compiled=True),
     Contender("deepspeed-2", "DeepSpeed ZeRO 2", "2", "deepspeed", {"stage": 2}),
-    Contender("fsdp2", "FSDP2", "3", "fsdp2", {"reshard": True}),
-    Contender("fsdp2-compiled", "FSDP2, compiled", "3", "fsdp2", {"reshard": True, "compiled": True}, compiled=True),
+    *_ours("2"),
+    _fsdp2("fsdp2", "FSDP2", "3", reshard=True),
+    _fsdp2("fsdp2-compiled", "FSDP2, compiled", "3", reshard=True, compiled=True),
     Contender("deepspeed-3", "DeepSpeed ZeRO 3", "3", "deepspeed", {"stage": 3}),
-    *(_ours(stage, backend) for stage in STAGES for backend in ("eager", "inductor")),
+    *_ours("3"),
 )
 CONTENDERS = {one.name: one for one in TABLE}

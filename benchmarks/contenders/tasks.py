@@ -18,12 +18,10 @@ class Task:
     """A model and what it learns.
 
     Attributes:
-        title: says how large it is.
         create: makes the model; draws its parameters from torch's generator.
         draw: a batch of one rank from a generator.
     """
 
-    title: str
     create: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
@@ -117,8 +115,7 @@ def _gpt(layers: int, width: int, heads: int, vocabulary: int, context: int, bat
         tokens = torch.randint(vocabulary, (batch, context + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    title = f"GPT, {layers} layers, d {width}, {heads} heads, vocabulary {vocabulary}, {batch} x {context} per rank"
-    return Task(title, lambda: Gpt(layers, width, heads, vocabulary, context), draw)
+    return Task(lambda: Gpt(layers, width, heads, vocabulary, context), draw)
 
 
 def _resnet(width: int, classes: int, batch: int, side: int) -> Task:
@@ -126,7 +123,7 @@ def _resnet(width: int, classes: int, batch: int, side: int) -> Task:
         pictures = torch.randn((batch, 3, side, side), generator=generator)
         return pictures, torch.randint(classes, (batch,), generator=generator)
 
-    return Task(f"ResNet-18, {batch} x 3 x {side} x {side} per rank", lambda: ResNet(width, classes), draw)
+    return Task(lambda: ResNet(width, classes), draw)
 
 
 TASKS = {

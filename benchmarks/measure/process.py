@@ -20,7 +20,7 @@ def forget_most_resident() -> None:
 
 
 def written() -> int:
-    """Bytes that it has written since its start; between steps' ends that is what gloo wrote to its sockets."""
+    """Bytes that it has written since its start, to files and sockets. Steps write to gloo's sockets only."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 

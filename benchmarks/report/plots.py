@@ -51,7 +51,7 @@ def _bars(panels: Mapping[str, Mapping[str, float]], tables: Tables, label: str,
         bars = axis.barh([_label(one) for one in who], list(values.values()), color=colours)
         axis.bar_label(bars, fmt="%.2f" if max(values.values()) < 20 else "%.0f", padding=2, fontsize=8)
         axis.invert_yaxis()
-        axis.margins(x=0.12)
+        axis.margins(x=0.12, y=0.01)
         axis.set_title(task)
         axis.set_xlabel(label)
         axis.tick_params(axis="y", labelsize=8)
