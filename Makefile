@@ -1,9 +1,12 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
+# make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test clean
+BENCH_READY := .venv/.bench-ready
+
+.PHONY: train test bench clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -13,6 +16,16 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+bench: $(BENCH_READY)
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+# Both build with the torch that is here: isolated builds would fetch another. A peer that does not install is left out.
+$(BENCH_READY): $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,bench]'
+	-DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet -c constraints.txt --no-build-isolation deepspeed
+	-$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation fairscale
+	touch $(BENCH_READY)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,1 @@
+"""Against peers, one command each."""

@@ -1,0 +1,42 @@
+"""The benchmark runs from end to end, and what it weighs is what it should be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders.tasks import TASKS
+from benchmarks.measure.pair import ROOT, measure
+
+
+def test_front_door_measures_and_reports(tmp_path: Path) -> None:
+    asked = ["--sizes", "tiny", "--contenders", "alone-2", "--contenders", "zerograph-2"]
+    asked += ["--rounds", "1", "--steps", "2", "--no-memory", "--out", str(tmp_path / "run")]
+    subprocess.run([sys.executable, "benchmarks/peers.py", *asked], cwd=ROOT, check=True, timeout=600)
+    found = json.loads((tmp_path / "run.json").read_text())["measurements"]
+    assert [one["contender"] for one in found] == ["alone-2", "zerograph-2"]
+    assert all(len(rank["seconds"]) == 2 for one in found for rank in one["ranks"])
+    text = (tmp_path / "run.md").read_text()
+    assert "zerograph 2, eager" in text
+    assert "All losses agree" in text
+    assert (tmp_path / "run-time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_and_traffic_of_ddp_are_what_it_is_known_to_take(tmp_path: Path) -> None:
+    found = measure(CONTENDERS["ddp"], "tiny", "memory", steps=2, cache=tmp_path / "cache", patience=600.0)
+    weight = sum(p.nbytes for p in TASKS["tiny"].model().parameters())
+    for rank in found["ranks"]:
+        # Parameters, the two moments of AdamW, and the reducer's buckets; and a step count for each parameter.
+        assert rank["state"] == pytest.approx(4 * weight, rel=0.01)
+        # An all-reduce of the gradients over two ranks sends each byte once; and there are headers.
+        assert rank["sent"] == pytest.approx(weight, rel=0.02)
+
+
+def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
+    found = measure(CONTENDERS["ddp"], "no such task", "time", steps=1, cache=tmp_path / "cache", patience=600.0)
+    assert found["failed"].startswith("rank 0 ended with status 2")
