@@ -28,7 +28,7 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     distinct = {key: one for one, key in reversed(keys.items())}
     tasks = {key: lambda piece=piece: _compiled(piece) for key, piece in reversed(distinct.items())}
     functions = share(tasks)
-    return _emitted(graph, program, {piece: functions[key] for piece, key in keys.items()})
+    return emit(graph, program, {piece: functions[key] for piece, key in keys.items()})
 
 
 def signature(piece: Piece) -> str:
@@ -60,7 +60,7 @@ def _compiled(piece: Piece) -> Function:
     nodes = {node: graph.placeholder(f"input{number}") for number, node in enumerate(piece.inputs)}
     for node in piece.nodes:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), nodes.__getitem__)
-        nodes[node] = graph.call_function(node.target, args, kwargs)
+        nodes[node] = graph.create_node("call_function", node.target, args, kwargs)
     graph.output(tuple(nodes[node] for node in piece.outputs))
     try:
         return _torch.inductor(fx.GraphModule({}, graph), [node.meta["val"] for node in piece.inputs])
@@ -72,7 +72,7 @@ def _compiled(piece: Piece) -> Function:
         ) from error
 
 
-def _emitted(
+def emit(
     source: fx.GraphModule, program: Sequence[fx.Node | Piece], functions: Mapping[Piece, Function]
 ) -> fx.GraphModule:
     graph = fx.Graph()
@@ -82,6 +82,7 @@ def _emitted(
             args, kwargs = fx.map_arg((one.args, dict(one.kwargs)), nodes.__getitem__)
             # Its name leads from the line that failed back to the emitted graph.
             nodes[one] = graph.create_node(one.op, one.target, args, kwargs, name=one.name)
+            nodes[one].meta = one.meta
             continue
         call = graph.call_function(functions[one], tuple(nodes[node] for node in one.inputs))
         for number, output in enumerate(one.outputs):

@@ -108,8 +108,11 @@ class _Cutter:
         self._memory = _memory(graph)
         self._joining = _joining(graph)
         self._open: list[_Growing] = []
+        self._placed: set[fx.Node] = set()
 
     def place(self, node: fx.Node) -> None:
+        if node in self._placed:
+            return
         if node not in self._joining or (_is_view(node) and not self._made_open(node)):
             self._close([one for one in self._open if one.conflicts(node) or _separates(node, one)])
             if node.op != "output":
@@ -123,6 +126,10 @@ class _Cutter:
                 into.absorb(one)
         self._close([one for one in self._open if one in joined or one.conflicts(node)])
         into.add(node, self._joining)
+        # The results of an operator that has several leave a piece one by one.
+        for result in [user for user in node.users if user.target is getitem]:
+            into.add(result, self._joining)
+            self._placed.add(result)
         self._open.append(into)
         if not into.waiting:
             self._close([into])
@@ -201,13 +208,11 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source: object = None
-        if node.op == "call_function":
-            if node.target is getitem:
-                source = node.args[0]
-            elif isinstance(node.target, OpOverload) and (node.target.is_view or node.target is _WAIT):
-                source = node.args[0]
-            elif written := written_arguments(node):
-                source = written[0]
+        views = isinstance(node.target, OpOverload) and node.target.is_view
+        if views or node.target in (getitem, _WAIT):
+            source = node.args[0]
+        elif written := written_arguments(node):
+            source = written[0]
         found[node] = found[source] if isinstance(source, fx.Node) else node
     return found
 

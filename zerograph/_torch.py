@@ -302,7 +302,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values the node's operator writes to, by its schema."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
-    found = []
+    found: list[fx.Node] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
