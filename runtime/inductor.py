@@ -88,7 +88,8 @@ def emit(
         for number, output in enumerate(one.outputs):
             nodes[output] = graph.create_node("call_function", getitem, (call, number), name=output.name)
         for node in one.nodes:
-            if node not in nodes and (written := _torch.written_arguments(node)):
+            written = _torch.written_arguments(node)
+            if written and written[0] in nodes:
                 nodes[node] = nodes[written[0]]
     graph.output(fx.map_arg(source.graph.output_node().args[0], nodes.__getitem__))
     return fx.GraphModule(source, graph)

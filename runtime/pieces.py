@@ -297,10 +297,17 @@ class _Growing:
             return list(self.nodes)
         nodes = list(self.nodes)
         inputs = dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in self.nodes)
-        outside = [node for node in nodes if any(user not in self.nodes for user in node.users)]
-        # What was changed in place is known outside already.
-        outputs = [node for node in outside if isinstance(node.meta["val"], Tensor) and self.makes(node)]
-        return [Piece(nodes, list(inputs), outputs)]
+        outside = [_written(node) for node in nodes if any(user not in self.nodes for user in node.users)]
+        # What came from outside is known there already.
+        outputs = dict.fromkeys(node for node in outside if node in self.nodes and isinstance(node.meta["val"], Tensor))
+        return [Piece(nodes, list(inputs), list(outputs))]
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The value itself, of what is only the same after a change in place."""
+    while written := written_arguments(node):
+        node = written[0]
+    return node
 
 
 def _apart(one: fx.Node, other: fx.Node) -> bool:
