@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zerograph import _torch
+from zerograph.runtime.inductor import compile_pieces
 from zerograph.step_graph import placeholders
 
 Compiled = Callable[..., Sequence[Any]]
@@ -19,6 +20,8 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
     """Hand a graph to a backend: a copy of its own, without our metadata, and fake tensors of this rank's shapes."""
     if backend is eager:
         return eager(graph, [])
+    if backend is inductor:
+        return eager(compile_pieces(graph), [])
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -35,8 +38,8 @@ def eager(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
 
 
 def inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-    """Compile the graph with Inductor: seconds to minutes, kernels fused, results about 1e-8 off eager's."""
-    return _torch.inductor(graph, example_inputs)
+    """Fuse what lies between products and collectives with Inductor, equal parts once: results 1e-8 off eager's."""
+    return eager(compile_pieces(graph), example_inputs)
 
 
 BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor}

@@ -41,6 +41,7 @@ __all__ = [
     "all_gather",
     "annotated",
     "backward_sequence_number",
+    "cache_folder",
     "causal_masks_unread",
     "compiling",
     "decompositions",
@@ -67,6 +68,7 @@ __all__ = [
     "with_tensors",
     "without_onednn",
     "without_torch_function",
+    "written_arguments",
 ]
 
 
@@ -234,14 +236,45 @@ def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     return dict(get_decompositions(operators))
 
 
-def inductor(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor on a graph that holds collectives and in-place writes (``torch.compile`` would retrace it)."""
-    from torch._inductor.compile_fx import compile_fx  # seconds to import: only for those who use it
+def inductor(graph: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Sequence[Any]]:
+    """Inductor on a graph of plain operators that may write to its inputs: a function from inputs to outputs.
 
-    with torch.no_grad():
-        compiled: Any = compile_fx(graph, list(example_inputs))
-    function: Callable[..., Any] = compiled
-    return function
+    ``torch.compile`` would trace it once more, and wrap each call in guards and autograd: what is below it is private.
+    Inductor keeps what it compiled on disk, by the graph and all settings that matter, and finds it there again.
+    """
+    # Seconds to import: only for those who use it.
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        examples = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device) for value in values
+        ]
+    # Constants are fake as well: Inductor shall fold them itself, by their operators.
+    with mode, torch.no_grad():
+        traced = trace(
+            torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), examples, select_decomp_table()
+        )
+    output = traced.graph.output_node()
+    # What is outside of the graph counts on the strides that it was traced with.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+        compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
+
+    def run(*inputs: Tensor) -> Sequence[Any]:
+        outputs: Sequence[Any] = compiled(list(inputs))
+        return outputs
+
+    return run
+
+
+def cache_folder() -> str:
+    """Where Inductor keeps what it compiled: ``TORCHINDUCTOR_CACHE_DIR``, or a folder of this user."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
@@ -263,6 +296,18 @@ def returns(operator: OpOverload) -> Sequence[Any]:
 def is_mutable(operator: OpOverload) -> bool:
     """Whether the operator writes to one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values the node's operator writes to, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
 
 
 def overloads(operator: Any) -> list[OpOverload]:

@@ -1,0 +1,178 @@
+"""Seconds until the first step has run with Inductor, beside ``torch.compile`` on the plain model and its optimizer.
+
+python benchmarks/first_step.py                           # GPTs of 4 and 12 layers: half an hour on two cores
+python benchmarks/first_step.py --layers 4 --only 2       # stage 2 alone
+
+Two processes start together, as ranks do. Cold: they find no compiled code; warm: they find what a first pair left.
+Counted from behind the imports and the making of the model until the first step is done, in the slower process;
+CPU seconds are those of both together with all compilers that they called. ``torch.compile`` has no collectives to
+run: each process trains a model of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import zerograph as zg
+
+RANKS = 2
+WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 256, 4, 8192, 128, 4
+PLAIN = {"fused": "torch.compile, fused AdamW", "compiled": "torch.compile, AdamW compiled"}
+OURS = {str(stage): f"zerograph {f'stage {stage}' if stage else 'off'}" for stage in range(4)}
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.backend = "inductor"
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def plain_step(model: nn.Module, fused: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    compiled = torch.compile(model)
+    update = optimizer.step if fused else torch.compile(optimizer.step)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(compiled, x, y)
+        loss.backward()
+        update()
+        return loss.detach()
+
+    return step
+
+
+def rank_main(kind: str, layers: int) -> None:
+    """One process: prints its seconds, its CPU seconds, and the loss."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Gpt(layers)
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    dist.barrier()
+    began, before = time.perf_counter(), sum(os.times()[:4])
+    step = plain_step(model, fused=kind == "fused") if kind in PLAIN else TrainStep(model, int(kind))
+    loss = float(step(x, y))
+    print("measured", time.perf_counter() - began, sum(os.times()[:4]) - before, loss, flush=True)
+    dist.barrier()
+
+
+def launch(kind: str, layers: int, cache: Path) -> tuple[float, float, float]:
+    """(seconds of the slower process, CPU seconds of both, loss)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, "--rank-of", kind, "--layers", str(layers)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    told = [process.communicate()[0] for process in ranks]
+    lines = [line.split() for text in told for line in text.splitlines() if line.startswith("measured")]
+    if len(lines) < RANKS:
+        raise SystemExit(f"a process of {kind} with {layers} layers failed")
+    seconds, cpu, losses = ([float(line[at]) for line in lines] for at in (1, 2, 3))
+    return max(seconds), sum(cpu), sum(losses) / RANKS
+
+
+def measure(kinds: dict[str, str], layers: int, console: Console) -> list[str]:
+    rows = []
+    for kind, name in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            cold = launch(kind, layers, Path(folder))
+            warm = launch(kind, layers, Path(folder))
+        rows.append(
+            f"| {layers} | {name} | {cold[0]:.1f} | {warm[0]:.1f} | {cold[1]:.1f} | {warm[1]:.1f} | {cold[2]:.5f} |"
+        )
+        console.print(rows[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--only", nargs="+", choices=[*PLAIN, *OURS], help="these alone, and nothing is saved")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        rank_main(options.rank_of, options.layers[0])
+        return
+    kinds = PLAIN | OURS
+    if options.only:
+        kinds = {kind: kinds[kind] for kind in options.only}
+    rows = [row for layers in options.layers for row in measure(kinds, layers, Console())]
+    if options.only:
+        return
+    text = (
+        "# Seconds until the first step has run, Inductor\n\n"
+        f"`python benchmarks/first_step.py`, torch {torch.__version__}, {RANKS} processes, {os.cpu_count()} cores.\n\n"
+        "| layers | step | cold | warm | CPU cold | CPU warm | first loss |\n|---|---|---|---|---|---|---|\n"
+    )
+    Path(__file__).with_name("results").joinpath("first_step.md").write_text(text + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The inductor backend: what it compiles, how often, and that nothing else changes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from torch import Tensor, fx, nn
+
+from tests.liveness import gathered_buckets, gradient_buckets, most_alive
+from tests.models import Gpt, TrainStep, adamw, batches, make, part
+from tests.passes.test_memory import _Watch
+from tests.pool import Pool
+from zerograph import _torch
+from zerograph.errors import CaptureError
+from zerograph.runtime import compile_cache, inductor
+from zerograph.runtime.pieces import Piece, cut
+from zerograph.step_graph import placeholders
+
+# A bucket for each layer.
+OPTIONS = {"bucket_size": 8192}
+
+
+def emitted(model: nn.Module, stage: int) -> fx.Graph:
+    step = TrainStep(model, adamw(model), stage, backend="eager", **OPTIONS)
+    (x, y), *_ = batches("gpt", 1)
+    step.compile(part(x), part(y))
+    return step.graph().graph
+
+
+def pieces_of(layers: int, stage: int) -> tuple[int, int]:
+    """(pieces, distinct pieces)"""
+    torch.manual_seed(0)
+    found = [one for one in cut(emitted(Gpt(False, layers=layers), stage)) if isinstance(one, Piece)]
+    return len(found), len({inductor.signature(one) for one in found})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deeper_models_have_more_pieces_but_no_other_ones(pool: Pool, stage: int) -> None:
+    few, distinct = pool.run(2, pieces_of, 4, stage)[0]
+    many, deeper = pool.run(2, pieces_of, 8, stage)[0]
+    assert many > few > distinct
+    assert deeper == distinct
+
+
+def lifetimes(stage: int) -> list[tuple[int, int]]:
+    """Most buckets alive at once, as emitted and with pieces: gathered ones, and whole gradients."""
+    step = TrainStep(model := make("gpt"), adamw(model), stage, **OPTIONS)
+    (x, y), *_ = batches("gpt", 1)
+    step.compile(part(x), part(y))
+    graph = step.graph()
+    program = cut(graph.graph)
+    functions: dict[Piece, Any] = {one: _never for one in program if isinstance(one, Piece)}
+    made = inductor.emit(graph, program, functions).graph
+    return [
+        (most_alive(spans(graph.graph), len(graph.graph.nodes)), most_alive(spans(made), len(made.nodes)))
+        for spans in (gathered_buckets, gradient_buckets)
+    ]
+
+
+def _never(*_: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("this graph is only looked at")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_bucket_lives_longer_for_a_piece(pool: Pool, stage: int) -> None:
+    for before, after in pool.run(2, lifetimes, stage)[0]:
+        assert 0 < after <= before
+
+
+def collectives_in_order(stage: int) -> tuple[list[str], list[str]]:
+    graph = emitted(make("gpt"), stage)
+    names = [node.name for node in graph.nodes if "_c10d_functional" in str(node.target)]
+    return names, [one.name for one in cut(graph) if isinstance(one, fx.Node) and one.name in names]
+
+
+def test_collectives_keep_their_order(pool: Pool) -> None:
+    for before, after in pool.run(2, collectives_in_order, 3):
+        assert after == before
+
+
+def steps_by(backend: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
+    """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
+    model = make("gpt", dtype)
+    step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)
+    data = [(part(x), part(y)) for x, y in batches("gpt", 3, dtype=dtype)]
+    losses = [step(x, y) for x, y in data[:2]]
+    with _Watch() as watch:
+        losses.append(step(*data[2]))
+    with step.full_parameters():
+        return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_are_those_of_eager(pool: Pool, stage: int) -> None:
+    losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64)[0]
+    compiled_losses, compiled_parameters, compiled_held = pool.run(2, steps_by, "inductor", stage, torch.float64)[0]
+    torch.testing.assert_close(compiled_losses, losses, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compiled_parameters, parameters, rtol=1e-12, atol=1e-12)
+    assert compiled_held <= held
+
+
+def test_single_precision_is_off_by_rounding_only(pool: Pool) -> None:
+    losses, _, _ = pool.run(2, steps_by, "eager", 2, torch.float32)[0]
+    compiled_losses, _, _ = pool.run(2, steps_by, "inductor", 2, torch.float32)[0]
+    torch.testing.assert_close(compiled_losses, losses, rtol=1e-6, atol=1e-6)
+
+
+def _as_it_is(piece: fx.GraphModule, values: Any) -> Any:
+    def run(*inputs: Tensor) -> Any:
+        return piece(*inputs)
+
+    return run
+
+
+def test_equal_layers_are_handed_to_inductor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), 2, backend="eager", **OPTIONS)
+    (x, y), *_ = batches("gpt", 1)
+    step.compile(x, y)
+    graph = step.graph()
+    found = [inductor.signature(one) for one in cut(graph.graph) if isinstance(one, Piece)]
+    compiled: list[fx.GraphModule] = []
+
+    def counting(piece: fx.GraphModule, values: Any) -> Any:
+        compiled.append(piece)
+        return _as_it_is(piece, values)
+
+    monkeypatch.setattr(_torch, "inductor", counting)
+    inductor.compile_pieces(graph)
+    assert len(compiled) == len(set(found)) < len(found)
+
+
+def test_a_piece_that_does_not_compile_names_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise NotImplementedError("no such loop")
+
+    monkeypatch.setattr(_torch, "inductor", refuses)
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, backend="inductor")
+    (x, y), *_ = batches("mlp", 1)
+    with pytest.raises(CaptureError, match=r"'inductor' could not compile.*no such loop") as caught:
+        step(x, y)
+    assert re.search(r"the forward of [\w., ]+\n.*\.py:\d+: ", str(caught.value))
+    assert "config.backend = 'eager'" in str(caught.value)
+
+
+def changes_between_reads(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    before = torch.relu(x) * 2
+    whole = x.view(-1)
+    x.mul_(y).add_(1)
+    after = torch.sigmoid(whole) + whole
+    head = whole[:2]
+    head.mul_(3).add_(1)
+    return before, after, torch.exp(x) - y, head * 2 + 1
+
+
+def test_writes_through_views_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces run as they are: what is tested is the cut."""
+    monkeypatch.setattr(_torch, "inductor", _as_it_is)
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    graph = _torch.trace(changes_between_reads, (x.clone(), y))
+    for node, value in zip(placeholders(graph.graph), (x, y), strict=True):
+        node.meta["val"] = value
+    compiled = inductor.compile_pieces(graph)
+    assert "relu" not in {str(node.target).split(".")[1] for node in compiled.graph.nodes if "aten" in str(node.target)}
+    mine, other = x.clone(), x.clone()
+    torch.testing.assert_close(compiled(mine, y), changes_between_reads(other, y))
+    torch.testing.assert_close(mine, other)
+
+
+def test_what_another_process_compiles_is_waited_for_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "cache_folder", lambda: str(tmp_path))
+    (tmp_path / "zerograph").mkdir()
+    order: list[str] = []
+    other = FileLock(tmp_path / "zerograph" / "first.lock", thread_local=False)
+    other.acquire()
+
+    def second() -> str:
+        order.append("second")
+        threading.Timer(0.2, other.release).start()
+        return "2"
+
+    def first() -> str:
+        order.append("first")
+        return "1"
+
+    assert compile_cache.share({"first": first, "second": second}) == {"first": "1", "second": "2"}
+    assert order == ["second", "first"]
+
+
+def test_a_process_that_is_stuck_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(compile_cache, "_PATIENCE", 0.1)
+    (tmp_path / "zerograph").mkdir()
+    with FileLock(tmp_path / "zerograph" / "first.lock"):
+        assert compile_cache.share({"first": lambda: "1"}) == {"first": "1"}
