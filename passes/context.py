@@ -51,6 +51,7 @@ class Context:
         inputs: SBP of each input of the batch, by its number.
         on_missing_rule: what to do about operators without a rule, as in the configuration.
         exchanges: operators that move a tensor faster than torch's collective of that kind, by kind.
+        node_by_node: the backend runs the graph as it is, rather than compiling it.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
     """
@@ -63,6 +64,7 @@ class Context:
     zero_dim: int = 0
     on_missing_rule: str = "gather"
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
+    node_by_node: bool = True
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerograph._torch import OpOverload, in_place_form
 from zerograph.passes.evaluate import evaluate, mode_of
 from zerograph.step_graph import Origin
 
@@ -34,3 +35,20 @@ def first_computed(graph: fx.Graph) -> fx.Node:
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Place of every node in execution order."""
     return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
+    """What computes ``node`` into ``source``, its first operand; None if it is not pointwise, or has another kind."""
+    target, value, old = node.target, node.meta.get("val"), source.meta.get("val")
+    if not isinstance(target, OpOverload) or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return None
+    if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
+        return None
+    return in_place_form(target)
+
+
+def occurrences(node: fx.Node, source: fx.Node) -> int:
+    """How many of the node's operands ``source`` is."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found.count(source)

@@ -16,6 +16,7 @@ from zerograph.passes.exchange import exchange
 from zerograph.passes.flatten import flatten
 from zerograph.passes.fuse import fuse
 from zerograph.passes.localize import localize
+from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
 from zerograph.passes.regather import regather
 from zerograph.passes.reinplace import reinplace
@@ -40,6 +41,7 @@ PIPELINE: tuple[Pass, ...] = (
     schedule,  # gathers start early, waits come late, gradients in few buckets
     exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong
+    overwrite,  # temporaries are written over by their only reader, where nodes run one by one
 )
 
 

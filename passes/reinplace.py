@@ -1,5 +1,4 @@
-"""reinplace: results are written where they belong: gradients into their bucket, updates into the state, and a
-temporary's only reader over it."""
+"""reinplace: gradients are written into their bucket as they are made, and updates into the state they replace."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, in_place_form, is_mutable
+from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, positions
+from zerograph.passes.edit import emit, in_place_of, occurrences, positions
 from zerograph.step_graph import origin, writes
 
 aten = torch.ops.aten
@@ -26,8 +25,6 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
     graph.eliminate_dead_code()
-    for node in graph.nodes:
-        _write_over(node)
     return module
 
 
@@ -140,7 +137,7 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
     node = new
     while node is not state:
         source = node.args[0] if node.args else None
-        if node.op != "call_function" or not isinstance(source, fx.Node) or _in_place_form(node, source) is None:
+        if node.op != "call_function" or not isinstance(source, fx.Node) or in_place_of(node, source) is None:
             return
         chain.append(node)
         node = source
@@ -150,73 +147,13 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
         assert isinstance(source, fx.Node)
         if any(order[reader] >= order[node] for reader in _readers(source) if reader not in (node, write)):
             return
-        if source in node.all_input_nodes and list(_occurrences(node)).count(source) > 1:
+        if source in node.all_input_nodes and occurrences(node, source) > 1:
             return
     for node in chain:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        node.target = _in_place_form(node, source)  # type: ignore[assignment]
+        node.target = in_place_of(node, source)  # type: ignore[assignment]
     graph.erase_node(write)
-
-
-# Makers of memory that is theirs alone; pointwise operators are others.
-_FRESH = {aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.mm.default, aten.bmm.default}
-_SCATTERS: dict[Any, OpOverload] = {aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value}
-
-
-def _write_over(node: fx.Node) -> None:
-    """An operator whose first operand nobody else reads, and which lies in memory of its own, writes over it."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or set(source.users) != {node} or list(_occurrences(node)).count(source) > 1:
-        return
-    value, old = node.meta["val"], source.meta["val"]
-    if not isinstance(value, Tensor) or (value.shape, value.stride(), value.dtype) != (
-        old.shape,
-        old.stride(),
-        old.dtype,
-    ):
-        return
-    form = _SCATTERS.get(node.target) or _in_place_form(node, source)
-    if form is not None and _is_fresh(source):
-        node.target = form
-    elif node.target in _BACKWARD and value.device.type == "cpu" and _is_fresh(source):
-        form, name = _BACKWARD[node.target]
-        node.target, node.kwargs = form, {**node.kwargs, name: source}
-        node.meta.pop("signature", None)  # of the operator without the operand more
-
-
-# Kernels that read an element, or a row, of the gradient before they write it: they may write over it. Of the largest
-# tensor of a language model, the logits, a step so holds one less.
-_BACKWARD: dict[Any, tuple[OpOverload, str]] = {
-    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
-    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
-    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
-    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
-    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
-    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
-    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
-}
-
-
-def _is_fresh(node: fx.Node) -> bool:
-    if node.target in _FRESH:
-        return True
-    if not isinstance(node.target, OpOverload) or node.target.is_view or not isinstance(node.meta["val"], Tensor):
-        return False
-    written = is_mutable(node.target)
-    if written:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and set(source.users) == {node} and _is_fresh(source)
-    return torch.Tag.pointwise in node.target.tags
-
-
-def _in_place_form(node: fx.Node, source: fx.Node) -> OpOverload | None:
-    target, value, old = node.target, node.meta.get("val"), source.meta.get("val")
-    if not isinstance(target, OpOverload) or not isinstance(value, Tensor) or not isinstance(old, Tensor):
-        return None
-    if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
-        return None
-    return in_place_form(target)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -228,10 +165,4 @@ def _readers(node: fx.Node) -> set[fx.Node]:
             found.add(user)
             if isinstance(user.target, OpOverload) and user.target.is_view:
                 stack.append(user)
-    return found
-
-
-def _occurrences(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
     return found

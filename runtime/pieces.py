@@ -38,6 +38,7 @@ _LOOPS = frozenset(
         aten.native_group_norm_backward.default,
         aten.native_layer_norm.default,
         aten.native_layer_norm_backward.default,
+        aten.scatter.src,
         aten.scatter.value,
         aten.sum.default,
         aten.sum.dim_IntList,

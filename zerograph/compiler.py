@@ -192,6 +192,7 @@ class Compiler:
             inputs=batch.sbp,
             on_missing_rule=self.config.on_missing_rule,
             exchanges=exchanges or {},
+            node_by_node=self._backend(members)[1] is backends.eager,
             zero_dim=self.config.zero_dim_on(mesh.dims),
             warn=self._warn,
         )
@@ -200,8 +201,7 @@ class Compiler:
 
     def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
         """Name of the backend, and what it made of the graph."""
-        device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
-        name, backend = backends.resolve(self.config.backend, device)
+        name, backend = self._backend(members)
         try:
             return name, backends.compile_graph(backend, graph)
         except ZeroGraphError:
@@ -211,6 +211,10 @@ class Compiler:
                 f"the backend {name!r} could not compile the step: {type(error).__name__}: {error}\n"
                 "config.backend = 'eager' runs the same graph without compiling it."
             ) from error
+
+    def _backend(self, members: Members) -> tuple[str, backends.Backend]:
+        device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
+        return backends.resolve(self.config.backend, device)
 
     def _capture(self, members: Members, batch: Batch, ranks: int, key: Hashable) -> tuple[Captured, float]:
         clip = self.config.clip_grad_norm if self.optimizers else None

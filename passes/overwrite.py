@@ -1,0 +1,75 @@
+"""overwrite: an operator writes over its operand where that is a temporary that nobody else reads.
+
+Only where nodes run one by one: a compiler decides for itself what lies where, and fuses better what it may read twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload, is_mutable
+from zerograph.passes.context import Context
+from zerograph.passes.edit import in_place_of, occurrences
+
+aten = torch.ops.aten
+
+
+def overwrite(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """A temporary's last and only reader has taken its memory, where the backend runs node by node."""
+    if context.node_by_node:
+        for node in module.graph.nodes:
+            _write_over_operand(node)
+    return module
+
+
+def _write_over_operand(node: fx.Node) -> None:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or set(source.users) != {node} or occurrences(node, source) > 1:
+        return
+    value, old = node.meta["val"], source.meta["val"]
+    if not isinstance(value, Tensor) or _kind(value) != _kind(old) or not _is_temporary(source):
+        return
+    form = _SCATTERS.get(node.target) or in_place_of(node, source)
+    if form is not None:
+        node.target = form
+    elif node.target in _BACKWARD and value.device.type == "cpu":
+        node.target, name = _BACKWARD[node.target]
+        node.kwargs = {**node.kwargs, name: source}
+        node.meta.pop("signature", None)  # of the operator without the operand more
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype
+
+
+def _is_temporary(node: fx.Node) -> bool:
+    """Whether the node's value lies in memory that the graph has taken for it, and that has one reader at a time."""
+    if node.target in _FRESH:
+        return True
+    if not isinstance(node.target, OpOverload) or not isinstance(node.meta["val"], Tensor):
+        return False
+    if node.target.is_view or is_mutable(node.target):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and set(source.users) == {node} and _is_temporary(source)
+    return torch.Tag.pointwise in node.target.tags
+
+
+# Makers of memory that is theirs alone; pointwise operators are others.
+_FRESH = {aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.mm.default, aten.bmm.default}
+
+_SCATTERS: dict[Any, OpOverload] = {aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value}
+
+# Kernels that read an element, or a row, of the gradient before they write it: they may write over it. Of the largest
+# tensor of a language model, the logits, a step so holds one less.
+_BACKWARD: dict[Any, tuple[OpOverload, str]] = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+}
