@@ -1,0 +1,165 @@
+"""Seconds from build() to the graph that a backend gets, part by part: capture, the optimizer's update, every pass.
+
+python benchmarks/compile_time.py                                      # everything, saved to results/compile_time.md
+python benchmarks/compile_time.py --only "GPT, 12 layers" --ranks 2    # one model for one number of ranks, printed
+
+Stage 3 with AdamW. Models live on the meta device: nothing has memory for a weight. No process group is made either, so
+any number of ranks can be asked for; what is measured is the work of one of them. Every line is a process of its own,
+so that none profits from what another has worked out before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import platform
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from step_time import Gpt, loss_of
+from torch import Tensor, nn
+
+import zerograph as zg
+from zerograph.mesh import line
+
+RESULTS = Path(__file__).parent / "results" / "compile_time.md"
+
+
+class GptStep(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        self.config.enable_zero(True, stage=3)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+class LlamaStep(GptStep):
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, labels=y, use_cache=False).loss
+        loss.backward()
+        return loss
+
+
+def gpt(layers: int) -> tuple[GptStep, Tensor]:
+    return GptStep(Gpt(512, layers, 256)), torch.zeros(2, 256, dtype=torch.int64)
+
+
+def llama() -> tuple[GptStep, Tensor]:
+    """Llama-3-8B as Meta published it."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import: only for those who use it
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
+    return LlamaStep(LlamaForCausalLM(config)), torch.zeros(1, 8192, dtype=torch.int64)
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[GptStep, Tensor]], tuple[int, ...]]] = {
+    "GPT, 6 layers": (lambda: gpt(6), (2,)),
+    "GPT, 12 layers": (lambda: gpt(12), (2,)),
+    "GPT, 24 layers": (lambda: gpt(24), (2,)),
+    "GPT, 48 layers": (lambda: gpt(48), (2, 64, 1024)),
+    "Llama-3-8B": (llama, (2, 64, 1024)),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model for one number of ranks; ``seconds`` by part, ``memory`` the bytes that the process grew by."""
+
+    model: str
+    ranks: int
+    parameters: int
+    seconds: dict[str, float]
+    cpu: float
+    nodes: int
+    memory: int
+
+
+def measure(model: str, ranks: int) -> Measured:
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        step, tokens = MODELS[model][0]()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
+    prepared = step.prepare(line(ranks, 0, "ranks"), tokens, tokens)
+    cpu = time.process_time() - cpu
+    seconds = {record.name: record.seconds for record in prepared.passes}
+    seconds = {"capture": seconds.pop("capture"), "update": prepared.update_seconds, **seconds}
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    parameters = sum(p.numel() for p in step.model.parameters())
+    return Measured(model, ranks, parameters, seconds, cpu, prepared.passes[-1].nodes, memory)
+
+
+def in_a_process(model: str, ranks: int) -> Measured:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, (model, ranks))
+
+
+def rows(found: list[Measured]) -> list[list[str]]:
+    parts = list(found[0].seconds)
+    lines = [["model", "ranks", "parameters", *parts, "total", "CPU", "nodes", "memory"]]
+    for one in found:
+        seconds = [one.seconds[part] for part in parts]
+        shown = [f"{value:.2f}" for value in (*seconds, sum(seconds), one.cpu)]
+        sizes = f"{one.parameters / 1e6:,.0f} M", f"{one.memory / 2**20:,.0f} MiB"
+        lines.append([one.model, str(one.ranks), sizes[0], *shown, str(one.nodes), sizes[1]])
+    return lines
+
+
+def markdown(lines: list[list[str]]) -> str:
+    head, *body = lines
+    about = (
+        "# Seconds before the backend\n\n"
+        "`python benchmarks/compile_time.py`: stage 3, AdamW, models on the meta device, one process for each line; "
+        "`total` and the parts\nare seconds on the clock, `CPU` is the process's own. `memory` is by how much the "
+        "process grew while it prepared the step.\n\n"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}.\n\n"
+    )
+    table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return about + "\n".join([*table, *("| " + " | ".join(line) + " |" for line in body)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(MODELS))
+    parser.add_argument("--ranks", type=int)
+    options = parser.parse_args()
+    wanted = [
+        (model, ranks)
+        for model, (_, counts) in MODELS.items()
+        for ranks in ((options.ranks,) if options.ranks else counts)
+        if options.only in (None, model)
+    ]
+    lines = rows([in_a_process(*one) for one in wanted])
+    table = Table(*lines[0])
+    for one in lines[1:]:
+        table.add_row(*one)
+    Console(width=180).print(table)
+    if options.only is None and options.ranks is None:
+        RESULTS.write_text(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()

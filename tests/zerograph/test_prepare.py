@@ -1,0 +1,134 @@
+"""Everything before the backend: without a process group, without weights, in work that grows with the layers only."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerograph as zg
+from zerograph.compiler import Prepared
+from zerograph.mesh import Mesh, line
+from zerograph.update import trace_update
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, layers: int, device: str = "meta", optimizer: Any = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = nn.Sequential(*(Block(64) for _ in range(layers)))
+        self.add_optimizer(optimizer(self.model.parameters(), lr=1e-3))
+        self.config.enable_zero(True, stage=3, shard_min_size=1)
+        self.config.bucket_size = 2**16
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def prepared(layers: int, mesh: Mesh) -> Prepared:
+    return Step(layers).prepare(mesh, torch.empty(4, 64, device="meta"))
+
+
+def calls_for(layers: int) -> int:
+    profile = cProfile.Profile()
+    profile.enable()
+    prepared(layers, line(2, 0, "ranks"))
+    profile.disable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_work_is_linear_in_layers() -> None:
+    prepared(1, line(2, 0, "ranks"))  # what only the first step of a process does: imports, tables
+    few, more, many = (calls_for(layers) for layers in (4, 8, 16))
+    assert many - more < 1.25 * 2 * (more - few)
+
+
+def test_the_emitted_graph_is_as_large_for_any_number_of_ranks() -> None:
+    sizes = []
+    for ranks in (2, 64, 1024):
+        graph = prepared(3, line(ranks, 0, "ranks")).graph.graph
+        # More ranks may pad a bucket that two need not pad: one slice of it, filled with zeros.
+        padded = len(graph.find_nodes(op="call_function", target=torch.ops.aten.zero_.default))
+        sizes.append(len(graph.nodes) - 2 * padded)
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_a_step_can_be_prepared_without_a_process_group_and_without_weights() -> None:
+    step = Step(2)
+    found = step.prepare(line(1024, 7, "ranks"), torch.empty(4, 64, device="meta"))
+    assert not dist.is_initialized()
+    assert all(parameter.is_meta for parameter in step.model.parameters())
+    assert found.captured.graph.graph.find_nodes(op="placeholder")[-1].meta["val"].shape == (4 * 1024, 64)
+    assert all(bucket.device == torch.device("cpu") for bucket in found.context.buckets)
+
+
+def test_what_is_prepared_is_what_runs() -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    step = Step(2, device="cpu")
+    mine = step.prepare(line(1, 0, "ranks"), x)
+    step(x)
+    assert [str(node.target) for node in mine.graph.graph.nodes] == [
+        str(node.target) for node in step.graph().graph.nodes
+    ]
+
+
+class BySize(torch.optim.SGD):
+    """Its update is elementwise, and another one for another size."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.5 / parameter.shape[0])
+
+
+class Scaled(torch.optim.SGD):
+    """Its update is elementwise, and the same for all sizes."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.5)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, Scaled])
+def test_an_optimizer_that_asks_for_no_size_has_one_program_for_all(optimizer: Any) -> None:
+    made = optimizer([nn.Parameter(torch.zeros(2))], lr=0.1)
+    shapes = [torch.Size(shape) for shape in ((), (1,), (5,), (4, 3), (2, 3, 4))]
+    programs = [trace_update(made, made.param_groups[0], shape, torch.float32, "cpu") for shape in shapes]
+    assert all(program.any_shape for program in programs)
+    assert len({program.key for program in programs}) == 1
+
+
+def test_an_update_that_depends_on_a_size_is_traced_for_each() -> None:
+    made = BySize([nn.Parameter(torch.zeros(2))], lr=0.1)
+    program = trace_update(made, made.param_groups[0], torch.Size((4, 3)), torch.float32, "cpu")
+    assert program.mixes is None
+    assert not program.any_shape
+
+
+def test_an_update_that_depends_on_a_size_gets_each_size_right() -> None:
+    step, plain = Step(1, "cpu", BySize), Step(1, "cpu", BySize)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    step(x)
+    plain.model(x).square().mean().backward()
+    BySize(plain.model.parameters(), lr=0.1).step()
+    with step.full_parameters():
+        for one, other in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
