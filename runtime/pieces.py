@@ -71,6 +71,8 @@ _FLAT_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_v
 # A wait hands on the memory of its collective; torch's schema does not say so.
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+# A piece of which no value has as many elements is done in the time of the call, on CPU: no reason to compile it.
+SMALLEST = 4096
 # Beyond it a kernel grows, and so does what must stay alive until the piece runs.
 _LARGEST = 64
 
@@ -190,6 +192,13 @@ def _loops(node: fx.Node) -> int:
     return int(_is_loop(node) and node.target is not aten.copy_.default)
 
 
+def _is_large(node: fx.Node) -> bool:
+    values = [one.meta["val"] for one in (node, *node.all_input_nodes)]
+    return any(
+        isinstance(value, Tensor) and (value.numel() >= SMALLEST or value.device.type != "cpu") for value in values
+    )
+
+
 def _on_tensors(node: fx.Node) -> bool:
     """Whether the node and all that it reads are tensors: pieces take and give nothing else."""
     if node.op != "call_function" or not _tensors(node):
@@ -294,7 +303,7 @@ class _Growing:
 
     def finished(self) -> list[fx.Node | Piece]:
         """One piece, or the nodes as they are where there is nothing to fuse."""
-        if sum(map(_loops, self.nodes)) < 2:
+        if sum(map(_loops, self.nodes)) < 2 or not any(map(_is_large, self.nodes)):
             return list(self.nodes)
         nodes = list(self.nodes)
         inputs = dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in self.nodes)

@@ -6,6 +6,7 @@ import re
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +19,20 @@ from tests.passes.test_memory import _Watch
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.runtime import compile_cache, inductor
+from zerograph.runtime import compile_cache, inductor, pieces
 from zerograph.runtime.pieces import Piece, cut
 from zerograph.step_graph import placeholders
 
 # A bucket for each layer.
 OPTIONS = {"bucket_size": 8192}
+
+
+every_size = patch.object(pieces, "SMALLEST", 0)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SMALLEST", 0)
 
 
 def emitted(model: nn.Module, stage: int) -> fx.Graph:
@@ -33,6 +42,7 @@ def emitted(model: nn.Module, stage: int) -> fx.Graph:
     return step.graph().graph
 
 
+@every_size
 def pieces_of(layers: int, stage: int) -> tuple[int, int]:
     """(pieces, distinct pieces)"""
     torch.manual_seed(0)
@@ -40,7 +50,7 @@ def pieces_of(layers: int, stage: int) -> tuple[int, int]:
     return len(found), len({inductor.signature(one) for one in found})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_deeper_models_have_more_pieces_but_no_other_ones(pool: Pool, stage: int) -> None:
     few, distinct = pool.run(2, pieces_of, 4, stage)[0]
     many, deeper = pool.run(2, pieces_of, 8, stage)[0]
@@ -48,6 +58,7 @@ def test_deeper_models_have_more_pieces_but_no_other_ones(pool: Pool, stage: int
     assert deeper == distinct
 
 
+@every_size
 def lifetimes(stage: int) -> list[tuple[int, int]]:
     """Most buckets alive at once, as emitted and with pieces: gathered ones, and whole gradients."""
     step = TrainStep(model := make("gpt"), adamw(model), stage, **OPTIONS)
@@ -73,6 +84,7 @@ def test_no_bucket_lives_longer_for_a_piece(pool: Pool, stage: int) -> None:
         assert 0 < after <= before
 
 
+@every_size
 def collectives_in_order(stage: int) -> tuple[list[str], list[str]]:
     graph = emitted(make("gpt"), stage)
     names = [node.name for node in graph.nodes if "_c10d_functional" in str(node.target)]
@@ -84,6 +96,7 @@ def test_collectives_keep_their_order(pool: Pool) -> None:
         assert after == before
 
 
+@every_size
 def steps_by(backend: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
     model = make("gpt", dtype)
@@ -192,6 +205,18 @@ def test_what_another_process_compiles_is_waited_for_last(tmp_path: Path, monkey
 
     assert compile_cache.share({"first": first, "second": second}) == {"first": "1", "second": "2"}
     assert order == ["second", "first"]
+
+
+def test_what_is_small_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: Tensor) -> Tensor:
+        return torch.relu(x) * 2
+
+    monkeypatch.setattr(pieces, "SMALLEST", 16)
+    for size, compiled in ((15, 0), (16, 1)):
+        graph = _torch.trace(double, (torch.ones(size),))
+        (x,) = placeholders(graph.graph)
+        x.meta["val"] = torch.ones(size)
+        assert sum(isinstance(one, Piece) for one in cut(graph.graph)) == compiled
 
 
 def test_a_process_that_is_stuck_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
