@@ -15,7 +15,7 @@ def build(task: Task, static: bool = False, compiled: bool = False) -> Trainer:
     model = DistributedDataParallel(
         task.model(), broadcast_buffers=False, gradient_as_bucket_view=static, static_graph=static
     )
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), task.lr)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return task.loss(model, x, y)

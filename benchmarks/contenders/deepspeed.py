@@ -32,7 +32,7 @@ def build(task: Task, stage: int) -> Trainer:
         "steps_per_print": 1 << 30,
     }
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=config, dist_init_required=False
+        model=model, optimizer=adamw(model.parameters(), task.lr), config=config, dist_init_required=False
     )
 
     def step(x: Tensor, y: Tensor) -> Tensor:

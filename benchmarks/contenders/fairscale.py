@@ -13,7 +13,7 @@ from benchmarks.contenders.training import OPTIONS, Trainer, loop
 
 def build(task: Task) -> Trainer:
     model = task.model()
-    optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, **OPTIONS)
+    optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=task.lr, **OPTIONS)
     sharded = ShardedDataParallel(model, optimizer, sync_models_at_startup=True, broadcast_buffers=False)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:

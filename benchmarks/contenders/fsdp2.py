@@ -20,7 +20,7 @@ def build(task: Task, reshard: bool, compiled: bool = False) -> Trainer:
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), task.lr)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return task.loss(model, x, y)

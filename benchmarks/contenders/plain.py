@@ -11,7 +11,7 @@ from benchmarks.contenders.training import Trainer, adamw, loop
 
 def build(task: Task, compile_model: bool, compile_optimizer: bool) -> Trainer:
     model = task.model()
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), task.lr)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         return task.loss(model, x, y)

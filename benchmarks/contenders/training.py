@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Step = Callable[[Tensor, Tensor], Tensor]
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "fused": True}
+OPTIONS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "fused": True}
 
 
 def _none() -> int:
@@ -30,8 +30,8 @@ class Trainer:
     hidden_bytes: Callable[[], int] = _none
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, **OPTIONS)
+def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, **OPTIONS)
 
 
 def loop(loss_of: Step, update: Callable[[], object], clear: Callable[[], object]) -> Step:

@@ -16,7 +16,7 @@ def build(task: Task) -> Trainer:
         task.model(), broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
     )
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIONS
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, **OPTIONS
     )
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ class TrainStep(zg.ZeroGraph):
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.task, self.model = task, model
-        self.add_optimizer(adamw(model.parameters()))
+        self.add_optimizer(adamw(model.parameters(), task.lr))
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.task.loss(self.model, x, y)
