@@ -55,7 +55,8 @@ class _Flight:
     """An asynchronous collective from its start to its wait.
 
     Attributes:
-        begins, ends: positions of start and wait; a node that is moved goes before the one at that position.
+        begins, ends: the first position at which it holds memory, and the first at which it no longer does: start and
+            wait go before the nodes that are there.
         holds: bytes that a flight of that length costs: of a gather its result, of a reduction its input.
         bucket: the bucket that it gathers; None for other collectives.
         until: position at which what it gathered is read last.
@@ -90,13 +91,13 @@ class _Plan:
     def shrink(self) -> None:
         """Where too much is held, nothing is in flight that need not be."""
         for one in self.others:
-            # Held at its wait too, which can come right behind the start.
-            over = self._over(one.begins + 1, one.ends + 1, 0)
+            over = self._over(one.begins + 1, one.ends, 0)
             if len(over):
-                self.held[one.begins + 1 + int(over[0]) : one.ends + 1] -= one.holds
-                one.ends = one.begins + 1 + int(over[0])
+                early = one.begins + 1 + int(over[0])
+                self.held[early : one.ends] -= one.holds
+                one.ends = early
         for one in self.gathers:
-            over = self._over(one.begins, one.ends, 0)
+            over = self._over(one.begins, self.position[one.wait], 0)
             if len(over):
                 late = one.begins + int(over[-1]) + 1
                 self.held[one.begins : late] -= one.holds
@@ -116,21 +117,18 @@ class _Plan:
         """Reductions are waited for when their result is read, or before there is no room for them."""
         for one in self.others:
             read = min((self.position[user] for user in one.wait.users), default=one.ends)
-            over = self._over(one.ends + 1, read, one.holds)
-            late = one.ends + 1 + int(over[0]) if len(over) else read
+            over = self._over(one.ends, read, one.holds)
+            late = one.ends + int(over[0]) if len(over) else read
             if late > one.ends:
-                self.held[one.ends + 1 : late] += one.holds
+                self.held[one.ends : late] += one.holds
                 one.ends = late
 
     def gather_earlier(self) -> None:
         """Gathers start behind the wait of an earlier one, or as soon as there is room."""
         for index in range(_GATHERS_AHEAD, len(self.gathers)):
             one = self.gathers[index]
-            behind = [
-                self.gathers[index - _GATHERS_AHEAD].ends,
-                *map(self.position.__getitem__, one.start.all_input_nodes),
-            ]
-            early = max(behind) + 1
+            earlier = self.gathers[index - _GATHERS_AHEAD].wait
+            early = max(self.position[node] for node in (earlier, *one.start.all_input_nodes)) + 1
             over = self._over(early, one.begins, one.holds)
             if len(over):
                 early += int(over[-1]) + 1
@@ -141,7 +139,7 @@ class _Plan:
     def apply(self, graph: fx.Graph) -> None:
         """Change the graph as planned."""
         gone = {node for _, two in self.kept for node in (two.start, two.wait)}
-        moves = [(one.ends, 0, one.wait) for one in self.others if one.ends != self.position[one.wait]]
+        moves = [(one.ends, 0, one.wait) for one in self.others if one.ends != self.position[one.wait] + 1]
         moves += [(one.begins, 1, one.start) for one in self.gathers if one.begins != self.position[one.start]]
         moving = {node for _, _, node in moves}
         # What frees memory goes before what takes it.
@@ -163,9 +161,9 @@ class _Plan:
         made = found.of[start][0]
         assert made is not None
         if isinstance(boxing, Boxing) and made.kind == "gathered":
-            return _Flight(start, wait, begins, ends, made.bytes, boxing.tensor, made.dies)
+            return _Flight(start, wait, begins, ends + 1, made.bytes, boxing.tensor, made.dies)
         held = {one for given in start.all_input_nodes for one in found.of[given] if _held_by(one, begins, ends)}
-        return _Flight(start, wait, begins, ends, sum(one.bytes for one in held if one), None, ends)
+        return _Flight(start, wait, begins, ends + 1, sum(one.bytes for one in held if one), None, ends)
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:
