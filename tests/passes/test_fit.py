@@ -113,10 +113,12 @@ def test_no_more_is_held_than_the_budget(pool: Pool) -> None:
         assert seen.predicted == pytest.approx(seen.live, rel=0.1)
 
 
-def test_the_least_budget_gives_stage3s_traffic_and_stage2s_memory_gives_stage2s(pool: Pool) -> None:
+def test_the_least_budget_gives_about_stage3s_traffic_and_stage2s_memory_gives_stage2s(pool: Pool) -> None:
     found = reported(pool)
     sent = [seen.sent for seen in found.under.values()]
-    assert sent[0] == found.free[3].sent
+    two, three = found.free[2].sent, found.free[3].sent
+    # A bucket that nothing is held for at the peak may live on even then.
+    assert two + 0.9 * (three - two) <= sent[0] <= three
     assert sent[FRACTIONS.index(1.0)] == sent[-1] == found.free[2].sent
 
 
@@ -124,7 +126,7 @@ def test_more_memory_means_no_more_traffic(pool: Pool) -> None:
     found = reported(pool)
     sent = [seen.sent for seen in found.under.values()]
     assert sent == sorted(sent, reverse=True)
-    assert found.free[2].sent < sent[FRACTIONS.index(0.5)] < found.free[3].sent
+    assert found.free[2].sent < sent[FRACTIONS.index(0.5)] < sent[0]
 
 
 def test_stage3_can_do_with_less_than_it_takes_without_a_budget(pool: Pool) -> None:
