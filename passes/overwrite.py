@@ -30,7 +30,9 @@ def _write_over_operand(node: fx.Node) -> None:
     if not isinstance(source, fx.Node) or set(source.users) != {node} or occurrences(node, source) > 1:
         return
     value, old = node.meta["val"], source.meta["val"]
-    if not isinstance(value, Tensor) or _kind(value) != _kind(old) or not _is_temporary(source):
+    if not isinstance(value, Tensor) or not isinstance(old, Tensor) or _kind(value) != _kind(old):
+        return
+    if not _is_temporary(source):
         return
     form = _SCATTERS.get(node.target) or in_place_of(node, source)
     if form is not None:
