@@ -52,6 +52,7 @@ class Context:
         on_missing_rule: what to do about operators without a rule, as in the configuration.
         exchanges: operators that move a tensor faster than torch's collective of that kind, by kind.
         node_by_node: the backend runs the graph as it is, rather than compiling it.
+        memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
     """
@@ -65,6 +66,7 @@ class Context:
     on_missing_rule: str = "gather"
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
     node_by_node: bool = True
+    memory_budget: int | None = None
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 

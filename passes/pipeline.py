@@ -13,6 +13,7 @@ from zerograph import _torch
 from zerograph.passes.box import box
 from zerograph.passes.context import Context
 from zerograph.passes.exchange import exchange
+from zerograph.passes.fit import fit
 from zerograph.passes.flatten import flatten
 from zerograph.passes.fuse import fuse
 from zerograph.passes.localize import localize
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong
     overwrite,  # temporaries are written over by their only reader, where nodes run one by one
+    fit,  # a memory budget is kept, and used to spare and hide collectives
 )
 
 

@@ -194,6 +194,7 @@ class Compiler:
             exchanges=exchanges or {},
             node_by_node=self._backend(members)[1] is backends.eager,
             zero_dim=self.config.zero_dim_on(mesh.dims),
+            memory_budget=self.config.memory_bytes,
             warn=self._warn,
         )
         passes = run_pipeline(captured.graph, context, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -36,6 +37,11 @@ class Config:
             nothing for it; running statistics then take the mean over the ranks of theirs.
         seed: what all random numbers of the graph follow from, together with the number of the step, and so
             reproducibly. Default None: ``torch.initial_seed()`` of rank 0 when the graph is first compiled.
+        memory_budget: the most memory that a rank may hold during a step, in bytes or as ``"40GiB"``, parameters and
+            optimizer state at rest included: the predicted peak of ``step.memory`` stays below. At stage 3 it decides
+            how many gathered buckets live from forward into backward, which spares gathering them again: from none, 3
+            Psi of traffic, to all, stage 2's 2 Psi; at all stages, how many collectives are in flight at once. A step
+            that cannot do with it is an error when it is compiled. Default None: as little as the stage promises.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -53,6 +59,7 @@ class Config:
     backend: str | Callable[..., Any] = "auto"
     batch_norm: str = "global"
     seed: int | None = None
+    memory_budget: int | str | None = None
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -83,6 +90,11 @@ class Config:
     def policy(self) -> ZeroPolicy:
         """What the mode and stage decide."""
         return policy(self.mode, self.stage)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory_budget`` in bytes."""
+        return None if self.memory_budget is None else _bytes(self.memory_budget)
 
     def batch_on(self, mesh_dims: int) -> NdSbp:
         """SBP of plain input tensors on a mesh of so many dimensions.
@@ -148,6 +160,24 @@ def _batch_norm(value: Any) -> str:
     return "" if value in ("global", "local") else "unknown batch norm; choose 'global' or 'local'"
 
 
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    unit: 2**power for unit, power in (("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40))
+}
+
+
+def _bytes(size: int | str) -> int | None:
+    """Of ``"40GiB"``; None for what is no size."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size if size > 0 else None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
+    return int(float(found[1]) * _UNITS[found[2] or ""]) or None if found else None
+
+
+def _memory_budget(value: Any) -> str:
+    good = value is None or _bytes(value) is not None
+    return "" if good else "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit"
+
+
 def _seed(value: Any) -> str:
     good = value is None or (isinstance(value, int) and not isinstance(value, bool))
     return "" if good else "give a whole number, or None for that of torch.manual_seed()"
@@ -185,6 +215,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "on_missing_rule": _on_missing_rule,
     "backend": _backend,
     "batch_norm": _batch_norm,
+    "memory_budget": _memory_budget,
     "seed": _seed,
     "timeout": _timeout,
     "placement": _placement,

@@ -15,6 +15,10 @@ class CaptureError(ZeroGraphError):
     """``build()`` or an optimizer does something that cannot be one graph for all values."""
 
 
+class MemoryBudgetError(ZeroGraphError):
+    """A step needs more memory than ``config.memory_budget`` allows, however its collectives are scheduled."""
+
+
 class InputError(ZeroGraphError):
     """What was given to a graph is not what it takes."""
 

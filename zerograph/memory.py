@@ -71,12 +71,18 @@ class Memory:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one node takes and several may share: alive from position ``born`` to ``dies``, both included."""
+    """Memory that one node takes and several may share.
+
+    Attributes:
+        born, dies: the first and last position at which it is alive.
+        read: the last at which a node reads it; behind that only a collective in flight holds it.
+    """
 
     bytes: int
     kind: MemoryKind
     born: int
     dies: int
+    read: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +167,9 @@ class _Walk:
             _hold(self.of[given], position)
         if node.target is WAIT and not _reads_a_copy(inputs[0]):
             for given in inputs[0].all_input_nodes:
-                _hold(self.of[given], position)
+                for one in self.of[given]:
+                    if one is not None:
+                        one.dies = max(one.dies, position)
         if node.op in ("placeholder", "get_attr"):
             found = role(node)
             kind: MemoryKind = "buffers" if found is None else _AT_REST[found.kind]
@@ -181,7 +189,7 @@ class _Walk:
     def end(self, last: int) -> None:
         """What the caller holds, or is given, outlives the graph."""
         for one in self._forever:
-            one.dies = last
+            one.dies = one.read = last
 
     def _computed(self, position: int, node: fx.Node) -> list[Storage | None]:
         if node.target is operator.getitem:
@@ -204,7 +212,7 @@ class _Walk:
     def _new(self, position: int, kind: MemoryKind, value: Any) -> Storage | None:
         if not isinstance(value, Tensor):
             return None
-        self.storages.append(Storage(_allocated(value), kind, position, position))
+        self.storages.append(Storage(_allocated(value), kind, position, position, position))
         return self.storages[-1]
 
     def _kind(self, node: fx.Node) -> MemoryKind:
@@ -215,7 +223,9 @@ class _Walk:
         if phase == "backward" and any(isinstance(one, PartialSum) for one in node.meta.get("sbp", ())):
             return "gradients"
         first = next((one for given in node.all_input_nodes[:1] for one in self.of[given][:1]), None)
-        if isinstance(found, Boxing) and first is not None and first.kind == "parameters":
+        # From a bucket, or from its shard in the compute dtype.
+        from_bucket = first is not None and first.kind in ("parameters", "gathered")
+        if from_bucket and (isinstance(found, Boxing) or node.target in _COPIES):
             return "gathered"
         return "update" if phase == "update" else "activations"
 
@@ -231,6 +241,7 @@ def _hold(storages: Iterable[Storage | None], position: int) -> None:
     for one in storages:
         if one is not None:
             one.dies = max(one.dies, position)
+            one.read = max(one.read, position)
 
 
 def _values(node: fx.Node) -> Sequence[Any]:
@@ -264,6 +275,8 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
         return ()
     return [given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)]
 
+
+_COPIES = {aten._to_copy.default, aten.clone.default}
 
 # What their schemas do not say.
 _SHARES_UNDECLARED = {aten._unsafe_view.default, WAIT}

@@ -376,6 +376,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
         "exchange",
         "reinplace",
         "overwrite",
+        "fit",
     ]
     assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])
     assert seen["sbp"]
