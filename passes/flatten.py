@@ -43,8 +43,9 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         update = _dealt_update if gradient.bucket.dealt else _update
         update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
     drop_unread_edits(graph)
+    named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
     for bucket in context.buckets:
-        _view_parameters(graph, bucket, flat[bucket.name])
+        _view_parameters(graph, bucket, flat[bucket.name], named)
     graph.eliminate_dead_code()
     return module
 
@@ -69,14 +70,12 @@ def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dt
     return node
 
 
-def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> None:
-    named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
-    order = positions(graph)
+def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapping[str, fx.Node]) -> None:
     parameters = {slot: named[slot.name] for slot in bucket.slots if slot.name in named}
     # Just before its first use, so that a gathered bucket lives no longer than needed.
-    first = {slot: min(node.users, key=order.__getitem__) for slot, node in parameters.items() if node.users}
+    first = {slot: min(node.users) for slot, node in parameters.items() if node.users}
     if first:
-        whole = _whole(graph, bucket, flat, min(first.values(), key=order.__getitem__))
+        whole = _whole(graph, bucket, flat, min(first.values()))
         for slot, user in first.items():
             with graph.inserting_before(user):
                 dim = 0 if bucket.rows is None else 1
@@ -129,9 +128,8 @@ def _flat_gradient(
     ready = [one.raw for one in own]
     if not context.policy.reduce_early:
         # A norm needs the reduced gradient before backward may have ended for others.
-        norms = positions(graph)
-        first = min((norms[norm] for one in own for norm in one.norms), default=len(norms))
-        ready += [one.raw for one in edited.values() if norms[one.raw] < first]
+        first = min((norm for one in own for norm in one.norms), default=graph.output_node())
+        ready += [one.raw for one in edited.values() if one.raw < first]
     raw = {slot.name: one.raw for slot, one in zip(bucket.slots, own, strict=True)}
     return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, raw, ready), own)
 
@@ -140,8 +138,7 @@ def _bucket_gradient(
     graph: fx.Graph, bucket: Bucket, gradients: Mapping[str, fx.Node], ready: Sequence[fx.Node]
 ) -> fx.Node:
     """The gradients as the bucket lays its parameters, reduced to its own SBP, right behind the last of ``ready``."""
-    order = positions(graph)
-    last = max(ready, key=order.__getitem__)
+    last = max(ready)
     backward = replace(origin(last), phase="backward")
     # What is dealt out is reduced to its owners, whether or not all ranks keep the parameters.
     target = bucket.split_sbp if bucket.dealt else bucket.sbp

@@ -9,6 +9,7 @@ a weight tied between the first and the last layer, between those two, which kee
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 import torch
@@ -32,9 +33,9 @@ def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     gathers = bucket_gathers(graph)
     order = positions(graph)
     uses = {gather: sorted(_uses(gather), key=order.__getitem__) for gather in gathers}
+    used = sorted(order[use] for gather in gathers for use in uses[gather])
     for gather in gathers:
-        others = [order[use] for other in gathers if other is not gather for use in uses[other]]
-        later = _after_widest_gap(uses[gather], order, others)
+        later = _after_widest_gap(uses[gather], order, used)
         if later:
             _derive_again(graph, gather, later)
     graph.eliminate_dead_code()
@@ -72,13 +73,16 @@ def _is_form(node: fx.Node) -> bool:
 _COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
 
 
-def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], others: list[int]) -> list[fx.Node]:
-    """The uses behind the widest gap, measured in uses of other buckets, then in nodes."""
+def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list[int]) -> list[fx.Node]:
+    """The uses behind the widest gap, measured in uses of other buckets, then in nodes.
+
+    ``used`` are the places of all buckets' uses, ascending; between two uses in a row lie those of others only.
+    """
     best, behind = (0, 0), 0
     for index, (before, after) in enumerate(itertools.pairwise(uses)):
         left, right = order[before], order[after]
         crosses = origin(before).phase == "forward" and origin(after).phase == "backward"
-        between = sum(left < other < right for other in others)
+        between = bisect_left(used, right) - bisect_right(used, left)
         if (crosses or between) and (between, right - left) > best:
             best, behind = (between, right - left), index + 1
     return uses[behind:] if behind else []

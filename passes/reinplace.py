@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, in_place_of, occurrences, positions
+from zerograph.passes.edit import emit, in_place_of, occurrences
 from zerograph.step_graph import origin, writes
 
 aten = torch.ops.aten
@@ -39,8 +39,7 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     # One that had to change its SBP first comes flat from a collective.
     gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
     makers = [_maker(gradient) for gradient in gradients]
-    order = positions(graph)
-    first = min((maker or gradient for maker, gradient in zip(makers, gradients, strict=True)), key=order.__getitem__)
+    first = min(maker or gradient for maker, gradient in zip(makers, gradients, strict=True))
     bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
     bucket.update_kwarg("dtype", joined.meta["val"].dtype)
     bucket.update_kwarg("device", joined.meta["val"].device)
@@ -141,11 +140,10 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
             return
         chain.append(node)
         node = source
-    order = positions(graph)
     for node in chain:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if any(order[reader] >= order[node] for reader in _readers(source) if reader not in (node, write)):
+        if any(reader >= node for reader in _readers(source) if reader not in (node, write)):
             return
         if source in node.all_input_nodes and occurrences(node, source) > 1:
             return

@@ -101,8 +101,7 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 
 def _first_user(node: fx.Node) -> fx.Node:
-    order = positions(node.graph)
-    return min(node.users, key=order.__getitem__)
+    return min(node.users)
 
 
 def _move_before(node: fx.Node, place: fx.Node) -> None:
@@ -112,8 +111,7 @@ def _move_before(node: fx.Node, place: fx.Node) -> None:
 
 def _move_behind(node: fx.Node, inputs: list[fx.Node]) -> None:
     """As early as the inputs allow, but behind all placeholders."""
-    order = positions(node.graph)
-    last = max(inputs, key=order.__getitem__)
+    last = max(inputs)
     if last.op == "placeholder":
         last = placeholders(node.graph)[-1]
     if last.next is not node:
