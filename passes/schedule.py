@@ -20,7 +20,7 @@ _GRADIENT_BUCKETS = 2
 
 
 def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """A bucket's gather starts while the one before it computes; gradients in at most two buckets are whole."""
+    """Gathers start before their bucket's turn, reductions as soon as they can; few gradient buckets are whole."""
     graph = module.graph
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         if wait.users:
@@ -28,7 +28,8 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for start in _starts(graph):
         if not _reads_bucket(start):
             _move_behind(start, start.all_input_nodes)
-    _prefetch_gathers(graph)
+    _advance_what_the_batch_tells(graph)
+    _prefetch_gathers(graph, one_by_one=context.policy.regather)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
     return module
@@ -43,8 +44,46 @@ def _reads_bucket(start: fx.Node) -> bool:
     return found is not None and found.kind == "bucket"
 
 
-def _prefetch_gathers(graph: fx.Graph) -> None:
-    """Each gather starts when the one before it has arrived: at any time one is in use and one on the wire."""
+def _advance_what_the_batch_tells(graph: fx.Graph) -> None:
+    """Scalars that follow from the batch alone (a count of valid tokens) travel from the step's beginning on.
+
+    Computed where the model reads them, they would let each rank wait for the slowest in the middle of the step.
+    """
+    order = positions(graph)
+    place = placeholders(graph)[-1]
+    for start in _starts(graph):
+        if start.meta["val"].dim():
+            continue
+        cone = sorted(_ancestors(start), key=order.__getitem__)
+        if all(_follows_from_batch(node) for node in cone):
+            for node in [*(one for one in cone if one.op != "placeholder"), start]:
+                if place.next is not node:
+                    place.append(node)
+                place = node
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
+        found.update(fresh)
+        stack += fresh
+    return found
+
+
+def _follows_from_batch(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        found = role(node)
+        return found is not None and found.kind == "input"
+    return node.op == "call_function" and "boxing" not in node.meta and node.target is not WAIT
+
+
+def _prefetch_gathers(graph: fx.Graph, *, one_by_one: bool) -> None:
+    """All gathers are on the wire from the beginning, in order: what they hold is held at the step's peak anyway.
+
+    ``one_by_one``: it is not, so each starts when the one before it has arrived, one in use and one on the wire.
+    """
     order = positions(graph)
     gathers = sorted((start for start in _starts(graph) if _reads_bucket(start)), key=order.__getitem__)
     previous: fx.Node | None = None
@@ -52,7 +91,7 @@ def _prefetch_gathers(graph: fx.Graph) -> None:
         if previous is None:
             _move_before(start, next(node for node in graph.nodes if node.op != "placeholder"))
         else:
-            _wait_of(previous).append(start)
+            (_wait_of(previous) if one_by_one else previous).append(start)
         previous = start
 
 
