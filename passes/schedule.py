@@ -51,15 +51,19 @@ def _advance_what_the_batch_tells(graph: fx.Graph) -> None:
     """
     order = positions(graph)
     place = placeholders(graph)[-1]
+    moved: set[fx.Node] = set()
     for start in _starts(graph):
         if start.meta["val"].dim():
             continue
         cone = sorted(_ancestors(start), key=order.__getitem__)
         if all(_follows_from_batch(node) for node in cone):
-            for node in [*(one for one in cone if one.op != "placeholder"), start]:
+            for node in [*cone, start]:
+                if node.op == "placeholder" or node in moved:
+                    continue
                 if place.next is not node:
                     place.append(node)
                 place = node
+                moved.add(node)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
