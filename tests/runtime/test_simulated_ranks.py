@@ -1,4 +1,4 @@
-"""One process as one rank of many, under torch's fake process group: how a step is looked at without the other ranks."""
+"""One process as one rank of many, under torch's fake process group: a step looked at without the other ranks."""
 
 from __future__ import annotations
 
