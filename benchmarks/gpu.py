@@ -1,7 +1,7 @@
 """Zerograph beside FSDP2 on one GPU: alone, and as rank 0 of 8 simulated ranks.
 
 python benchmarks/gpu.py                                      # a GPT of 1.3 B parameters, bf16 with fp32 masters
-python benchmarks/gpu.py --trace traces                       # and a chrome trace of each contender
+python benchmarks/gpu.py --trace traces                       # a chrome trace of each, collectives on a stream of their own
 python benchmarks/gpu.py --contenders 'zerograph-3-*' --contenders 'fsdp2-*' --ranks 8 --batch 4
 python benchmarks/gpu.py --device cpu --tiny                  # only to see that everything runs: no GPU needed
 
@@ -70,7 +70,11 @@ def main(
     out = out or (RESULTS if device == "cuda" and not tiny else None)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-    run: dict[str, Any] = {"about": about(device, size, batch, steps), "ranks": ranks, "peak_tflops": peak}
+    run: dict[str, Any] = {
+        "about": about(device, size, batch, steps, trace is not None),
+        "ranks": ranks,
+        "peak_tflops": peak,
+    }
     run["measurements"] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in ranks:
@@ -121,7 +125,7 @@ def _short(found: dict[str, Any]) -> str:
     return f"{min(found['seconds']) * 1000:.1f} ms at least, peak {found['peak'] / 1e6:.1f} MB"
 
 
-def about(device: str, size: str, batch: int | None, steps: int) -> dict[str, str]:
+def about(device: str, size: str, batch: int | None, steps: int, traced: bool) -> dict[str, str]:
     """When, where and what this run is."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions += [f"CUDA {torch.version.cuda}"] if device == "cuda" else []
@@ -130,6 +134,7 @@ def about(device: str, size: str, batch: int | None, steps: int) -> dict[str, st
         "versions": ", ".join([*versions, f"zerograph {importlib.metadata.version('zerograph')}"]),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}: no measurement",
         "model": str(SIZES[size].with_batch(batch)),
+        "collectives": "on a stream of their own" if traced else "copies on the stream that calls them",
         "measured": f"{steps} steps after 3 that are not counted",
     }
 

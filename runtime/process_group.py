@@ -94,11 +94,12 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
 
 
 def _control_backend(data: dist.ProcessGroup) -> str:
-    """Gloo, whatever the data goes over; but simulated ranks, of which one is real, can be asked in a simulation only.
+    """Gloo, whatever the data goes over; but of simulated ranks none but this one is there to answer.
 
-    There every rank answers what this one says, so all agree.
+    Simulated: torch's backend "fake", or one whose name begins so. Every rank says there what this one says, so all
+    agree.
     """
-    return "fake" if dist.get_backend(data) == "fake" else "gloo"
+    return "fake" if dist.get_backend(data).startswith("fake") else "gloo"
 
 
 def _check_grid(grid: torch.Tensor, everybody: torch.Tensor) -> None:

@@ -14,7 +14,9 @@ NOTES = """\
 One process is rank 0 of a job; the other ranks are simulated: the process group is torch's fake one, whose collectives
 copy the rank's own data on the device and send nothing. Memory and compute are those of a real rank, the wire is not,
 and with more than one rank the numbers that are trained on are not those of a real job; so losses are compared for
-one rank only.
+one rank only. With `--trace` the copies run on a CUDA stream of their own, as NCCL's kernels do, and the steps measured
+are those of that group; a copy on the device is faster than a wire, so a trace shows which compute lies between a
+collective's start and the wait for it, not how long a wire would take.
 
 Zerograph: fp32 parameters, `torch.autocast` in bf16 around forward and loss in `build()`. So its gathers move fp32,
 the residual stream is kept as autocast keeps it, and each use of a weight is cast. FSDP2: fp32 parameters,

@@ -13,12 +13,14 @@ from benchmarks.contenders.tasks import Task, blocks
 from benchmarks.contenders.training import Step, adamw, loop
 from benchmarks.simulated.contenders import Contender
 
+LR = 1e-4
+
 
 class TrainStep(zg.ZeroGraph):
     def __init__(self, task: Task, model: nn.Module, device: str) -> None:
         super().__init__()
         self.task, self.model, self.device = task, model, device
-        self.add_optimizer(adamw(model.parameters()))
+        self.add_optimizer(adamw(model.parameters(), LR))
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
@@ -53,7 +55,7 @@ def _fsdp2(contender: Contender, task: Task, model: nn.Module, device: str) -> S
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), LR)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         # The loss in fp32, as autocast has it.

@@ -1,7 +1,7 @@
 """One contender as rank 0 of a job of simulated ranks: builds it, runs it, and writes what was measured as JSON.
 
 The process group is torch's fake one, whose collectives copy this rank's own data: they take the memory of real ones,
-but no wire. Started by the front door, each contender in a process of its own.
+but no wire; for a trace it is ``streams``, whose collectives run beside the rest. Started by the front door, each contender in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
-from benchmarks.simulated import devices
+from benchmarks.simulated import devices, streams
 from benchmarks.simulated.contenders import CONTENDERS
 from benchmarks.simulated.sizes import SIZES, model_flops, peak_flops
 from benchmarks.simulated.training import build
@@ -30,7 +30,9 @@ WARM_UP = 3
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """What was measured; bytes, seconds, floating point operations (a second)."""
     device, size = asked.device, SIZES[asked.size].with_batch(asked.batch)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=asked.ranks)
+    # Where a trace is asked for, time and memory are those of what it shows.
+    backend = "fake" if asked.trace is None else streams.NAME
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=asked.ranks)
     task = size.task()
     with torch.device(device):
         model = task.model()
