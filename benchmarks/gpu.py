@@ -1,7 +1,7 @@
 """Zerograph beside FSDP2 on one GPU: alone, and as rank 0 of 8 simulated ranks.
 
 python benchmarks/gpu.py                                      # a GPT of 1.3 B parameters, bf16 with fp32 masters
-python benchmarks/gpu.py --trace traces                       # a chrome trace of each, collectives on a stream of their own
+python benchmarks/gpu.py --trace traces                       # chrome traces; collectives on their own stream
 python benchmarks/gpu.py --contenders 'zerograph-3-*' --contenders 'fsdp2-*' --ranks 8 --batch 4
 python benchmarks/gpu.py --device cpu --tiny                  # only to see that everything runs: no GPU needed
 

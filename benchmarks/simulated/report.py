@@ -45,7 +45,7 @@ def page(run: Mapping[str, Any]) -> str:
     for ranks in run["ranks"]:
         found = {one["contender"]: one for one in run["measurements"] if one["ranks"] == ranks}
         title = "Alone" if ranks == 1 else f"Rank 0 of {ranks} simulated ranks"
-        parts += [f"## {title}", _table(found, ranks, run["peak_tflops"]), *_problems(found)]
+        parts += [f"## {title}", _table(found, ranks, run["peak_tflops"]), *_goals(found), *_problems(found)]
     return "\n\n".join([*parts, "## What it means", NOTES, ""])
 
 
@@ -72,6 +72,25 @@ def _cells(one: Measurement, found: Mapping[str, Measurement], ranks: int, peak_
         f"{one['first_step']:.1f}",
         " ".join(f"{loss:.3f}" for loss in one["losses"]) if ranks == 1 else "",
     )
+
+
+def _goals(found: Mapping[str, Measurement]) -> list[str]:
+    """The better of our backends over the rival, stage by stage, where both were measured."""
+    lines = []
+    for stage, name in RIVALS.items():
+        rival = found.get(name, {})
+        ours = [one for one in found.values() if (who := CONTENDERS[one["contender"]]).ours and who.stage == stage]
+        ours = [one for one in ours if "seconds" in one]
+        if ours and "seconds" in rival:
+            times = [statistics.median(one["seconds"]) for one in ours]
+            fast = min(times) / statistics.median(rival["seconds"])
+            lean = min(one["peak"] for one in ours) / rival["peak"]
+            lines.append(f"- stage {stage}: time {_verdict(fast)}, peak memory {_verdict(lean)}")
+    return ["\n".join([f"Goals, at most {GOAL} of compiled FSDP2:", "", *lines])] if lines else []
+
+
+def _verdict(ratio: float) -> str:
+    return f"{ratio:.3f} ({'met' if ratio <= GOAL else '**missed**'})"
 
 
 def _problems(found: Mapping[str, Measurement]) -> list[str]:

@@ -1,7 +1,8 @@
 """One contender as rank 0 of a job of simulated ranks: builds it, runs it, and writes what was measured as JSON.
 
 The process group is torch's fake one, whose collectives copy this rank's own data: they take the memory of real ones,
-but no wire; for a trace it is ``streams``, whose collectives run beside the rest. Started by the front door, each contender in a process of its own.
+but no wire; for a trace it is that of ``streams``, whose collectives run beside the rest. Started by the front door,
+each contender in a process of its own.
 """
 
 from __future__ import annotations

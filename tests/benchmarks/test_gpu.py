@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.measure.pair import ROOT
+from benchmarks.simulated import report
 from benchmarks.simulated.sizes import SIZES, model_flops, peak_flops
 
 FRONT_DOOR = [sys.executable, "benchmarks/gpu.py"]
@@ -52,3 +53,15 @@ def test_peak_flops_go_by_the_device_s_name() -> None:
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("CPU") is None
+
+
+def test_the_better_of_our_backends_is_weighed_against_compiled_fsdp2() -> None:
+    common = {"ranks": 8, "rest": 0, "predicted": None, "first_step": 1.0, "model_flops": 1, "device_flops": None}
+    measured = {
+        "zerograph-3-eager": {"seconds": [2.0], "peak": 80},
+        "zerograph-3-inductor": {"seconds": [1.0], "peak": 95},
+        "fsdp2-compiled": {"seconds": [1.25], "peak": 80},
+    }
+    measurements = [{"contender": name, "losses": [], **common, **one} for name, one in measured.items()]
+    page = report.page({"about": {}, "ranks": [8], "peak_tflops": None, "measurements": measurements})
+    assert "stage 3: time 0.800 (met), peak memory 1.000 (**missed**)" in page
