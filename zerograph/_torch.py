@@ -72,6 +72,25 @@ __all__ = [
 ]
 
 
+def _describe_fused_updates() -> torch.library.Library:
+    """Tell torch what fused updates return: nothing. It knows of a few.
+
+    For the others fake tensors run the kernel itself on zeros as large as they stand for; on CUDA on our step counts,
+    which lie elsewhere, and which it would read there without a look.
+    """
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        for overload in getattr(torch.ops.aten, name).overloads():
+            full = name if overload == "default" else f"{name}.{overload}"
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{full}", "Meta"):
+                library.impl(full, lambda *args, **kwargs: None)
+    return library
+
+
+# The registrations live as long as this does.
+_fused_updates = _describe_fused_updates()
+
+
 class Known(FakeTensorMode):
     """A fake mode that remembers results: ``known`` is by operator and arguments, for whoever evaluates nodes."""
 

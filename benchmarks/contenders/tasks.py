@@ -64,7 +64,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -112,7 +112,9 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
     return list(model.blocks)
 
 
-def _gpt(layers: int, width: int, heads: int, vocabulary: int, context: int, batch: int) -> Task:
+def gpt(layers: int, width: int, heads: int, vocabulary: int, context: int, batch: int) -> Task:
+    """A GPT that learns random tokens, ``batch`` sequences of the length ``context`` on each rank."""
+
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(vocabulary, (batch, context + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -130,8 +132,8 @@ def _resnet(width: int, classes: int, batch: int, side: int) -> Task:
 
 
 TASKS = {
-    "small": _gpt(layers=4, width=256, heads=4, vocabulary=8192, context=128, batch=4),
-    "mid": _gpt(layers=8, width=512, heads=8, vocabulary=16384, context=256, batch=2),
+    "small": gpt(layers=4, width=256, heads=4, vocabulary=8192, context=128, batch=4),
+    "mid": gpt(layers=8, width=512, heads=8, vocabulary=16384, context=256, batch=2),
     "resnet": _resnet(width=64, classes=10, batch=16, side=32),
-    "tiny": _gpt(layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2),
+    "tiny": gpt(layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2),
 }

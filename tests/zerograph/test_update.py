@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import zerograph as zg
 from tests.models import Batch, TrainStep, part, train_plainly
 from tests.optimizers import Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
+from zerograph.update import trace_update
 
 STEPS = 5
 
@@ -205,6 +207,27 @@ def test_state_of_dealt_parameters_moves_between_stages_and_the_plain_optimizer(
         optimizer.load_state_dict(held)
     losses = train_plainly(net, _Together(optimizers), data()[3:])  # type: ignore[arg-type]
     torch.testing.assert_close(torch.stack(losses), torch.stack(wanted[3:]), rtol=1e-10, atol=1e-12)
+
+
+def test_fused_updates_of_an_accelerator_read_step_counts_there() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, fused=True)
+    # Fake tensors throughout: no such device is needed.
+    program = trace_update(optimizer, optimizer.param_groups[0], parameter.shape, parameter.dtype, "cuda")
+    assert program.fused is not None
+    (update,) = (node for node in program.fused.graph.nodes if "_fused_adamw_" in str(node.target))
+    ((count,),) = update.args[5:]
+    assert count.target is torch.ops.aten._to_copy.default
+    # What torch's CUDA kernel takes a step count for, without a look at it.
+    assert count.kwargs == {"dtype": torch.float32, "device": torch.device("cuda")}
+
+
+def test_fused_updates_are_not_run_while_they_are_traced() -> None:
+    operator, mode = torch.ops.aten._fused_adamw_.tensor_lr, FakeTensorMode(allow_fallback_kernels=False)
+    with mode, torch.no_grad():
+        tensors = [[torch.empty(4)] for _ in range(4)]
+        options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+        operator(*tensors, [], [torch.empty(())], lr=torch.empty(()), **options)
 
 
 def test_an_update_that_reads_other_parameters_is_refused() -> None:

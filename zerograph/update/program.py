@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from zerograph import _torch, hyperparameters
 from zerograph.errors import CaptureError
@@ -161,7 +162,27 @@ def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.graph.erase_node(node)
+    _move_scalars(graph, sample)
     return graph
+
+
+def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
+    """An accelerator's fused kernels read step counts there, as fp32, and do not check; a learning rate lies anywhere.
+
+    Ours are counted up on the CPU, in fp64 (``width``): what a kernel reads is a copy.
+    """
+    if sample.device.type == "cpu":
+        return
+    options: dict[str, Any] = {"dtype": torch.float32, "device": sample.device}
+    for node in list(graph.graph.nodes):
+        if not str(node.target).startswith("aten._fused_"):
+            continue
+        given = [one for one in pytree.tree_leaves(node.args) if isinstance(one, fx.Node)]
+        with graph.graph.inserting_before(node):
+            for one in given:
+                if one.meta["val"].dim() == 0:
+                    copy = graph.graph.call_function(aten._to_copy.default, (one,), options)
+                    node.replace_input_with(one, copy)
 
 
 def _functional(graph: fx.GraphModule) -> fx.GraphModule:

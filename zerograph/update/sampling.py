@@ -40,7 +40,7 @@ class Sample:
     """A copy of the optimizer that owns fake parameters of the given shape.
 
     Attributes:
-        shape: of the parameter.
+        shape, device: of the parameter.
         asks_sizes: while it was traced the optimizer learned something of a tensor that may differ between shapes.
     """
 
@@ -55,7 +55,7 @@ class Sample:
         fused: bool = False,
     ) -> None:
         self._optimizer, self._group = optimizer, group
-        self.shape, self._dtype, self._device = shape, dtype, device
+        self.shape, self._dtype, self.device = shape, dtype, torch.device(device)
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
         self.asks_sizes = False
@@ -136,10 +136,10 @@ class Sample:
         return leaves, twin
 
     def _fake(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self._dtype, device=self._device)
+        return torch.empty(self.shape, dtype=self._dtype, device=self.device)
 
     def _fake_state(self, spec: StateTensor) -> Tensor:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device if spec.shape else None)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
 
 
 def _containers(value: Any) -> Any:

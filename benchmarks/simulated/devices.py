@@ -1,0 +1,66 @@
+"""Seconds and bytes of steps on a device."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.measure import tensors
+
+NextStep = Callable[[], object]
+
+
+def seconds(device: str, step: NextStep, steps: int) -> list[float]:
+    """Of each of some steps in a row: on CUDA as the device sees them, which the host may run ahead of."""
+    if device == "cpu":
+        return [_seconds(step) for _ in range(steps)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+
+
+def _seconds(step: NextStep) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def memory(device: str, step: NextStep, steps: int) -> tuple[int, int]:
+    """Bytes of tensors between steps, and the most within some of them, as torch's allocator counts them."""
+    if device == "cpu":
+        rest = tensors.alive()
+        return rest, rest + tensors.most_allocated(step)
+    torch.cuda.synchronize()
+    rest = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return rest, torch.cuda.max_memory_allocated()
+
+
+def trace(device: str, step: NextStep, file: Path) -> None:
+    """Write two steps as a chrome trace, for chrome://tracing or ui.perfetto.dev."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as seen:
+        for number in range(2):
+            with record_function(f"step {number}"):
+                step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seen.export_chrome_trace(str(file))
+
+
+def name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"

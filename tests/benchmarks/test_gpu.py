@@ -1,0 +1,67 @@
+"""The GPU benchmark runs from end to end on a CPU, and counts what it should."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measure.pair import ROOT
+from benchmarks.simulated import report
+from benchmarks.simulated.sizes import SIZES, model_flops, peak_flops
+
+FRONT_DOOR = [sys.executable, "benchmarks/gpu.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    ended = subprocess.run(FRONT_DOOR, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert "There is no GPU here" in ended.stderr
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+    asked = ["--device", "cpu", "--tiny", "--steps", "2", "--out", str(tmp_path / "run")]
+    asked += ["--contenders", "zerograph-3-eager", "--contenders", "fsdp2-eager", "--trace", str(tmp_path)]
+    subprocess.run([*FRONT_DOOR, *asked], cwd=ROOT, check=True, timeout=600)
+    found = json.loads((tmp_path / "run.json").read_text())["measurements"]
+    ours, theirs, ours_of_8, theirs_of_8 = found
+    # Alone, both train the same model; bf16 has eight bits.
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=2**-8)
+    # Parameters and two moments in fp32, a step count for each, and the batches.
+    for one in (ours_of_8, theirs_of_8):
+        assert one["rest"] == pytest.approx(12 * one["parameters"] / 8, rel=0.06)
+    assert "zerograph 3, eager" in (tmp_path / "run.md").read_text()
+    events = json.loads((tmp_path / "zerograph-3-eager-of-8.json").read_text())["traceEvents"]
+    assert any("all_gather_into_tensor" in event["name"] for event in events)
+
+
+def test_model_flops_of_the_tiny_gpt() -> None:
+    size = SIZES["tiny"]
+    # qkv, out, up and down with their biases, two norms; the last norm and the head.
+    block = 32 * 96 + 96 + 32 * 32 + 32 + 32 * 128 + 128 + 128 * 32 + 32 + 4 * 32
+    weights = 2 * block + 2 * 32 + 64 * 32
+    attention = 12 * 2 * 32 * 16
+    assert model_flops(size, size.task().model()) == 2 * 16 * (6 * weights + attention)
+
+
+def test_peak_flops_go_by_the_device_s_name() -> None:
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("CPU") is None
+
+
+def test_the_better_of_our_backends_is_weighed_against_compiled_fsdp2() -> None:
+    common = {"ranks": 8, "rest": 0, "predicted": None, "first_step": 1.0, "model_flops": 1, "device_flops": None}
+    measured = {
+        "zerograph-3-eager": {"seconds": [2.0], "peak": 80},
+        "zerograph-3-inductor": {"seconds": [1.0], "peak": 95},
+        "fsdp2-compiled": {"seconds": [1.25], "peak": 80},
+    }
+    measurements = [{"contender": name, "losses": [], **common, **one} for name, one in measured.items()]
+    page = report.page({"about": {}, "ranks": [8], "peak_tflops": None, "measurements": measurements})
+    assert "stage 3: time 0.800 (met), peak memory 1.000 (**missed**)" in page
