@@ -21,6 +21,8 @@ from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
 from zerograph.passes.regather import regather
 from zerograph.passes.reinplace import reinplace
+from zerograph.passes.release import release
+from zerograph.passes.remake import remake
 from zerograph.passes.reorder import reorder
 from zerograph.passes.schedule import schedule
 from zerograph.passes.simplify import simplify
@@ -36,9 +38,11 @@ PIPELINE: tuple[Pass, ...] = (
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
     place,  # every tensor has an SBP, every operator a signature
     box,  # where two SBPs meet stands one boxing node
+    remake,  # what one pass over memory makes again is not kept for backward
     regather,  # stage 3: no gathered bucket lives from forward into backward
     localize,  # every shape is this rank's, every boxing node a collective
     fuse,  # fused optimizers update a bucket by their own operators
+    release,  # weights are freed before their gradients take memory
     schedule,  # gathers start early, waits come late, gradients in few buckets
     exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong

@@ -13,6 +13,7 @@ from zerograph.passes.edit import emit, in_place_of, occurrences
 from zerograph.step_graph import origin, writes
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 
 def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -24,6 +25,8 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _fill(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
+    for start in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        _reduce_in_place(start)
     graph.eliminate_dead_code()
     return module
 
@@ -87,6 +90,18 @@ def _maker(gradient: fx.Node) -> fx.Node | None:
     if node.target not in _OUT or len(gradient.users) > 1:
         return None
     return node if gradient.meta["val"].is_contiguous() and node.meta["val"].is_contiguous() else None
+
+
+def _reduce_in_place(start: fx.Node) -> None:
+    """A bucket of gradients that nobody reads any more becomes their sum over the ranks."""
+    source = start.args[0]
+    assert isinstance(source, fx.Node)
+    if "gradient" not in source.meta:
+        return
+    while isinstance(source.target, OpOverload) and source.target.is_view:
+        source = source.all_input_nodes[0]
+    if source.op != "placeholder" and all(reader <= start for reader in _readers(source)):
+        start.target = c10d.all_reduce_.default
 
 
 def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:

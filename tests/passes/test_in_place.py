@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.models import TrainStep, batches, make
+from tests.models import TrainStep, batches, make, part
+from tests.pool import Pool
+from zerograph import passes
 
 aten = torch.ops.aten
 
@@ -60,6 +63,55 @@ def test_gradients_of_products_are_made_in_their_bucket() -> None:
 
 
 _EMBEDDINGS = ("tokens.weight", "positions.weight")
+
+
+def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
+    kept, remade = [], []
+    for least, found in ((2**62, kept), (1, remade)):
+        with patch.object(passes.remake, "_LEAST", least):
+            losses, step = _trained("gpt", "eager")
+        found += [losses, step.state_dict(), step.memory.kinds["activations"], _targets(step)]
+    torch.testing.assert_close(kept[:2], remade[:2], rtol=0, atol=0)
+    blocks = 2
+    # The activation function, and both layer norms; the last norm, before the head, too.
+    assert remade[3][aten.gelu.default] == 2 * kept[3][aten.gelu.default] == 2 * blocks
+    assert remade[3][aten.native_layer_norm.default] == 2 * kept[3][aten.native_layer_norm.default]
+    # At the peak, in backward of the last block, of all blocks before: two norms of (8, 16) tokens of width 32, and the
+    # activation function's four times that.
+    tokens = 8 * 16 * 32 * 4
+    assert kept[2] - remade[2] >= (blocks - 1) * (2 + 4) * tokens
+
+
+def positions_of_the_head() -> tuple[int, int, int]:
+    """Where backward's product with the head's weight stands, where its gradient, and where the logits' is made."""
+    model = make("gpt")
+    step = TrainStep(model, _adamw(model), 3)
+    (x, y), *_ = batches("gpt", 1)
+    step(part(x), part(y))
+    nodes = list(step.graph().graph.nodes)
+    logits = next(n for n in nodes if n.target is aten._log_softmax_backward_data.out)
+    product = next(n for n in nodes if logits < n and n.target is aten.mm.default)
+    gradient = next(n for n in nodes if logits < n and n.target is aten.mm.out)
+    return nodes.index(logits), nodes.index(product), nodes.index(gradient)
+
+
+def test_a_gathered_weight_is_read_before_its_gradient_takes_memory(pool: Pool) -> None:
+    logits, product, gradient = pool.run(2, positions_of_the_head)[0]
+    assert logits < product < gradient
+
+
+def test_data_parallel_gradients_are_summed_where_they_lie(pool: Pool) -> None:
+    found = pool.run(2, reductions)[0]
+    assert found["all_reduce_"] == found["buckets"] > 0
+
+
+def reductions() -> dict[str, int]:
+    model = make("gpt")
+    step = TrainStep(model, _adamw(model), 0)
+    (x, y), *_ = batches("gpt", 1)
+    step(part(x), part(y))
+    in_place = _targets(step)[torch.ops._c10d_functional.all_reduce_.default]
+    return {"all_reduce_": in_place, "buckets": len(step._stores())}
 
 
 def test_a_fused_optimizer_updates_each_bucket_by_its_own_operator() -> None:
