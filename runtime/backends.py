@@ -25,7 +25,9 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        nodes[node] = copy.create_node(node.op, node.target, *fx.map_arg((node.args, node.kwargs), nodes.__getitem__))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+        # Its name leads from the line that failed back to the emitted graph.
+        nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
     return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
 

@@ -149,10 +149,11 @@ class ZeroGraph:
         Raises:
             ConfigError: no such pass, or nothing compiled yet.
         """
-        records = {record.name: record.graph for record in self.passes}
+        # Only the one that is asked for is made again.
+        records = {record.name: record for record in self.passes}
         if name is not None and name not in records:
             raise ConfigError(f"there is no pass {name!r}; there are {', '.join(records)}")
-        return records[name] if name is not None else self.passes[-1].graph
+        return (self.passes[-1] if name is None else records[name]).graph
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:

@@ -32,13 +32,15 @@ class _Wire(TorchDispatchMode):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks, self.bytes = ranks, 0.0
+        self.ranks, self.bytes, self.in_place = ranks, 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func is not c10d.wait_tensor.default:
             whole: Tensor = result if func is c10d.all_gather_into_tensor.default else args[0]
-            times = 2 if func is c10d.all_reduce.default else 1
+            times = 2 if func in (c10d.all_reduce.default, c10d.all_reduce_.default) else 1
+            # CommDebugMode does not know it.
+            self.in_place += func is c10d.all_reduce_.default
             self.bytes += times * whole.numel() * whole.element_size() * (self.ranks - 1) / self.ranks
         return result
 
@@ -96,6 +98,7 @@ def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[st
         step(part(x3), part(y3))
     # The ranks' exchange of notes before a step is no part of the graph, and goes past the functional collectives.
     counts = Counter({str(op): n for op, n in debug.get_comm_counts().items() if "c10d_functional" in str(op)})
+    counts["c10d_functional.all_reduce_"] = seen.in_place
     return step.collectives(), seen.bytes, counts, len(step._stores())
 
 
