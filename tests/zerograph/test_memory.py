@@ -105,8 +105,11 @@ def predicted_and_seen(name: str, stage: int, optimizer: Any, options: dict[str,
     return step.memory.peak, most_alive_bytes(step, *own_batch(name))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+# Of the larger GPT what the smaller one does not show; benchmarks/memory.py has all stages of all.
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [*((name, stage) for name in ("gpt small", "resnet") for stage in range(4)), ("gpt mid", 3)],
+)
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stage: int) -> None:
     predicted, seen = pool.run(2, predicted_and_seen, name, stage, fused_adamw, {})[0]
     assert predicted == pytest.approx(seen, rel=0.1)
