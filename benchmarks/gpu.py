@@ -11,7 +11,6 @@ the end. Ends with status 1 if a contender fails, with status 2 if there is no G
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import json
 import platform
@@ -28,8 +27,9 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
+from benchmarks.choose import choose  # noqa: E402
 from benchmarks.simulated import report  # noqa: E402
-from benchmarks.simulated.contenders import CONTENDERS, TABLE, Contender  # noqa: E402
+from benchmarks.simulated.contenders import TABLE, Contender  # noqa: E402
 from benchmarks.simulated.sizes import SIZES  # noqa: E402
 
 EVERYBODY = ["*"]
@@ -65,7 +65,7 @@ def main(
         )
         raise typer.Exit(2)
     size = "tiny" if tiny else "1.3B"
-    chosen = choose(contenders)
+    chosen = choose(contenders, TABLE)
     # What the tiny model takes on a CPU must not stand where a GPU's results belong.
     out = out or (RESULTS if device == "cuda" and not tiny else None)
     if out is not None:
@@ -93,18 +93,6 @@ def main(
     typer.echo(page)
     if any("failed" in one for one in run["measurements"]):
         raise typer.Exit(1)
-
-
-def choose(patterns: list[str]) -> list[Contender]:
-    """The contenders whose names match, in the table's order.
-
-    Raises:
-        typer.BadParameter: a pattern matches none.
-    """
-    for pattern in patterns:
-        if not fnmatch.filter(CONTENDERS, pattern):
-            raise typer.BadParameter(f"no contender matches {pattern!r}; there are {', '.join(CONTENDERS)}")
-    return [one for one in TABLE if any(fnmatch.fnmatch(one.name, pattern) for pattern in patterns)]
 
 
 def measure(one: Contender, asked: list[str], out: Path, patience: float) -> dict[str, Any]:

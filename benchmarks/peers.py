@@ -14,7 +14,6 @@ written; the Markdown page and the pictures at the end. Ends with status 1 if a 
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import json
 import os
@@ -32,7 +31,8 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-from benchmarks.contenders import CONTENDERS, TABLE, Contender  # noqa: E402
+from benchmarks.choose import choose  # noqa: E402
+from benchmarks.contenders import TABLE, Contender  # noqa: E402
 from benchmarks.measure import pair  # noqa: E402
 from benchmarks.report import markdown, plots  # noqa: E402
 from benchmarks.report.rows import disagreements, rows  # noqa: E402
@@ -66,7 +66,7 @@ def main(
     else:
         if quick:
             sizes, rounds, steps = ["small"], 2, 3
-        chosen = [one for one in choose(contenders) if not (quick and one.compiled)]
+        chosen = [one for one in choose(contenders, TABLE) if not (quick and one.compiled)]
         if unknown := set(sizes) - set(SIZES):
             raise typer.BadParameter(f"no size {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,18 +76,6 @@ def main(
             out.with_suffix(".json").write_text(json.dumps(run))
     if not write(run, out):
         raise typer.Exit(1)
-
-
-def choose(patterns: Sequence[str]) -> list[Contender]:
-    """The contenders whose names match, in the table's order.
-
-    Raises:
-        typer.BadParameter: a pattern matches none.
-    """
-    for pattern in patterns:
-        if not fnmatch.filter(CONTENDERS, pattern):
-            raise typer.BadParameter(f"no contender matches {pattern!r}; there are {', '.join(CONTENDERS)}")
-    return [one for one in TABLE if any(fnmatch.fnmatch(one.name, pattern) for pattern in patterns)]
 
 
 def measurements(

@@ -36,7 +36,6 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             if node in written:
                 graph.erase_node(written[node])
     graph.eliminate_dead_code()
-    graph.lint()
     return module
 
 
