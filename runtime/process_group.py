@@ -80,8 +80,11 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
     grid = everybody if placement is None else placement.mesh.cpu()
     _check_grid(grid, everybody)
     key = timeout, str(grid.tolist())
+    if any(job.world is not world for job in _jobs.values()):
+        # Groups of a world that is gone would keep their threads awake.
+        _jobs.clear()
     found = _jobs.get(key)
-    if found is None or found.world is not world:
+    if found is None:
         limit = timedelta(seconds=timeout)
         data = dist.new_group(timeout=limit)
         control = dist.new_group(timeout=limit, backend=_control_backend(data))

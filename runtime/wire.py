@@ -1,4 +1,9 @@
-"""What moves a tensor fastest between these ranks: measured once per machine, remembered on disk, decided by rank 0."""
+"""What moves a tensor best between these ranks: measured once per machine, remembered on disk, decided by rank 0.
+
+Over gloo a gather is always an exchange, measured or not: with several of ``_c10d_functional``'s gathers in flight
+torch 2.13 writes into memory that is free already (twenty thousand small ones on two ranks end in glibc's "unaligned
+tcache chunk" or a segmentation fault; its reductions do not, nor does one gather at a time).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,15 +29,13 @@ c10d = torch.ops._c10d_functional
 _SIZES = 2**20, 2**23
 _TIMES = 4
 
-# What beats torch's collective of a kind where it is measured faster.
-_EXCHANGES: dict[str, OpOverload] = {
-    "all-gather": collectives.gather_pieces,
-    "reduce-scatter": collectives.exchange_pieces,
-}
+_ALWAYS: dict[str, OpOverload] = {"all-gather": collectives.gather_pieces}
+# Where it is measured faster.
+_RIVALS: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
 
 
 def exchanges(job: Job) -> Mapping[str, OpOverload]:
-    """The exchanges that beat torch's collectives between the ranks of the job, by kind. Every rank must call it.
+    """The exchanges to be used for torch's collectives between the ranks of the job, by kind. Every rank must call it.
 
     Only gloo's collectives have rivals; NCCL knows the wire better.
 
@@ -42,11 +46,11 @@ def exchanges(job: Job) -> Mapping[str, OpOverload]:
         return {}
     with explained(job, "measuring the wire"):
         kinds = _decided(job)
-    return {kind: _EXCHANGES[kind] for kind in kinds}
+    return _ALWAYS | {kind: _RIVALS[kind] for kind in kinds}
 
 
-# By job: several graphs of a process share it.
-_known: dict[Job, list[str]] = {}
+# By job: several graphs of a process share it. Weakly: a job that is over lets go of its groups, and of their threads.
+_known: WeakKeyDictionary[Job, list[str]] = WeakKeyDictionary()
 
 
 def _decided(job: Job) -> list[str]:
@@ -75,7 +79,7 @@ def _read(file: Path) -> list[str] | None:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, list) and set(found) <= set(_EXCHANGES) else None
+    return found if isinstance(found, list) and set(found) <= set(_RIVALS) else None
 
 
 def _measure(job: Job) -> list[str]:
@@ -83,10 +87,6 @@ def _measure(job: Job) -> list[str]:
     dim = max(range(job.mesh.dims), key=lambda dim: job.mesh.shape[dim])
     ranks, group = job.mesh.shape[dim], job.mesh.groups[dim]
     rivals: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        "all-gather": (
-            lambda whole: c10d.all_gather_into_tensor(whole[: len(whole) // ranks], ranks, group),
-            lambda whole: collectives.gather_pieces(whole[: len(whole) // ranks], ranks, group),
-        ),
         "reduce-scatter": (
             lambda whole: c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
             lambda whole: collectives.exchange_pieces(whole, ranks, group),
