@@ -19,6 +19,7 @@ from zerograph.passes.deal import dealt_update, own_updates
 from zerograph.passes.edit import emit, fake
 from zerograph.passes.evaluate import evaluate
 from zerograph.passes.inline import put_in_place
+from zerograph.passes.lookup import is_apart, own_rows
 from zerograph.random import uniform
 from zerograph.region import local, region_of
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
@@ -41,6 +42,9 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         elif node.target is local:
             # Its readers, which take one output each, come first; then its graph takes its place.
             _make_local(node, context)
+        elif node.op == "call_function" and is_apart(node):
+            node.replace_all_uses_with(own_rows(node, context))
+            graph.erase_node(node)
         elif node.op == "call_function":
             _compute_locally(node, context, same)
     for node in graph.find_nodes(op="call_function", target=dealt_update):

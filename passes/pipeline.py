@@ -17,6 +17,7 @@ from zerograph.passes.fit import fit
 from zerograph.passes.flatten import flatten
 from zerograph.passes.fuse import fuse
 from zerograph.passes.localize import localize
+from zerograph.passes.lookup import lookup
 from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
 from zerograph.passes.regather import regather
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     reorder,  # no view flattens the batch behind another dimension
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
     place,  # every tensor has an SBP, every operator a signature
+    lookup,  # a table of which a batch reads little stays where its rows rest
     box,  # where two SBPs meet stands one boxing node
     remake,  # what one pass over memory makes again is not kept for backward
     regather,  # stage 3: no gathered bucket lives from forward into backward

@@ -28,8 +28,8 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for start in _starts(graph):
         if not _reads_bucket(start):
             _move_behind(start, start.all_input_nodes)
-    _advance_what_the_batch_tells(graph)
-    _prefetch_gathers(graph, one_by_one=context.policy.regather)
+    begun = _advance_what_the_batch_tells(graph)
+    _prefetch_gathers(graph, begun, one_by_one=context.policy.regather)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
     return module
@@ -44,19 +44,21 @@ def _reads_bucket(start: fx.Node) -> bool:
     return found is not None and found.kind == "bucket"
 
 
-def _advance_what_the_batch_tells(graph: fx.Graph) -> None:
-    """Scalars that follow from the batch alone (a count of valid tokens) travel from the step's beginning on.
+def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:
+    """What follows from the batch alone travels from the step's beginning on: scalars, and rows that were looked up.
 
-    Computed where the model reads them, they would let each rank wait for the slowest in the middle of the step.
+    A count of valid tokens, made where the model reads it, would let each rank wait for the slowest in the middle of
+    the step; rows would stand behind all the gathers that are on the wire already. Returns the last node of these.
     """
     order = positions(graph)
     place = placeholders(graph)[-1]
     moved: set[fx.Node] = set()
     for start in _starts(graph):
-        if start.meta["val"].dim():
+        looked_up = "looked_up" in start.all_input_nodes[0].meta
+        if start.meta["val"].dim() and not looked_up:
             continue
         cone = sorted(_ancestors(start), key=order.__getitem__)
-        if all(_follows_from_batch(node) for node in cone):
+        if all(_leads_to_rows(node) if looked_up else _follows_from_batch(node) for node in cone):
             for node in [*cone, start]:
                 if node.op == "placeholder" or node in moved:
                     continue
@@ -64,6 +66,7 @@ def _advance_what_the_batch_tells(graph: fx.Graph) -> None:
                     place.append(node)
                 place = node
                 moved.add(node)
+    return place
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -83,8 +86,16 @@ def _follows_from_batch(node: fx.Node) -> bool:
     return node.op == "call_function" and "boxing" not in node.meta and node.target is not WAIT
 
 
-def _prefetch_gathers(graph: fx.Graph, *, one_by_one: bool) -> None:
-    """All gathers are on the wire from the beginning, in order: what they hold is held at the step's peak anyway.
+def _leads_to_rows(node: fx.Node) -> bool:
+    """Whether a lookup may need it and yet start at once: indices, gathered, and the rows of this rank."""
+    if node.op == "placeholder":
+        found = role(node)
+        return found is not None and found.kind in ("input", "bucket")
+    return node.op == "call_function" and not ("boxing" in node.meta and _reads_bucket(node))
+
+
+def _prefetch_gathers(graph: fx.Graph, begun: fx.Node, *, one_by_one: bool) -> None:
+    """All gathers are on the wire from behind ``begun`` on, in order: what they hold is held at the step's peak anyway.
 
     ``one_by_one``: it is not, so each starts when the one before it has arrived, one in use and one on the wire.
     """
@@ -93,7 +104,7 @@ def _prefetch_gathers(graph: fx.Graph, *, one_by_one: bool) -> None:
     previous: fx.Node | None = None
     for start in gathers:
         if previous is None:
-            _move_before(start, next(node for node in graph.nodes if node.op != "placeholder"))
+            _move_behind(start, [begun])
         else:
             (_wait_of(previous) if one_by_one else previous).append(start)
         previous = start

@@ -368,6 +368,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
         "reorder",
         "flatten",
         "place",
+        "lookup",
         "box",
         "remake",
         "regather",

@@ -1,0 +1,190 @@
+"""lookup: the rows of a large table are looked up on the ranks where they rest, and their gradients summed there.
+
+A batch reads a few rows of an embedding of many. Where it reads less than the table has, indices and rows travel
+instead of the table: every rank looks up, for the indices of all, the rows that rest with it, zeros for the others,
+and adding up takes each from its owner. Backward is the transpose of it. Only zeros are added that were not before, and
+gradients are summed as before, each rank's batch first, so no number changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.buckets import Bucket
+from zerograph.passes import rules
+from zerograph.passes.boxing import boxing
+from zerograph.passes.context import Context
+from zerograph.passes.cost import boxing_cost
+from zerograph.passes.edit import emit
+from zerograph.passes.rules import Signature
+from zerograph.sbp import Sbp, Split, broadcast, partial_sum
+from zerograph.step_graph import nbytes, origin, placeholders, role
+
+aten = torch.ops.aten
+LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
+_ROWS = Split(0)
+
+
+def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """A table of which a batch reads little stays where it rests; indices and rows travel instead."""
+    graph = module.graph
+    tables = {bucket.name: bucket for bucket in context.buckets if _is_table(bucket, context)}
+    for node in placeholders(graph, "bucket"):
+        found = role(node)
+        if found is not None and found.name in tables and node.meta["sbp"] == (_ROWS,):
+            _keep_apart(node, context)
+    for node in graph.find_nodes(op="call_function", target=GRADIENT):
+        _sum_apart(node, set(tables), context)
+    return module
+
+
+def _is_table(bucket: Bucket, context: Context) -> bool:
+    """A matrix alone in its bucket, so that each rank's piece of the bucket is some of its rows."""
+    shape = bucket.slots[0].shape
+    alone = len(bucket.slots) == 1 and bucket.padded == bucket.slots[0].numel and not bucket.dealt
+    return alone and len(shape) == 2 and shape[0] % context.ranks == 0 and context.mesh.dims == 1 < context.ranks
+
+
+def _keep_apart(table: fx.Node, context: Context) -> None:
+    """Look rows up in the pieces of a table, if looking up is all that the step gathers it for."""
+    gathers = [user for user in table.users if user.target is boxing]
+    if len(gathers) != 1:
+        return
+    views = _readers(_readers(gathers))
+    lookups = _readers(views)
+    if not lookups or any(user.target is not LOOKUP or user.args[0] not in views for user in lookups):
+        return
+    gathering = _cost(table, broadcast, context)
+    if gathering <= sum(_cost_of_lookup(node, context) for node in lookups):
+        return
+    for node in (*_readers(gathers), *views):
+        _settle(node, (_ROWS,), _ROWS)
+    for node in lookups:
+        _settle(node, (_ROWS, broadcast), partial_sum)
+    gathers[0].replace_all_uses_with(table)
+    table.graph.erase_node(gathers[0])
+
+
+def _cost_of_lookup(node: fx.Node, context: Context) -> float:
+    indices = node.args[1]
+    assert isinstance(indices, fx.Node)
+    back = boxing_cost(partial_sum, node.meta["sbp"], nbytes(node.meta["val"]), context.ranks)
+    return _cost(indices, broadcast, context) + back
+
+
+def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
+    """Sum the gradient of a table where its rows rest, if reducing is all that is done with it."""
+    flat = _only(_readers([node]), aten.reshape.default)
+    joined = flat and _only(_readers([flat]), aten.cat.default)
+    reduced = joined and _only(_readers([joined]), boxing)
+    if flat is None or joined is None or reduced is None or joined.meta.get("gradient") not in tables:
+        return
+    gradient, indices = node.args[:2]
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(indices, fx.Node)
+    (target,) = reduced.meta["target_sbp"]
+    (signature,) = node.meta["signature"]
+    reducing = _cost(node, target, context)
+    gathering = _cost(gradient, broadcast, context) + _cost(indices, broadcast, context)
+    gathering += boxing_cost(_ROWS, (target,), nbytes(node.meta["val"]), context.ranks)
+    if signature.outputs != (partial_sum,) or signature.inputs[0] != signature.inputs[1] or reducing <= gathering:
+        return
+    # Along which its batch was cut: parts of it are still summed one by one.
+    node.meta["parts"] = signature.inputs[1].dim
+    _settle(node, (broadcast, broadcast), _ROWS)
+    _settle(flat, (_ROWS,), _ROWS)
+    _settle(joined, (_ROWS,), _ROWS)
+
+
+def _cost(node: fx.Node, need: Sbp, context: Context) -> float:
+    (have,) = node.meta["sbp"]
+    return boxing_cost(have, (need,), nbytes(node.meta["val"]), context.ranks)
+
+
+def _settle(node: fx.Node, inputs: tuple[Sbp, ...], output: Sbp) -> None:
+    node.meta["signature"] = (Signature(inputs, (output,)),)
+    node.meta["sbp"] = (output,)
+
+
+def _readers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(user for node in nodes for user in node.users))
+
+
+def _only(readers: Sequence[fx.Node], target: Any) -> fx.Node | None:
+    return readers[0] if len(readers) == 1 and readers[0].target is target else None
+
+
+def is_apart(node: fx.Node) -> bool:
+    """Whether ``localize`` shall make of the node a lookup, or a sum, of this rank's rows alone."""
+    if node.target is LOOKUP:
+        return bool(node.meta["signature"][0].inputs[0] == _ROWS)
+    return node.target is GRADIENT and "parts" in node.meta
+
+
+def own_rows(node: fx.Node, context: Context) -> fx.Node:
+    """What takes the node's place on this rank: its inputs are local already, its value is still global."""
+    return (_look_up if node.target is LOOKUP else _sum_rows)(node, context)
+
+
+def _look_up(node: fx.Node, context: Context) -> fx.Node:
+    table, indices = node.args[:2]
+    assert isinstance(table, fx.Node)
+    assert isinstance(indices, fx.Node)
+    with node.graph.inserting_before(node):
+        made = functools.partial(_emit, node)
+        place, elsewhere = _places(node, indices, table.meta["val"].shape[0], context)
+        rows = made(LOOKUP, table, place)
+        found = made(aten.masked_fill.Scalar, rows, made(aten.unsqueeze.default, elsewhere, -1), 0)
+    found.meta["looked_up"] = True
+    return found
+
+
+def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
+    options = rules.arguments(node)
+    gradient, indices = node.args[:2]
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(indices, fx.Node)
+    rows = options["num_weights"] // context.ranks
+    padding = options["padding_idx"] - context.mesh.position[0] * rows
+    dim = node.meta["parts"]
+    size = indices.meta["val"].shape[dim] // context.ranks
+    with node.graph.inserting_before(node):
+        made = functools.partial(_emit, node)
+        place, elsewhere = _places(node, indices, rows, context)
+        kept = made(aten.masked_fill.Scalar, gradient, made(aten.unsqueeze.default, elsewhere, -1), 0)
+        total: fx.Node | None = None
+        for part in range(context.ranks):
+            span = dim, part * size, (part + 1) * size
+            ours, at = made(aten.slice.Tensor, kept, *span), made(aten.slice.Tensor, place, *span)
+            summed = made(GRADIENT, ours, at, rows, padding if 0 <= padding < rows else -1, False)
+            summed.meta["own"] = (3,)
+            total = summed if total is None else made(aten.add.Tensor, total, summed)
+    assert total is not None
+    return total
+
+
+def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tuple[fx.Node, fx.Node]:
+    """Where in this rank's rows each index is, and whether it is on another rank (then at row 0).
+
+    An index that is on none stays outside, so that looking it up is the error that it is on one device.
+    """
+    made = functools.partial(_emit, node)
+    start = context.mesh.position[0] * rows
+    place = made(aten.sub.Tensor, indices, start)
+    place.meta["own"] = (1,)
+    before = made(aten.logical_and.default, made(aten.ge.Scalar, indices, 0), made(aten.lt.Scalar, place, 0))
+    total = rows * context.ranks
+    behind = made(aten.logical_and.default, made(aten.ge.Scalar, place, rows), made(aten.lt.Scalar, indices, total))
+    elsewhere = made(aten.logical_or.default, before, behind)
+    return made(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
+
+
+def _emit(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    made = emit(node.graph, target, args, origin(node))
+    made.meta |= {"sbp": node.meta["sbp"], "global": tuple(node.meta["val"].shape)}
+    return made

@@ -1,0 +1,136 @@
+"""A table of which a batch reads little is never whole: indices and rows travel, and no number changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import TrainStep, part
+from tests.pool import Pool
+from zerograph import Collective
+
+ROWS, WIDTH, CLASSES = 2048, 16, 3
+PADDING = 300
+TABLE = 4 * ROWS * WIDTH
+
+
+class Bag(nn.Module):
+    """Looks tokens up, adds them up and classifies; ``tied`` reads the table a second time, whole."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(ROWS, WIDTH, padding_idx=PADDING)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.tied = tied
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.tokens(tokens).tanh().sum(1)
+        return self.head(found) + ((found @ self.tokens.weight.t()).mean(1, keepdim=True) if self.tied else 0.0)
+
+
+def make(tied: bool = False, dtype: torch.dtype = torch.float32) -> Bag:
+    torch.manual_seed(0)
+    return Bag(tied).to(dtype)
+
+
+def batches(size: int, length: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Each with tokens of every rank's rows, twice the same one, and padding."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(ROWS, (size, length), generator=generator) for _ in range(3)]
+    for tokens in made:
+        tokens[:, 0], tokens[1, 1:] = 7, PADDING
+    return [(tokens, torch.randint(CLASSES, (size,), generator=generator)) for tokens in made]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def step_of(model: nn.Module, stage: int) -> TrainStep:
+    """With the table in a bucket of its own."""
+    return TrainStep(model, adam(model), stage, bucket_size=TABLE)
+
+
+def train(stages: list[int], tied: bool, size: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    found = []
+    for stage in stages:
+        step = step_of(make(tied, dtype), stage)
+        losses = torch.stack([step(part(x), part(y)) for x, y in batches(size)])
+        found.append({"losses": losses, **step.state_dict()["modules"]["model"]})
+    return found
+
+
+def train_plainly(tied: bool, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = make(tied, dtype)
+    update, losses = adam(model), []
+    for x, y in batches(size):
+        update.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        update.step()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **model.state_dict()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int) -> None:
+    wanted = train_plainly(False, 8, torch.float64)
+    for found in pool.run(ranks, train, [0, 3], False, 8, torch.float64)[0]:
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
+    """Tied, the table is gathered and its gradient reduced; untied, both are in pieces: each as the stages agree."""
+    for tied in (False, True):
+        off, *others = pool.run(2, train, [0, 1, 2, 3], tied, 8)[0]
+        assert all(torch.equal(other[name], value) for other in others for name, value in off.items())
+
+
+def collectives(stage: int, tied: bool, length: int) -> list[Collective]:
+    step = step_of(make(tied), stage)
+    x, y = batches(8, length)[0]
+    step.compile(part(x), part(y))
+    return step.collectives()
+
+
+def moved(planned: list[Collective]) -> float:
+    return sum(one.bytes for one in planned if "model.tokens.weight" in one.tensors)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_table_larger_than_the_batch_is_not_gathered(pool: Pool, stage: int) -> None:
+    planned = pool.run(2, collectives, stage, False, 4)[0]
+    assert moved(planned) == 0
+    tokens = 8 * 4
+    # Half of it goes to the other rank: indices there, rows back, and their gradients there.
+    rows = [one.bytes for one in planned if one.bytes == tokens * WIDTH * 4 / 2]
+    assert len(rows) == 2
+    assert [one.bytes for one in planned if one.kind == "all-gather"].count(tokens * 8 / 2) == 1
+
+
+def test_data_parallel_gathers_the_sum_rather_than_reducing_it(pool: Pool) -> None:
+    assert moved(pool.run(2, collectives, 0, False, 4)[0]) == TABLE / 2
+
+
+@pytest.mark.parametrize(("tied", "length"), [(True, 4), (False, 256)])
+def test_a_table_that_is_read_whole_or_by_many_is_gathered(pool: Pool, tied: bool, length: int) -> None:
+    assert moved(pool.run(2, collectives, 2, tied, length)[0]) == TABLE
+
+
+def look_up_nothing(token: int) -> str:
+    step = step_of(make(), 2)
+    x, y = batches(8)[0]
+    step(part(x), part(y))
+    x[0, 2] = token
+    try:
+        step(part(x), part(y))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("token", [ROWS, -1])
+def test_an_index_that_is_in_no_row_is_an_error_on_every_rank(pool: Pool, token: int) -> None:
+    assert all("index out of range" in found for found in pool.run(2, look_up_nothing, token))
