@@ -5,7 +5,8 @@ python benchmarks/compile_time.py --only "GPT, 12 layers" --ranks 2    # one mod
 
 Stage 3 with AdamW. Models live on the meta device: nothing has memory for a weight. No process group is made either, so
 any number of ranks can be asked for; what is measured is the work of one of them. Every line is a process of its own,
-so that none profits from what another has worked out before.
+so that none profits from what another has worked out before. `total` and the parts are seconds on the clock, `CPU` is
+the process's own; `memory` is by how much the process grew while it prepared the step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import multiprocessing
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +23,20 @@ from datetime import date
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from step_time import Gpt, loss_of
 from torch import Tensor, nn
 
-import zerograph as zg
-from zerograph.mesh import line
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-RESULTS = Path(__file__).parent / "results" / "compile_time.md"
+import zerograph as zg  # noqa: E402
+from benchmarks.contenders.tasks import Gpt  # noqa: E402
+from benchmarks.tables import line, page  # noqa: E402
+from zerograph.mesh import line as mesh_line  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "compile_time.md"
 
 
 class GptStep(zg.ZeroGraph):
@@ -40,7 +47,7 @@ class GptStep(zg.ZeroGraph):
         self.config.enable_zero(True, stage=3)
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(self.model, x, y)
+        loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
         loss.backward()
         return loss
 
@@ -53,7 +60,7 @@ class LlamaStep(GptStep):
 
 
 def gpt(layers: int) -> tuple[GptStep, Tensor]:
-    return GptStep(Gpt(512, layers, 256)), torch.zeros(2, 256, dtype=torch.int64)
+    return GptStep(Gpt(layers, 512, 8, 16384, 256)), torch.zeros(2, 256, dtype=torch.int64)
 
 
 def llama() -> tuple[GptStep, Tensor]:
@@ -103,7 +110,7 @@ def measure(model: str, ranks: int) -> Measured:
         step, tokens = MODELS[model][0]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cpu = time.process_time()
-    prepared = step.prepare(line(ranks, 0, "ranks"), tokens, tokens)
+    prepared = step.prepare(mesh_line(ranks, 0, "ranks"), tokens, tokens)
     cpu = time.process_time() - cpu
     seconds = {record.name: record.seconds for record in prepared.passes}
     seconds = {"capture": seconds.pop("capture"), "update": prepared.update_seconds, **seconds}
@@ -128,19 +135,6 @@ def rows(found: list[Measured]) -> list[list[str]]:
     return lines
 
 
-def markdown(lines: list[list[str]]) -> str:
-    head, *body = lines
-    about = (
-        "# Seconds before the backend\n\n"
-        "`python benchmarks/compile_time.py`: stage 3, AdamW, models on the meta device, one process for each line; "
-        "`total` and the parts\nare seconds on the clock, `CPU` is the process's own. `memory` is by how much the "
-        "process grew while it prepared the step.\n\n"
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}.\n\n"
-    )
-    table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return about + "\n".join([*table, *("| " + " | ".join(line) + " |" for line in body)]) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(MODELS))
@@ -158,7 +152,11 @@ def main() -> None:
         table.add_row(*one)
     Console(width=180).print(table)
     if options.only is None and options.ranks is None:
-        RESULTS.write_text(markdown(lines))
+        machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
+        head, *body = lines
+        shown = map(line, (head, ["---"] * len(head), *body))
+        command = f"`python benchmarks/compile_time.py`, {machine}"
+        RESULTS.write_text(page("Seconds before the backend", command, __doc__, *shown))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests are no installed package
 
+from benchmarks.tables import line, page  # noqa: E402
 from tests.equivalence.arrangements import ON_A_MESH  # noqa: E402
 from tests.equivalence.families import FAMILIES  # noqa: E402
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly  # noqa: E402
@@ -71,29 +72,19 @@ def main() -> None:
     asked = parser.parse_args().families
     if unknown := set(asked) - set(FAMILIES):
         parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
-    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    lines = [line(HEADER), line(["---"] * len(HEADER))]
     print("\n".join(lines), flush=True)
     pool = Pool(size=max(setting.ranks for setting in SETTINGS), patience=900.0)
     for setting in SETTINGS:
         for name in setting.families:
             if not asked or name in asked:
-                lines.append(_line(row(pool, setting, name)))
+                lines.append(line(row(pool, setting, name)))
                 print(lines[-1], flush=True)
     pool.close()
     if not asked:
         RESULTS.parent.mkdir(exist_ok=True)
-        title = (
-            f"# Deviation from one device\n\nWritten by `python benchmarks/equivalence.py`, torch {torch.__version__}."
-        )
-        RESULTS.write_text("\n".join([title, "", *_about(), "", *lines, ""]))
-
-
-def _about() -> list[str]:
-    return (__doc__ or "").split("\n\n")[-1].strip().splitlines()
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        command = f"`python benchmarks/equivalence.py`, torch {torch.__version__}"
+        RESULTS.write_text(page("Deviation from one device", command, __doc__, *lines))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packa
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import TASKS, Task  # noqa: E402
+from benchmarks.peers import SIZES  # noqa: E402
+from benchmarks.tables import line, page  # noqa: E402
 from tests.liveness import most_alive_bytes, most_allocated_bytes  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
@@ -72,27 +74,19 @@ def main() -> None:
     asked = parser.parse_args().models
     if unknown := set(asked) - set(TASKS):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
-    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    lines = [line(HEADER), line(["---"] * len(HEADER))]
     print("\n".join(lines), flush=True)
     pool = Pool(size=2)
     for name in asked or MODELS:
         for stage in range(4):
-            lines.append(_line(row(pool, name, stage)))
+            lines.append(line(row(pool, name, stage)))
             print(lines[-1], flush=True)
     pool.close()
     if not asked:
         RESULTS.parent.mkdir(exist_ok=True)
-        title = f"# Memory, predicted and seen\n\nWritten by `python benchmarks/memory.py`, torch {torch.__version__}."
-        models = [f"- {name}: {TASKS[name].title}" for name in MODELS]
-        RESULTS.write_text("\n".join([title, "", *_about(), "", *models, "", *lines, ""]))
-
-
-def _about() -> list[str]:
-    return (__doc__ or "").split("\n\n")[-1].strip().splitlines()
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        command = f"`python benchmarks/memory.py`, torch {torch.__version__}"
+        models = [f"- {name}: {SIZES[name]}" for name in MODELS]
+        RESULTS.write_text(page("Memory, predicted and seen", command, __doc__, *models, "", *lines))
 
 
 if __name__ == "__main__":
