@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -81,10 +82,14 @@ class RanksError(AssertionError):
 
 
 def _serve(connection: Connection) -> None:
+    # Says where a worker was that dies of a signal.
+    faulthandler.enable()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             rank, ranks, store, function, args = connection.recv()
+            # What is imported by now stays: the collection after the call need not look at it.
+            gc.freeze()
             try:
                 answer = True, _as_rank(rank, ranks, store, function, args)
             except BaseException:

@@ -16,11 +16,14 @@ STEPS = 10
 
 
 def train(name: str, stages: list[int], dtype: torch.dtype, size: int, options: dict[str, Any]) -> list[Any]:
-    """Losses and the final state of the model, for each stage: run on every rank."""
+    """Losses and the final state of the model, for each stage: run on every rank. One graph, so captured once."""
     results = []
+    model = make(name, dtype)
+    step = TrainStep(model, adamw(model), **options)
+    initial = step.state_dict()
     for stage in stages:
-        model = make(name, dtype)
-        step = TrainStep(model, adamw(model), stage, **options)
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
         losses = [step(part(x), part(y)) for x, y in batches(name, STEPS, size, dtype)]
         results.append((losses, step.state_dict()["modules"]["model"]))
     return results

@@ -226,13 +226,17 @@ def in_plain(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Ten
 
 
 def in_graph(names: list[str], stages: list[int], dtype: torch.dtype, options: dict[str, Any]) -> dict[Any, Any]:
+    """One graph for all stages of a body, so that it is captured once."""
     results = {}
     for name in names:
+        model = model_of(dtype)
+        step = Step(BODIES[name], model, [optimizer_of(model, name)], 0)
+        for option, value in options.items():
+            setattr(step.config, option, value)
+        initial = step.state_dict()
         for stage in stages:
-            model = model_of(dtype)
-            step = Step(BODIES[name], model, [optimizer_of(model, name)], stage)
-            for option, value in options.items():
-                setattr(step.config, option, value)
+            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+            step.load_state_dict(initial)
             returned = [one for x, y in data(dtype) for one in flat(step(part(x), part(y)))]
             results[name, stage] = returned, step.state_dict()["modules"]["model"], step.collectives()
     return results
@@ -286,18 +290,17 @@ def test_one_rank(name: str) -> None:
 
 def traffic(stages: list[int], p: float) -> list[list[Counter[tuple[str, int]]]]:
     """Collectives (kind, bytes of the tensor) of a step without and with clipping, for each stage."""
-    found = []
-    for stage in stages:
-        pair = []
-        for body in (loss_only, clip(p)):
-            model = model_of(torch.float32)
-            step = Step(body, model, [optimizer_of(model)], stage)
-            step.config.bucket_size = 64
-            (x, y), *_ = data(torch.float32, 1)
+    found: list[list[Counter[tuple[str, int]]]] = [[] for _ in stages]
+    for body in (loss_only, clip(p)):
+        model = model_of(torch.float32)
+        step = Step(body, model, [optimizer_of(model)], 0)
+        step.config.bucket_size = 64
+        (x, y), *_ = data(torch.float32, 1)
+        for stage, pair in zip(stages, found, strict=True):
+            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
             step.compile(part(x), part(y))
             assert len(step._stores()) > 2
             pair.append(Counter((one.kind, one.tensor_bytes) for one in step.collectives()))
-        found.append(pair)
     return found
 
 

@@ -115,9 +115,14 @@ class _Together:
 
 
 def over_stages(name: str, stages: list[int]) -> list[tuple[Tensor, dict[str, Any]]]:
-    found = []
+    """One graph for all stages, so that it is captured once."""
+    net = model()
+    step = Step(net, OPTIMIZERS[name](net), 0)
+    initial, found = step.state_dict(), []
     for stage in stages:
-        losses, step = trained(name, stage)
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        losses = torch.stack([step(part(x), part(y)) for x, y in data()])
         found.append((losses, step.state_dict()))
     return found
 
