@@ -124,7 +124,7 @@ def plan_buckets(
             A dealt bucket grows until its parameters deal out evenly: its padding would cost more than its latency.
         first_number: buckets are named ``bucket<n>`` from here on.
     """
-    most = bucket_bytes or default_bytes(parameters)
+    most = bucket_bytes or default_bytes(sum(map(_bytes, parameters)))
     ranks = mesh.shape[zero_dim]
     by_key: dict[Hashable, list[list[Parameter]]] = {}
     in_order: list[list[Parameter]] = []
@@ -149,9 +149,9 @@ def plan_buckets(
     return tuple(found)
 
 
-def default_bytes(parameters: Sequence[Parameter]) -> int:
+def default_bytes(total: int) -> int:
     """An eighth of the parameters, so that a few buckets overlap, within 1 MiB (latency) and 32 MiB (memory)."""
-    return max(2**20, min(2**25, sum(map(_bytes, parameters)) // 8))
+    return max(2**20, min(2**25, total // 8))
 
 
 def state_layout(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from zerograph import capture as capturing
 from zerograph import hyperparameters
 from zerograph._torch import OpOverload
 from zerograph.batch import Batch
+from zerograph.bucket_size import fitting
+from zerograph.buckets import default_bytes
 from zerograph.config import Config
 from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
 from zerograph.hyperparameters import NotLiftedError, Path
@@ -170,14 +173,33 @@ class Compiler:
                 "build() has a local region, and the graph's placement has several dimensions\n"
                 "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
             )
-        policy = self.config.policy if self.optimizers else OFF
         began = time.perf_counter()
         updates = self._updates(members, captured)
         update_seconds = time.perf_counter() - began
-        layout = plan_layout(mesh, members, self.config, captured, updates, train=bool(self.optimizers))
-        context = Context(
+
+        def lay(bucket_size: int | None) -> Prepared:
+            config = replace(self.config, bucket_size=bucket_size)
+            layout = plan_layout(mesh, members, config, captured, updates, train=bool(self.optimizers))
+            context = self._context(mesh, members, batch, layout, exchanges or {})
+            return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
+
+        if self.config.memory_budget is None or self.config.bucket_size is not None:
+            return lay(self.config.bucket_size)
+        specs = members.specs(members.parameters)
+        total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
+        return fitting(lay, default_bytes(total))
+
+    def _context(
+        self,
+        mesh: Mesh,
+        members: Members,
+        batch: Batch,
+        layout: Sequence[Planned],
+        exchanges: Mapping[str, OpOverload],
+    ) -> Context:
+        return Context(
             mesh=mesh,
-            policy=policy,
+            policy=self.config.policy if self.optimizers else OFF,
             buckets=tuple(one.bucket for one in layout),
             updates={
                 one.bucket.name: BucketUpdate(
@@ -191,14 +213,12 @@ class Compiler:
             },
             inputs=batch.sbp,
             on_missing_rule=self.config.on_missing_rule,
-            exchanges=exchanges or {},
+            exchanges=exchanges,
             node_by_node=self._backend(members)[1] is backends.eager,
             zero_dim=self.config.zero_dim_on(mesh.dims),
             memory_budget=self.config.memory_bytes,
             warn=self._warn,
         )
-        passes = run_pipeline(captured.graph, context, seconds)
-        return Prepared(captured, passes, context, layout, update_seconds)
 
     def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
         """Name of the backend, and what it made of the graph."""

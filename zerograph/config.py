@@ -25,7 +25,7 @@ class Config:
             while the mode is off.
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
         bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
-            parameters, within 1 MiB and 32 MiB.
+            parameters, within 1 MiB and 32 MiB; under a memory budget what fits it, up to four times as much.
         clip_grad_norm: clip all gradients together to this norm at the end of ``build()``, as
             ``torch.nn.utils.clip_grad_norm_`` over all parameters does there. Default None: do not.
         on_missing_rule: what to do about an operator without a rule, over several ranks: ``"gather"`` (default) its

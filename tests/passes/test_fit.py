@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerograph as zg
 from tests.liveness import gathered_buckets, most_alive_bytes
@@ -170,3 +171,28 @@ def test_a_budget_is_bytes_or_a_size_with_its_unit(size: int | str, count: int) 
 def test_other_budgets_are_refused(size: Any) -> None:
     with pytest.raises(zg.ConfigError, match="40GiB"):
         zg.Config(memory_budget=size)
+
+
+def wide(budget: int | None) -> TrainStep:
+    """Stage 3 over 24 MiB of parameters: the usual bucket has 3 MiB, three matrices."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24)))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, memory_budget=budget)
+    step.compile(torch.ones(4, 512), torch.zeros(4, dtype=torch.int64))
+    return step
+
+
+def bucket_sizes() -> list[tuple[int, int, int]]:
+    """(buckets, collectives, bytes sent) without a budget, with less than that takes, and with more."""
+    usual = wide(None)
+    found = []
+    for step in (usual, wide(usual.memory.peak - 2**20), wide(2 * usual.memory.peak)):
+        moved = step.collectives()
+        found.append((len(step._stores()), len(moved), sum(one.bytes for one in moved)))
+    return found
+
+
+def test_buckets_are_merged_as_far_as_the_budget_allows(pool: Pool) -> None:
+    usual, tight, ample = pool.run(2, bucket_sizes)[0]
+    assert [usual[0], tight[0], ample[0]] == [8, 24, 2]
+    assert ample[1] < usual[1] < tight[1]
+    assert ample[2] < usual[2]
