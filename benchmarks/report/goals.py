@@ -25,6 +25,7 @@ class Verdict:
         value: what was reached; None if a contender that it needs was not measured.
         limit: what it should be at most, or at least.
         compared: whose numbers they are.
+        floor: what a step without any communication would have reached; None where that says nothing.
     """
 
     task: str
@@ -33,6 +34,7 @@ class Verdict:
     limit: float
     at_most: bool
     compared: str
+    floor: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -51,16 +53,18 @@ def verdicts(tables: Tables) -> list[Verdict]:
 
 
 def _times(task: str, table: Mapping[str, Row]) -> Iterator[Verdict]:
+    base = floor(table)
     for stage, limit in OVER_FLOOR.items():
-        ours, base = _ours(table, stage), floor(table)
+        ours = _ours(table, stage)
         goal = f"stage {stage}: step time / compute floor"
         yield Verdict(task, goal, _ratio(ours, base), limit, True, _names(ours, base))
     for stage, limit in OVER_PEER.items():
         ours, peer = _ours(table, stage), best_peer(table, stage, median)
         goal = f"stage {stage}: times as fast as the best peer"
-        yield Verdict(task, goal, _ratio(peer, ours), limit, False, _names(ours, peer))
+        yield Verdict(task, goal, _ratio(peer, ours), limit, False, _names(ours, peer), _ratio(peer, base))
     ours, peer = _ours(table, OFF), best_peer(table, OFF, median)
-    yield Verdict(task, "off: times as fast as the best DDP", _ratio(peer, ours), 1.0, False, _names(ours, peer))
+    goal = "off: times as fast as the best DDP"
+    yield Verdict(task, goal, _ratio(peer, ours), 1.0, False, _names(ours, peer), _ratio(peer, base))
     for stage, name in (("2", "fsdp2-kept"), ("3", "fsdp2")):
         ours, peer = _usable(table, f"zerograph-{stage}"), _usable(table, name)
         goal = f"stage {stage}: eager, times as fast as FSDP2 eager"

@@ -9,6 +9,9 @@ from benchmarks.report.goals import Tables, Verdict, verdicts
 from benchmarks.report.rows import Row, best_peer, disagreements, floor, median, process_growth, ratio
 
 NOTES = """\
+**the floor would**: what a step that exchanges nothing, the compute floor, would reach; only by updating half of the
+parameters can a system do better, and by little.
+
 **step**: median milliseconds of a step, with quartiles, over all rounds, steps and ranks; all ranks begin each step
 together. **/ floor**: over the fastest pair of processes that exchange nothing. **/ peer**: over the best peer of the
 stage (time), or the lowest (memory).
@@ -51,12 +54,14 @@ def _facts(about: Mapping[str, str]) -> str:
 
 
 def _goals(found: Sequence[Verdict]) -> str:
-    lines = [_line(("size", "goal", "limit", "reached", "", "whose numbers")), _line(["---"] * 6)]
+    head = ("size", "goal", "limit", "reached", "", "the floor would", "whose numbers")
+    lines = [_line(head), _line(["---"] * len(head))]
     for one in found:
         limit = f"{'at most' if one.at_most else 'at least'} {one.limit:.2f}"
         value = "" if one.value is None else f"{one.value:.3f}"
         verdict = {True: "met", False: "**missed**", None: "not measured"}[one.met]
-        lines.append(_line((one.task, one.goal, limit, value, verdict, one.compared)))
+        best = "" if one.floor is None else f"{one.floor:.3f}"
+        lines.append(_line((one.task, one.goal, limit, value, verdict, best, one.compared)))
     return "\n".join(lines)
 
 

@@ -110,6 +110,7 @@ def test_times_are_judged_by_the_better_backend() -> None:
     assert over_floor.met is True  # at most 1.22
     assert over_peer.value == pytest.approx(1.5)
     assert over_peer.met is True  # at least 1.40
+    assert over_peer.floor == pytest.approx(1.8)
     assert verdict(found, "stage 3: eager").value == pytest.approx(1.8 / 1.3)
 
 

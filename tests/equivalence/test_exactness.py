@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -125,10 +126,10 @@ class Step(zg.ZeroGraph):
         return loss
 
 
-def train(dtype: torch.dtype) -> dict[str, Any]:
-    """Losses and final state of every case."""
+def train(dtype: torch.dtype, names: list[str]) -> dict[str, Any]:
+    """Losses and final state of each case."""
     found = {}
-    for name in CASES:
+    for name in names:
         model, batch = _made(name, dtype)
         step = Step(model)
         losses = [step(*map(part, batch)) for _ in range(STEPS)]
@@ -136,17 +137,24 @@ def train(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-_trained: dict[torch.dtype, dict[str, Any]] = {}
+# fp64 decides; in fp32 those with most to round.
+SINGLE = ["class weights and label smoothing", "batch norm"]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)], ids=["fp32", "fp64"])
+@functools.cache
+def trained(pool: Pool, dtype: torch.dtype) -> dict[str, Any]:
+    found: dict[str, Any] = pool.run(2, train, dtype, list(CASES) if dtype == torch.float64 else SINGLE)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [*((name, torch.float64, 1e-10) for name in CASES), *((name, torch.float32, 1e-6) for name in SINGLE)],
+)
 def test_two_ranks_compute_what_one_device_computes(
     pool: Pool, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    if dtype not in _trained:
-        _trained[dtype] = pool.run(2, train, dtype)[0]
-    losses, state = _trained[dtype][name]
+    losses, state = trained(pool, dtype)[name]
     model, batch = _made(name, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = []
