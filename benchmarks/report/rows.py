@@ -44,6 +44,11 @@ class Row:
     sent: int | None = None
     problem: str = ""
 
+    @property
+    def peak(self) -> int | None:
+        """Bytes of all that training takes: tensors between steps, and what a step takes beyond them."""
+        return None if self.state is None or self.process_growth is None else self.state + self.process_growth
+
 
 def rows(measurements: Iterable[Measurement], task: str) -> dict[str, Row]:
     """By name, in the table's order: those of which there is any measurement."""
