@@ -50,7 +50,7 @@ class Context:
         updates: by bucket name, for those that this step updates.
         inputs: SBP of each input of the batch, by its number.
         on_missing_rule: what to do about operators without a rule, as in the configuration.
-        exchanges: operators that move a tensor faster than torch's collective of that kind, by kind.
+        exchanges: operators to be used instead of torch's collectives, by kind; see ``zerograph.runtime.wire``.
         node_by_node: the backend runs the graph as it is, rather than compiling it.
         memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
         warn: is told, once per operator, what could not be done well.

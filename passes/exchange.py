@@ -1,4 +1,4 @@
-"""exchange: what moves shards between pairs of ranks takes the place of collectives that are slower on this wire.
+"""exchange: what moves shards between pairs of ranks takes the place of collectives that serve worse on this wire.
 
 It comes behind ``schedule``, which sees torch's own collectives: each start and each wait keeps its place. A
 reduce-scatter's pieces are summed where they arrive, which frees the tensor that they were cut from.
@@ -18,7 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 def exchange(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Gathers and reduce-scatters are exchanges of pieces where the runtime found those faster."""
+    """Gathers and reduce-scatters are exchanges of pieces where the runtime asks for them."""
     graph = module.graph
     if "all-gather" in context.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):

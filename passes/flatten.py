@@ -110,8 +110,9 @@ def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, rows: int | None, w
 
 
 def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.Node:
-    """The bucket as computation sees it: always whole. To compute on shards of weights may move fewer bytes in a
-    small batch, but it would be another sum in another order, and the stages would no longer agree."""
+    """The bucket as computation sees it: whole. To compute on shards of weights may move fewer bytes in a small batch,
+    but it would be another sum in another order, and the stages would no longer agree. (Looking up is no sum: what is
+    gathered for nothing else, ``lookup`` leaves in pieces.)"""
     if bucket.sbp == bucket.gathered:
         return flat
     with graph.inserting_before(user):

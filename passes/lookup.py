@@ -33,21 +33,23 @@ _ROWS = Split(0)
 def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """A table of which a batch reads little stays where it rests; indices and rows travel instead."""
     graph = module.graph
-    tables = {bucket.name: bucket for bucket in context.buckets if _is_table(bucket, context)}
+    if context.mesh.dims > 1 or context.ranks == 1:
+        return module
+    tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
     for node in placeholders(graph, "bucket"):
         found = role(node)
         if found is not None and found.name in tables and node.meta["sbp"] == (_ROWS,):
             _keep_apart(node, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
-        _sum_apart(node, set(tables), context)
+        _sum_apart(node, tables, context)
     return module
 
 
-def _is_table(bucket: Bucket, context: Context) -> bool:
+def _is_table(bucket: Bucket, ranks: int) -> bool:
     """A matrix alone in its bucket, so that each rank's piece of the bucket is some of its rows."""
     shape = bucket.slots[0].shape
     alone = len(bucket.slots) == 1 and bucket.padded == bucket.slots[0].numel and not bucket.dealt
-    return alone and len(shape) == 2 and shape[0] % context.ranks == 0 and context.mesh.dims == 1 < context.ranks
+    return alone and len(shape) == 2 and shape[0] % ranks == 0
 
 
 def _keep_apart(table: fx.Node, context: Context) -> None:

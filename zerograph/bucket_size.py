@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from zerograph.errors import MemoryBudgetError
 from zerograph.passes.pipeline import PassRecord
-from zerograph.step_graph import Boxing
+from zerograph.step_graph import collective_nodes
 
 # Smaller ones would cost latency for little memory; much larger ones than usual would have nothing to hide behind.
 _LEAST, _TIMES = 2**20, 4
@@ -58,6 +58,5 @@ def fitting(lay: Callable[[int], Step], usual: int) -> Step:
 
 def traffic(step: Laid) -> tuple[int, float]:
     """How many collectives a step has, and how many bytes each rank sends in them."""
-    found = [node.meta["boxing"] for node in step.passes[-1].graph.graph.nodes if "boxing" in node.meta]
-    moved = [one.sent for one in found if isinstance(one, Boxing) and one.sent]
-    return len(moved), sum(moved)
+    moved = collective_nodes(step.passes[-1].graph.graph)
+    return len(moved), sum(node.meta["boxing"].sent for node in moved)

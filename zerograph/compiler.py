@@ -148,7 +148,7 @@ class Compiler:
 
         Args:
             batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
-            exchanges: what moves tensors faster than torch's collectives; see :mod:`zerograph.runtime.wire`.
+            exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire`.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.

@@ -11,7 +11,7 @@ from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.runtime.state import bytes_at_rest, store_of
 from zerograph.sbp import NdSbp, Sbp, show, whole
-from zerograph.step_graph import Boxing, Phase, placeholders
+from zerograph.step_graph import Boxing, Phase, collective_nodes, placeholders
 from zerograph.update import UpdateProgram
 
 
@@ -39,15 +39,7 @@ class Collective:
 def collectives(step: CompiledStep) -> list[Collective]:
     """The collectives of the last graph, in the order in which they start."""
     contents = {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in step.context.buckets}
-    return [_collective(node, contents) for node in _collective_nodes(step.executor.graph.graph)]
-
-
-def _collective_nodes(graph: fx.Graph) -> list[fx.Node]:
-    return [
-        node
-        for node in graph.nodes
-        if isinstance(node.meta.get("boxing"), Boxing) and node.meta["boxing"].kind != "slice"
-    ]
+    return [_collective(node, contents) for node in collective_nodes(step.executor.graph.graph)]
 
 
 def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collective:

@@ -146,6 +146,15 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
             yield node, target, value
 
 
+def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that send something, in order: all that change an SBP but slices."""
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.meta.get("boxing"), Boxing) and node.meta["boxing"].kind != "slice"
+    ]
+
+
 def value(node: fx.Node) -> Any:
     """The fake value of the node: a tensor, or a tuple of tensors, or None for what has no value."""
     return node.meta.get("val")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.contenders import OFF, REFERENCE
 from benchmarks.report.goals import Tables, Verdict, verdicts
 from benchmarks.report.rows import Row, best_peer, disagreements, floor, median, process_growth, ratio
+from benchmarks.tables import line
 
 NOTES = """\
 **the floor would**: what a step that exchanges nothing, the compute floor, would reach; only by updating half of the
@@ -56,24 +57,24 @@ def _facts(about: Mapping[str, str]) -> str:
 
 def _goals(found: Sequence[Verdict]) -> str:
     head = ("size", "goal", "limit", "reached", "", "the floor would", "whose numbers")
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [line(head), line(["---"] * len(head))]
     for one in found:
         limit = f"{'at most' if one.at_most else 'at least'} {one.limit:.2f}"
         value = "" if one.value is None else f"{one.value:.3f}"
         verdict = {True: "met", False: "**missed**", None: "not measured"}[one.met]
         best = "" if one.floor is None else f"{one.floor:.3f}"
-        lines.append(_line((one.task, one.goal, limit, value, verdict, best, one.compared)))
+        lines.append(line((one.task, one.goal, limit, value, verdict, best, one.compared)))
     return "\n".join(lines)
 
 
 def _table(table: Mapping[str, Row]) -> str:
-    lines = [_line(HEAD), _line(["---", *["---:"] * (len(HEAD) - 2), "---"])]
+    lines = [line(HEAD), line(["---", *["---:"] * (len(HEAD) - 2), "---"])]
     for stage in (REFERENCE, OFF, "1", "2", "3"):
         of_stage = [row for row in table.values() if row.contender.stage == stage]
         if of_stage:
             title = {REFERENCE: "nothing exchanged", OFF: "data parallel (off)"}.get(stage, f"stage {stage}")
-            lines.append(_line([f"**{title}**", *[""] * (len(HEAD) - 1)]))
-            lines += [_line(_cells(row, table)) for row in of_stage]
+            lines.append(line([f"**{title}**", *[""] * (len(HEAD) - 1)]))
+            lines += [line(_cells(row, table)) for row in of_stage]
     return "\n".join(lines)
 
 
@@ -109,7 +110,3 @@ def _problems(table: Mapping[str, Row]) -> list[str]:
 
 def _number(value: float | None, factor: float, digits: int) -> str:
     return "" if value is None else f"{value * factor:.{digits}f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

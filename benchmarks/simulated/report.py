@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.simulated.contenders import CONTENDERS, RIVALS
+from benchmarks.tables import line
 
 GOAL = 0.9
 
@@ -51,7 +52,7 @@ def page(run: Mapping[str, Any]) -> str:
 
 def _table(found: Mapping[str, Measurement], ranks: int, peak_tflops: float | None) -> str:
     rows = [_cells(one, found, ranks, peak_tflops) for one in found.values() if "seconds" in one]
-    return "\n".join([_line(HEAD), _line(["---", *["---:"] * (len(HEAD) - 2), "---"]), *map(_line, rows)])
+    return "\n".join([line(HEAD), line(["---", *["---:"] * (len(HEAD) - 2), "---"]), *map(line, rows)])
 
 
 def _cells(one: Measurement, found: Mapping[str, Measurement], ranks: int, peak_tflops: float | None) -> Sequence[str]:
@@ -107,7 +108,3 @@ def _quartiles(seconds: Sequence[float]) -> str:
 
 def _megabytes(value: int | None) -> str:
     return "" if value is None else f"{value / 1e6:.1f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

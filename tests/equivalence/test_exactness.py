@@ -137,7 +137,7 @@ def train(dtype: torch.dtype, names: list[str]) -> dict[str, Any]:
     return found
 
 
-# fp64 decides; in fp32 those with most to round.
+# fp64 decides; fp32 shall be as near as it can be in two.
 SINGLE = ["class weights and label smoothing", "batch norm"]
 
 
