@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
+from zerograph.grad_scaler import GradScaler
 from zerograph.mesh import Mesh
 from zerograph.passes.rules.factors import Signature
 from zerograph.sbp import NdSbp
@@ -52,6 +54,8 @@ class Context:
         on_missing_rule: what to do about operators without a rule, as in the configuration.
         exchanges: operators to be used instead of torch's collectives, by kind; see ``zerograph.runtime.wire``.
         node_by_node: the backend runs the graph as it is, rather than compiling it.
+        reduce_dtype: that in which gradients travel; None for the dtype that their parameters are computed with in.
+        scaler: scales the loss; None for no scaling.
         memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
@@ -66,6 +70,8 @@ class Context:
     on_missing_rule: str = "gather"
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
     node_by_node: bool = True
+    reduce_dtype: torch.dtype | None = None
+    scaler: GradScaler | None = None
     memory_budget: int | None = None
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)

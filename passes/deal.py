@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,16 +22,17 @@ def dealt_update(
     return (torch.empty_like(flat), *(torch.empty_like(state) for state in states))
 
 
-def own_updates(bucket: Bucket, update: BucketUpdate, rank: int) -> fx.GraphModule:
+def own_updates(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: bool = False) -> fx.GraphModule:
     """The updates of the parameters that ``rank`` owns, in place; parameters of one shape run one program.
 
-    It takes this rank's shard of the bucket and of its gradient, the hyperparameters, and the shards of the states; it
-    returns the bucket's.
+    It takes this rank's shard of the bucket and of its gradient, the hyperparameters, where ``guarded`` the 0-d number
+    that is not 0 if nothing shall change, and the shards of the states; it returns the bucket's.
     """
     root = torch.nn.Module()
     graph = fx.Graph()
     flat, gradient = graph.placeholder("flat"), graph.placeholder("gradient")
     numbers = {name: graph.placeholder(f"number_{index}") for index, name in enumerate(update.numbers)}
+    condition = {"found_inf": graph.placeholder("found_inf")} if guarded else {}
     states = {name: graph.placeholder(f"state_{index}") for index, name in enumerate(update.layouts)}
     modules: dict[UpdateProgram, str] = {}
     assert bucket.owners is not None
@@ -40,13 +42,14 @@ def own_updates(bucket: Bucket, update: BucketUpdate, rank: int) -> fx.GraphModu
         program = update.programs[index]
         if program not in modules:
             modules[program] = f"update_{len(modules)}"
-            root.add_module(modules[program], _runnable(program, first=update.first))
+            root.add_module(modules[program], _runnable(program, first=update.first, guarded=guarded))
         shard = bucket.padded // bucket.ranks
         shape = slot.shape or (1,)
         own = {
             "param": _part(graph, flat, slot, slot.offset - rank * shard, shape),
             "grad": _part(graph, gradient, slot, slot.offset - rank * shard, shape),
             **numbers,
+            **condition,
         }
         for name, layout in update.layouts.items():
             part = layout.slots[index]
@@ -66,12 +69,14 @@ def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequen
     return graph.call_function(aten.view.default, (part, list(shape)))
 
 
-def _runnable(program: UpdateProgram, *, first: bool) -> fx.GraphModule:
-    """The program with inputs param, grad, every number and every state; it writes what changes, returns nothing."""
+def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.GraphModule:
+    """The program with inputs param, grad, every number, where ``guarded`` the condition, and every state; it writes
+    what changes, returns nothing."""
     source = program.first if first and program.first is not None else program.graph
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in ("param", "grad")}
     inputs |= {name: graph.placeholder(f"number_{index}") for index, name in enumerate(program.numbers)}
+    overflow = graph.call_function(aten.ne.Scalar, (graph.placeholder("found_inf"), 0)) if guarded else None
     inputs |= {name: graph.placeholder(f"state_{index}") for index, name in enumerate(program.state)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
@@ -80,8 +85,17 @@ def _runnable(program: UpdateProgram, *, first: bool) -> fx.GraphModule:
         elif node.op == "output":
             returned = node.args[0]
             for name, made in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):
-                graph.call_function(aten.copy_.default, (inputs[name], fx.map_arg(made, copies.__getitem__)))
+                _write(graph, inputs[name], fx.map_arg(made, copies.__getitem__), overflow)
+        elif node.target is aten.copy_.default:
+            target, value = (copies[given] for given in node.all_input_nodes)
+            _write(graph, target, value, overflow)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(())
     return fx.GraphModule(source, graph)
+
+
+def _write(graph: fx.Graph, target: fx.Node, value: Any, overflow: fx.Node | None) -> None:
+    if overflow is not None:
+        value = graph.call_function(aten.where.self, (overflow, target, value))
+    graph.call_function(aten.copy_.default, (target, value))

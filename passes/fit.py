@@ -23,7 +23,7 @@ from zerograph._torch import OpOverload
 from zerograph.errors import MemoryBudgetError, VerificationError
 from zerograph.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.passes.context import Context
-from zerograph.step_graph import Boxing
+from zerograph.step_graph import Boxing, bucket_behind
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
 _GATHERS_AHEAD = 3
@@ -128,7 +128,7 @@ class _Plan:
         for index in range(_GATHERS_AHEAD, len(self.gathers)):
             one = self.gathers[index]
             earlier = self.gathers[index - _GATHERS_AHEAD].wait
-            early = max(self.position[node] for node in (earlier, *one.start.all_input_nodes)) + 1
+            early = max(self.position[node] for node in (earlier, *_needs(one.start))) + 1
             over = self._over(early, one.begins, one.holds)
             if len(over):
                 early += int(over[-1]) + 1
@@ -147,6 +147,9 @@ class _Plan:
             while self.nodes[place] in moving or self.nodes[place] in gone:
                 place += 1
             self.nodes[place].prepend(node)
+            cast = node.all_input_nodes[0]
+            if bucket_behind(cast) is not None and cast.op != "placeholder":
+                node.prepend(cast)
         for one, two in self.kept:
             _join(graph, one, two)
 
@@ -164,6 +167,12 @@ class _Plan:
             return _Flight(start, wait, begins, ends + 1, made.bytes, boxing.tensor, made.dies)
         held = {one for given in start.all_input_nodes for one in found.of[given] if _held_by(one, begins, ends)}
         return _Flight(start, wait, begins, ends + 1, sum(one.bytes for one in held if one), None, ends)
+
+
+def _needs(start: fx.Node) -> list[fx.Node]:
+    """What must be there before a gather may start; a cast to the compute dtype goes with it."""
+    cast = start.all_input_nodes[0]
+    return cast.all_input_nodes if bucket_behind(cast) is not None else [cast]
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:

@@ -16,7 +16,7 @@ from zerograph.gradients import TOTAL_NORM, Edited, followed, is_edit, norm_term
 from zerograph.passes.boxing import boxing
 from zerograph.passes.edit import emit
 from zerograph.sbp import NdSbp, show, whole
-from zerograph.step_graph import origin
+from zerograph.step_graph import Origin, origin
 
 aten = torch.ops.aten
 
@@ -51,8 +51,16 @@ class FlatGradient:
         # Of a 0-d gradient, the numbers that it is computed with have its shape: any other tells them apart.
         return max(self.edited, key=lambda one: one.parameter.meta["val"].dim())
 
+    def is_edited(self, norm: fx.Node) -> bool:
+        """Whether a total norm reads something else than the raw gradient."""
+        return self._example.norms[norm] is not self._example.raw
+
     def _edit(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
-        return _replay(graph, end, {self._example.raw: self.reduced, self._example.parameter: self.flat}, self.bucket)
+        raw = self.reduced
+        if raw.meta["val"].dtype is not self.bucket.dtype:
+            # Only now: until somebody reads it, the gradient is held as it travelled.
+            raw = emit(graph, aten._to_copy.default, (raw,), Origin("update"), dtype=self.bucket.dtype)
+        return _replay(graph, end, {self._example.raw: raw, self._example.parameter: self.flat}, self.bucket)
 
 
 def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:
@@ -115,7 +123,7 @@ class _Norm:
         A whole bucket is summed in the same pieces as a split one, so that the stages agree bitwise.
         """
         bucket = gradient.bucket
-        if bucket.padded > bucket.numel and term is not gradient.reduced:
+        if bucket.padded > bucket.numel and gradient.is_edited(self.norm):
             term = self.without_padding(term, bucket)
         if bucket.sbp != bucket.split_sbp:
             term = self.box(term, bucket.split_sbp, f"gradient of {bucket.name}")

@@ -19,6 +19,7 @@ from zerograph.passes.edit import emit, fake, first_computed, positions
 from zerograph.passes.evaluate import evaluate
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
 from zerograph.passes.rules import Signature
+from zerograph.precision import is_cast, picks_rows
 from zerograph.sbp import Sbp, broadcast, show
 from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
 
@@ -55,8 +56,8 @@ def _take_gradients(graph: fx.Graph) -> None:
     output = graph.output_node()
     roles: list[Role] = output.meta["roles"]
     nodes = output_nodes(graph)
-    output.args = (tuple(node for node, r in zip(nodes, roles, strict=True) if r.kind == "output"),)
-    output.meta["roles"] = [r for r in roles if r.kind == "output"]
+    output.args = (tuple(node for node, r in zip(nodes, roles, strict=True) if r.kind != "gradient"),)
+    output.meta["roles"] = [r for r in roles if r.kind != "gradient"]
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
@@ -83,9 +84,31 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapp
                 part = emit(graph, aten.slice.Tensor, (whole, dim, *span), origin(user))
                 view = _from_rows(graph, part, slot, bucket.rows, origin(user))
             view.meta["parameter"] = slot.name
-            parameters[slot].replace_all_uses_with(view)
+            if bucket.compute_dtype is None:
+                parameters[slot].replace_all_uses_with(view)
+            else:
+                _read_copy(parameters[slot], view)
     for parameter in parameters.values():
         graph.erase_node(parameter)
+
+
+def _read_copy(wide: fx.Node, copy: fx.Node) -> None:
+    """What read a parameter, or a view of it, and cast that reads the copy that is cast already."""
+    graph, dtype = copy.graph, copy.meta["val"].dtype
+    for reader in list(wide.users):
+        if is_cast(reader, dtype):
+            reader.replace_all_uses_with(copy)
+            graph.erase_node(reader)
+            continue
+        looks_up = picks_rows(reader, wide)
+        reader.replace_input_with(wide, copy)
+        before, reader.meta["val"] = reader.meta["val"], evaluate(reader)
+        if not looks_up:
+            _read_copy(reader, reader)
+            continue
+        with graph.inserting_before(reader.next):
+            rows = emit(graph, aten._to_copy.default, (reader,), origin(reader), dtype=before.dtype)
+        reader.replace_all_uses_with(rows, lambda user, rows=rows: user is not rows)
 
 
 def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:
@@ -113,9 +136,12 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
     """The bucket as computation sees it: whole. To compute on shards of weights may move fewer bytes in a small batch,
     but it would be another sum in another order, and the stages would no longer agree. (Looking up is no sum: what is
     gathered for nothing else, ``lookup`` leaves in pieces.)"""
-    if bucket.sbp == bucket.gathered:
-        return flat
     with graph.inserting_before(user):
+        if bucket.compute_dtype is not None:
+            # Before the gather, so that the wire carries the compute dtype.
+            flat = emit(graph, aten._to_copy.default, (flat,), origin(user), dtype=bucket.compute_dtype)
+        if bucket.sbp == bucket.gathered:
+            return flat
         gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
     gather.meta["target_sbp"] = bucket.gathered
     gather.meta["tensor"] = bucket.name
@@ -132,7 +158,28 @@ def _flat_gradient(
         first = min((norm for one in own for norm in one.norms), default=graph.output_node())
         ready += [one.raw for one in edited.values() if one.raw < first]
     raw = {slot.name: one.raw for slot, one in zip(bucket.slots, own, strict=True)}
-    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, raw, ready), own)
+    dtype = _reduced_in(bucket, context)
+    own_raw = {name: _in_dtype(graph, gradient, dtype) for name, gradient in raw.items()}
+    ready = [max(ready), *own_raw.values()]
+    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, own_raw, ready), own)
+
+
+def _reduced_in(bucket: Bucket, context: Context) -> torch.dtype:
+    """The dtype in which the bucket's gradient travels: what is wider than fp32 stays so."""
+    wanted = context.reduce_dtype or bucket.compute_dtype
+    return wanted if wanted is not None and bucket.dtype.itemsize <= torch.float32.itemsize else bucket.dtype
+
+
+def _in_dtype(graph: fx.Graph, gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The gradient in ``dtype``: as it was made, where autograd then widened it to its parameter's."""
+    if gradient.meta["val"].dtype is dtype:
+        return gradient
+    made = gradient.all_input_nodes[0] if gradient.target is aten._to_copy.default else gradient
+    if made.meta["val"].dtype is dtype:
+        return made
+    where = replace(origin(gradient), phase="backward")
+    with graph.inserting_before(first_computed(graph) if gradient.op == "placeholder" else gradient.next):
+        return emit(graph, aten._to_copy.default, (gradient,), where, dtype=dtype)
 
 
 def _bucket_gradient(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph._torch import overloads
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit
-from zerograph.step_graph import Origin, placeholders, role, writes
+from zerograph.step_graph import Origin, found_inf, placeholders, role, writes
 
 aten = torch.ops.aten
 
@@ -20,6 +21,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Buckets of optimizers with ``fused=True`` are updated in place by the fused operators."""
     graph = module.graph
     inputs = {found.name: node for node in placeholders(graph) if (found := role(node)) is not None}
+    overflow = found_inf(graph)
     written = {state: write for write, state, _ in writes(graph)}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):
         name = gradient.meta.get("gradient_of")
@@ -31,7 +33,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         state = {entry: inputs[f"{name}.{entry}"] for entry in program.state}
         numbers = {short: inputs[found] for short, found in update.numbers.items()}
         given = {"param": inputs[name], "grad": gradient.all_input_nodes[0], **numbers, **state}
-        _put(graph, written[inputs[name]], program.fused, given)
+        _put(graph, written[inputs[name]], program.fused, given, overflow)
         for node in (inputs[name], *state.values()):
             if node in written:
                 graph.erase_node(written[node])
@@ -39,13 +41,43 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def _put(graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, given: dict[str, fx.Node]) -> None:
-    """The program's operators, which write what they are given."""
+def _put(
+    graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, given: dict[str, fx.Node], found: fx.Node | None
+) -> None:
+    """The program's operators, which write what they are given, unless an overflow was ``found``."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in fused.graph.nodes:
         if node.op == "placeholder":
             copies[node] = given[node.meta["update_input"]]
+        elif found is not None and node.target is aten._foreach_add_.Scalar:
+            _count_made(graph, before, [copies[step] for step in node.all_input_nodes], found)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            if found is not None and node.target in _SKIPPING:
+                kwargs = {**kwargs, "found_inf": found}
             with graph.inserting_before(before):
                 copies[node] = emit(graph, node.target, args, Origin("update"), **kwargs)
+
+
+# The fused operators that leave everything as it is where they are told of an overflow.
+_SKIPPING = {
+    overload
+    for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
+    for overload in overloads(packet)
+}
+
+
+def _count_made(graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found: fx.Node) -> None:
+    """Steps are counted by an operator before the fused one: only those that are made."""
+    with graph.inserting_before(before):
+        made = _like(found, emit(graph, aten.rsub.Scalar, (found, 1), Origin("update")))
+        for step in steps:
+            value = step.meta["val"]
+            kind = {"dtype": value.dtype, "device": value.device}
+            count = _like(found, emit(graph, aten._to_copy.default, (made,), Origin("update"), **kind))
+            _like(step, emit(graph, aten.add_.Tensor, (step, count), Origin("update")))
+
+
+def _like(node: fx.Node, made: fx.Node) -> fx.Node:
+    made.meta |= {key: node.meta[key] for key in ("sbp", "global")}
+    return made

@@ -16,6 +16,7 @@ from zerograph.passes.exchange import exchange
 from zerograph.passes.fit import fit
 from zerograph.passes.flatten import flatten
 from zerograph.passes.fuse import fuse
+from zerograph.passes.guard import guard
 from zerograph.passes.localize import localize
 from zerograph.passes.lookup import lookup
 from zerograph.passes.overwrite import overwrite
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     unfuse,  # where products may be summed over ranks, no bias is in them
     reorder,  # no view flattens the batch behind another dimension
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
+    guard,  # a step that overflowed changes nothing but the loss scale
     place,  # every tensor has an SBP, every operator a signature
     lookup,  # a table of which a batch reads little stays where its rows rest
     box,  # where two SBPs meet stands one boxing node

@@ -20,7 +20,7 @@ from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.edit import positions
 from zerograph.sbp import Split
-from zerograph.step_graph import origin, role
+from zerograph.step_graph import bucket_behind, origin
 
 aten = torch.ops.aten
 
@@ -47,8 +47,7 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
-        if (found := role(node.all_input_nodes[0])) is not None
-        and found.kind == "bucket"
+        if bucket_behind(node.all_input_nodes[0]) is not None
         and any(isinstance(one, Split) for one in node.all_input_nodes[0].meta["sbp"])
     ]
 
@@ -96,6 +95,8 @@ def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
             return node
         if node not in copies:
             inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
+            if node is gather:
+                inputs = _cast_again(graph, gather, reader)
             with graph.inserting_before(reader):
                 copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
             copies[node].meta["origin"] = origin(reader)
@@ -106,6 +107,17 @@ def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
     for use in uses:
         for source in use.all_input_nodes:
             use.replace_input_with(source, copy(source, use))
+
+
+def _cast_again(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What is gathered in the compute dtype is cast for each gather: what rests is the master shard alone."""
+    cast = gather.all_input_nodes[0]
+    if cast.op == "placeholder":
+        return {}
+    with graph.inserting_before(reader):
+        again = graph.node_copy(cast)
+    again.meta["origin"] = origin(reader)
+    return {cast: again}
 
 
 def _comes_from(node: fx.Node, gather: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import origin, role
+from zerograph.step_graph import bucket_behind, origin
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -40,8 +40,7 @@ def _is_gathered(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
         return False
-    found = role(node.all_input_nodes[0].all_input_nodes[0])
-    return found is not None and found.kind == "bucket"
+    return bucket_behind(node.all_input_nodes[0].all_input_nodes[0]) is not None
 
 
 def _makes_gradient(start: fx.Node, end: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from zerograph.passes.context import Context
 from zerograph.passes.edit import positions
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import placeholders, role
+from zerograph.step_graph import bucket_behind, placeholders, role
 
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
@@ -40,8 +40,7 @@ def _starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _reads_bucket(start: fx.Node) -> bool:
-    found = role(start.all_input_nodes[0])
-    return found is not None and found.kind == "bucket"
+    return bucket_behind(start.all_input_nodes[0]) is not None
 
 
 def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:
@@ -107,6 +106,9 @@ def _prefetch_gathers(graph: fx.Graph, begun: fx.Node, *, one_by_one: bool) -> N
             _move_behind(start, [begun])
         else:
             (_wait_of(previous) if one_by_one else previous).append(start)
+        cast = start.all_input_nodes[0]
+        if cast.op != "placeholder" and cast.next is not start:
+            start.prepend(cast)
         previous = start
 
 

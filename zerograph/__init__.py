@@ -19,6 +19,7 @@ from zerograph.errors import (
     VerificationError,
     ZeroGraphError,
 )
+from zerograph.grad_scaler import GradScaler, StaticGradScaler
 from zerograph.graph import ZeroGraph
 from zerograph.inspection import Collective
 from zerograph.local import local
@@ -34,6 +35,7 @@ __all__ = [
     "CommunicationError",
     "Config",
     "ConfigError",
+    "GradScaler",
     "InputError",
     "Memory",
     "MemoryBudgetError",
@@ -41,6 +43,7 @@ __all__ = [
     "PlacementError",
     "RankMismatchError",
     "SplitParameterError",
+    "StaticGradScaler",
     "VerificationError",
     "ZeroGraph",
     "ZeroGraphError",

@@ -40,6 +40,7 @@ __all__ = [
     "adaptive_output",
     "all_gather",
     "annotated",
+    "backward_by",
     "backward_sequence_number",
     "cache_folder",
     "causal_masks_unread",
@@ -208,6 +209,21 @@ def without_onednn() -> Iterator[None]:
 def forward_sequence_number() -> int:
     """Number of the autograd node that the running forward operator made last."""
     return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+@contextlib.contextmanager
+def backward_by(run: Callable[..., None]) -> Iterator[None]:
+    """Inside, ``Tensor.backward`` and ``torch.autograd.backward`` call ``run(original, tensors, ...)``.
+
+    The former looks the latter up in its module at each call: there is no hook around all of a backward.
+    """
+    original = torch.autograd.backward
+
+    def replaced(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        run(original, tensors, *args, **kwargs)
+
+    with patch.object(torch.autograd, "backward", replaced):
+        yield
 
 
 def backward_sequence_number() -> int | None:

@@ -42,6 +42,7 @@ class Bucket:
     ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients.
     ``zero_dim`` is the mesh dimension that ZeRO splits along, ``ranks`` its size, which the bucket is padded for.
     ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one.
+    ``compute_dtype`` is that of the copy which the step computes with; None for the bucket's own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Bucket:
     zero_dim: int = 0
     rows: int | None = None
     owners: tuple[int, ...] | None = None
+    compute_dtype: torch.dtype | None = None
 
     @property
     def dealt(self) -> bool:
@@ -100,6 +102,7 @@ class Parameter:
     key: Hashable
     sbp: NdSbp
     dealt: bool = False
+    compute_dtype: torch.dtype | None = None
 
 
 def plan_buckets(
@@ -131,7 +134,8 @@ def plan_buckets(
     for parameter in parameters:
         # Small ones apart also where all are whole: the stages then have the same buckets, and the same sums.
         small = _numel(parameter) < min_split_numel
-        key = (small, parameter.sbp, parameter.dtype, parameter.device, parameter.key)
+        kind = (parameter.dtype, parameter.compute_dtype, parameter.device)
+        key = (small, parameter.sbp, kind, parameter.key)
         alike = by_key.setdefault(key, [])
         if not alike or (sum(map(_bytes, alike[-1])) + _bytes(parameter) > most and _even(alike[-1], ranks)):
             alike.append([])
@@ -191,8 +195,8 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     if first.dealt:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
         laid, padded = _dealt(slots, owners, ranks)
-        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners)
-    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows)
+        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners, first.compute_dtype)
+    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows, None, first.compute_dtype)
 
 
 def split_dim(sbp: NdSbp) -> int | None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, draws, source
+from zerograph.backward import Backward
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
@@ -55,6 +56,8 @@ def capture(
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
     clip_grad_norm: float | None = None,
     batch_norm_groups: int = 1,
+    amp_dtype: torch.dtype | None = None,
+    scaled: bool = False,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -70,6 +73,8 @@ def capture(
         groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
         clip_grad_norm: clip all gradients together to this norm after ``build()``.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
+        amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
+        scaled: multiply the loss by an input of the graph, and unscale the gradients.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
@@ -82,6 +87,8 @@ def capture(
         state |= {name: spec.fake() for name, spec in buffers.items()}
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
+        device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+        scale = [torch.empty((), device=device)] if scaled else []
     drawn = draws.Draws()
     table = decompositions.table(batch_norm_groups) | draws.table(drawn)
     # A region sees one rank's part already.
@@ -90,6 +97,8 @@ def capture(
     returned: list[Any] = []
     output_spec: list[pytree.TreeSpec] = []
     regions: list[Region] = []
+    # How often build() calls backward(): known once it has been traced.
+    backwards = [1]
 
     def replaced(tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         return _torch.with_tensors(root, dict(tensors) | {alias: tensors[name] for alias, name in aliases.items()})
@@ -97,6 +106,8 @@ def capture(
     def step(*tensors: Tensor) -> list[Tensor]:
         own = dict(zip(state, tensors, strict=False))
         drawn.seed, *given = tensors[len(own) :]
+        loss_scale = given.pop(0) if scaled else None
+        backward = Backward(device.type, loss_scale, backwards[-1], [own[name] for name in parameters])
         args, kwargs = pytree.tree_unflatten(given, input_spec)
         with (
             replaced(own),
@@ -107,23 +118,38 @@ def capture(
             _Recorder(path),
             inside(Capturing(ranks, mode, own_table, drawn, lambda: _Recorder(path), replaced, own, regions)),
             drawn.instead_of_torchs(),
+            backward.instead_of_torchs(),
             torch.enable_grad(),
         ):
-            flat, spec = pytree.tree_flatten(build(*args, **kwargs))
+            with autocast():
+                flat, spec = pytree.tree_flatten(build(*args, **kwargs))
             if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
                 nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
+        backwards.append(backward.count)
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
         found = {name: own[name].grad for name in parameters}
         gradients.extend(name for name, gradient in found.items() if gradient is not None)
-        return [value.detach() for value in flat if isinstance(value, Tensor)] + [
-            gradient for gradient in found.values() if gradient is not None
+        return [
+            *(value.detach() for value in flat if isinstance(value, Tensor)),
+            *(gradient for gradient in found.values() if gradient is not None),
+            *([] if backward.found_inf is None else [backward.found_inf]),
         ]
+
+    def autocast() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype)
 
     # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
     plain = _torch.without_onednn()
     with mode, plain, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
-        traced = _torch.trace(step, [*state.values(), seed, *batch], table)
+        inputs_of_step = [*state.values(), seed, *scale, *batch]
+        traced = _torch.trace(step, inputs_of_step, table)
+        if scaled and backwards[-1] > 1:
+            # Gradients were unscaled behind the first backward() of several.
+            for noted in (gradients, returned, output_spec, regions):
+                noted.clear()  # type: ignore[attr-defined]
+            drawn.count = 0
+            traced = _torch.trace(step, inputs_of_step, table)
         if train and not gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"
@@ -133,7 +159,8 @@ def capture(
         _strip_profiling(traced.graph)
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
-    _name_roles(graph, [*roles, Role("seed", "seed")], gradients)
+    roles += [Role("seed", "seed"), *([Role("scaler", "scale")] if scaled else [])]
+    _name_roles(graph, roles, gradients, scaled=scaled)
     draws.refuse_others(graph.graph)
     _drop_restored(graph.graph)
     _refuse_changed_parameters(graph.graph)
@@ -299,12 +326,13 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
             )
 
 
-def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequence[str]) -> None:
+def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequence[str], *, scaled: bool) -> None:
     for index, node in enumerate(placeholders(graph.graph)):
         node.meta["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
     output = graph.graph.output_node()
-    returned = len(output_nodes(graph.graph)) - len(gradients)
-    output.meta["roles"] = [Role("output", str(i)) for i in range(returned)] + [Role("gradient", n) for n in gradients]
+    behind = [Role("gradient", name) for name in gradients] + ([Role("scaler", "found_inf")] if scaled else [])
+    returned = len(output_nodes(graph.graph)) - len(behind)
+    output.meta["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
     take_origins(graph.graph)
 
 

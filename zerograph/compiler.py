@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -20,6 +21,7 @@ from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
 from zerograph.config import Config
 from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
+from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
@@ -31,7 +33,7 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Boxing, Captured, Role, output_nodes
+from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
 from zerograph.update import UpdateProgram, check_separate, trace_update
 from zerograph.zero import OFF
 
@@ -216,6 +218,8 @@ class Compiler:
             exchanges=exchanges,
             node_by_node=self._backend(members)[1] is backends.eager,
             zero_dim=self.config.zero_dim_on(mesh.dims),
+            reduce_dtype=self.config.reduce_dtype,
+            scaler=self.config.scaler if self.optimizers else None,
             memory_budget=self.config.memory_bytes,
             warn=self._warn,
         )
@@ -239,8 +243,9 @@ class Compiler:
 
     def _capture(self, members: Members, batch: Batch, ranks: int, key: Hashable) -> tuple[Captured, float]:
         clip = self.config.clip_grad_norm if self.optimizers else None
+        scaled = self.config.scaler is not None and bool(self.optimizers)
         batch_norm_groups = ranks if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, ranks)
+        key = (key, clip, batch_norm_groups, ranks, self.config.amp_dtype, scaled)
         if key not in self._captures:
             began = time.perf_counter()
             captured = capturing.capture(
@@ -256,6 +261,8 @@ class Compiler:
                 groups=_groups(members, self.optimizers),
                 clip_grad_norm=clip,
                 batch_norm_groups=batch_norm_groups,
+                amp_dtype=self.config.amp_dtype,
+                scaled=scaled,
             )
             self._captures[key] = captured, time.perf_counter() - began
         return self._captures[key]
@@ -372,6 +379,10 @@ class Compiler:
         lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
+        if (scaler := prepared.context.scaler) is not None:
+            for node in placeholders(graph.graph, "scaler"):
+                name, device = node.meta["role"].name, node.meta["val"].device
+                lookups[node.meta["role"]] = functools.partial(_tensor_of, scaler, name, device)
         executor = bind(job, graph, function, stores, lookups)
         numbers = {
             name: (update.group, update.program.numbers[short])
@@ -384,6 +395,10 @@ class Compiler:
         return CompiledStep(
             prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs
         )
+
+
+def _tensor_of(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
+    return scaler.tensors(device)[name]
 
 
 def _lookup(root: nn.Module, name: str) -> Lookup:

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.errors import ConfigError, PlacementError
+from zerograph.grad_scaler import GradScaler
+from zerograph.precision import LOW_DTYPES
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
@@ -42,6 +45,13 @@ class Config:
             how many gathered buckets live from forward into backward, which spares gathering them again: from none, 3
             Psi of traffic, to all, stage 2's 2 Psi; at all stages, how many collectives are in flight at once. A step
             that cannot do with it is an error when it is compiled. Default None: as little as the stage promises.
+        amp_dtype: mixed precision: compute in ``torch.bfloat16`` or ``torch.float16`` wherever ``torch.autocast`` does,
+            with parameters cast before they are gathered; masters and optimizer state stay fp32. Set by
+            :meth:`enable_amp`. Default None: compute in the parameters' own dtype.
+        reduce_dtype: the dtype in which gradients of fp32 parameters, and of narrower ones, are reduced. Default None:
+            that in which the parameter is computed with.
+        grad_scaler: loss scaling, a :class:`zerograph.GradScaler` or :class:`zerograph.StaticGradScaler`. Default None:
+            no scaling; :meth:`enable_amp` puts a ``GradScaler()`` here for fp16.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -60,6 +70,9 @@ class Config:
     batch_norm: str = "global"
     seed: int | None = None
     memory_budget: int | str | None = None
+    amp_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    grad_scaler: GradScaler | None = None
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -85,6 +98,28 @@ class Config:
         wanted = mode if isinstance(mode, str) else MODES[0] if mode else "off"
         new = Config(mode=wanted, stage=stage, shard_min_size=shard_min_size)
         self.mode, self.stage, self.shard_min_size = new.mode, new.stage, new.shard_min_size
+
+    def enable_amp(self, enabled: bool = True, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Mixed precision: compute in ``dtype``, bf16 or fp16, keep fp32 masters. For fp16 the loss is scaled.
+
+        With fp16 ``grad_scaler`` becomes a ``GradScaler()`` unless there is one; False drops it.
+
+        Raises:
+            ConfigError: no such dtype; nothing is changed then.
+        """
+        if enabled not in (True, False):
+            raise ConfigError(f"enable_amp({enabled!r}): give True or False, and the dtype as dtype=")
+        self.amp_dtype = dtype if enabled else None
+        if not enabled:
+            self.grad_scaler = None
+        elif dtype is torch.float16 and self.grad_scaler is None:
+            self.grad_scaler = GradScaler()
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """``grad_scaler``, where it is to be used."""
+        found = self.grad_scaler
+        return found if found is not None and found.enabled else None
 
     @property
     def policy(self) -> ZeroPolicy:
@@ -178,6 +213,20 @@ def _memory_budget(value: Any) -> str:
     return "" if good else "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit"
 
 
+def _amp_dtype(value: Any) -> str:
+    return "" if value is None or value in LOW_DTYPES else "give torch.bfloat16 or torch.float16, or None for neither"
+
+
+def _reduce_dtype(value: Any) -> str:
+    good = value is None or value in (*LOW_DTYPES, torch.float32)
+    return "" if good else "give torch.float32, torch.bfloat16 or torch.float16, or None for the compute dtype"
+
+
+def _grad_scaler(value: Any) -> str:
+    good = value is None or isinstance(value, GradScaler)
+    return "" if good else "give a zerograph.GradScaler or zerograph.StaticGradScaler, or None for no scaling"
+
+
 def _seed(value: Any) -> str:
     good = value is None or (isinstance(value, int) and not isinstance(value, bool))
     return "" if good else "give a whole number, or None for that of torch.manual_seed()"
@@ -217,6 +266,9 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "batch_norm": _batch_norm,
     "memory_budget": _memory_budget,
     "seed": _seed,
+    "amp_dtype": _amp_dtype,
+    "reduce_dtype": _reduce_dtype,
+    "grad_scaler": _grad_scaler,
     "timeout": _timeout,
     "placement": _placement,
     "batch_sbp": _batch_sbp,

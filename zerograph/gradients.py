@@ -39,6 +39,9 @@ def _(tensors: Sequence[Tensor], p: float) -> Tensor:
 
 TOTAL_NORM = torch.ops.zerograph.total_norm.default
 
+# The words of an edit that no flat bucket can have.
+_APART = "apart"
+
 
 @dataclass(frozen=True, eq=False)
 class Edited:
@@ -56,7 +59,12 @@ class Edited:
     final: fx.Node
     parameter: fx.Node
     norms: Mapping[fx.Node, fx.Node]
-    key: Hashable
+    key: tuple[str, Hashable]
+
+    @property
+    def on_bucket(self) -> bool:
+        """Whether the edit is made on a flat bucket, not on this gradient alone."""
+        return self.key[0] != _APART
 
 
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
@@ -67,7 +75,7 @@ def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     edits = _Edits()
     raws, keys = {}, {}
     for name, final in finals.items():
-        raws[name], keys[name] = edits.of(final, parameters[name]) or (final, "apart")
+        raws[name], keys[name] = edits.of(final, parameters[name]) or (final, _APART)
     norms: dict[str, dict[fx.Node, fx.Node]] = {name: {} for name in finals}
     norm_keys: dict[str, list[tuple[int, str]]] = {name: [] for name in finals}
     owners: dict[fx.Node, list[str]] = {}

@@ -37,7 +37,7 @@ class ZeroGraph:
 
     Attributes:
         config: its options, see :class:`zerograph.config.Config`.
-        steps_done: updates made so far; 0 for a graph without optimizer.
+        steps_done: updates made so far, without those skipped for an overflow; 0 for a graph without optimizer.
     """
 
     config: Config
@@ -108,9 +108,11 @@ class ZeroGraph:
         step, batch = self._ready(args, kwargs)
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
         values = step.executor(batch.tensors, numbers, self._seed_of_step(), self._doing())
-        if self._optimizers:
+        overflowed = step.context.scaler is not None and bool(values.pop())
+        if self._optimizers and not overflowed:
             self._step_made(step, values)
         else:
+            # A step that overflowed is none, but the next one draws other numbers.
             self._passes_done += 1
         sbp = [one for one, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
@@ -182,7 +184,8 @@ class ZeroGraph:
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``.
+        """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
+        ``grad_scaler``.
 
         Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
         the random numbers of the next step follow from. Every rank must call it, and gets all of it.
@@ -193,6 +196,7 @@ class ZeroGraph:
             "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
             "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
             "steps_done": self.steps_done,
+            "grad_scaler": None if self.config.scaler is None else self.config.scaler.state_dict(),
             "random": {
                 "seed": self._seed if self.config.seed is None else self.config.seed,
                 "passes": self._passes_done,
@@ -222,6 +226,8 @@ class ZeroGraph:
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
         self.steps_done = state["steps_done"]
+        if self.config.scaler is not None and state.get("grad_scaler") is not None:
+            self.config.scaler.load_state_dict(state["grad_scaler"])
         # States of version 0.1 say nothing of random numbers.
         if "random" in state:
             self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]

@@ -16,6 +16,7 @@ from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
 from zerograph.members import Members
 from zerograph.mesh import Mesh
+from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import show
 from zerograph.step_graph import Captured, placeholders, role
@@ -80,22 +81,32 @@ def plan_layout(
     """
     order = _first_uses(captured, members)
     edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items() if name in updates}
+    copies = dict.fromkeys(compute_copies(captured.graph.graph, config.amp_dtype), config.amp_dtype)
     kept: list[Planned] = []
     loose: list[str] = []
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates, mesh) and len({edits.get(name) for name in names}) == 1:
+        elif _usable(store, names, members, config, updates, mesh) and _alike(names, edits, copies, train=train):
             store.job.check_alive()
-            layout = replace(store.layout, slots=_named_here(store, members))
+            dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
+            layout = replace(store.layout, slots=_named_here(store, members), compute_dtype=dtype)
             found = _updates(layout, updates)
             kept.append(Planned(layout, store, found, store.specs, store.layouts, store.keeper, store.fresh))
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(mesh, members, config, updates, edits, loose)]
+    planned = [*kept, *_new(mesh, members, config, updates, edits, copies, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
     return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
+
+
+def _alike(
+    names: Sequence[str], edits: Mapping[str, Hashable], copies: Mapping[str, torch.dtype | None], *, train: bool
+) -> bool:
+    """Whether one bucket may hold them as the step computes with them. A forward graph takes what training laid."""
+    found = {(edits.get(name), copies.get(name) if train else None) for name in names}
+    return len(found) == 1
 
 
 def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
@@ -161,6 +172,7 @@ def _new(
     config: Config,
     updates: Mapping[str, Update],
     edits: Mapping[str, Hashable],
+    copies: Mapping[str, torch.dtype | None],
     names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
@@ -187,7 +199,7 @@ def _new(
                 "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        parameters.append(Parameter(name, *spec, key, sbp, holding.dealt))
+        parameters.append(Parameter(name, *spec, key, sbp, holding.dealt, copies.get(name)))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,

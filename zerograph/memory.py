@@ -40,6 +40,7 @@ _AT_REST: dict[str, MemoryKind] = {
     "buffer": "buffers",
     "input": "inputs",
     "seed": "inputs",
+    "scaler": "optimizer state",
 }
 
 

@@ -29,7 +29,9 @@ from zerograph.region import Region
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
-RoleKind = Literal["input", "parameter", "buffer", "bucket", "state", "hyperparameter", "seed", "output", "gradient"]
+RoleKind = Literal[
+    "input", "parameter", "buffer", "bucket", "state", "hyperparameter", "seed", "scaler", "output", "gradient"
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,14 @@ def role(node: fx.Node) -> Role | None:
     return found if isinstance(found, Role) else None
 
 
+def bucket_behind(node: fx.Node) -> Role | None:
+    """The bucket that the node is at rest, or whose part at rest it casts to the compute dtype."""
+    if node.target is torch.ops.aten._to_copy.default:
+        node = node.all_input_nodes[0]
+    found = role(node)
+    return found if found is not None and found.kind == "bucket" else None
+
+
 def placeholders(graph: fx.Graph, *kinds: RoleKind) -> list[fx.Node]:
     """Placeholders in order, those of the given kinds only if any are given."""
     return [
@@ -136,6 +146,12 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     returned = graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     return [node for node in returned if isinstance(node, fx.Node)]
+
+
+def found_inf(graph: fx.Graph) -> fx.Node | None:
+    """What is not 0 where a scaled gradient overflowed; None in a graph that scales no loss."""
+    roles = graph.output_node().meta["roles"]
+    return next((node for node, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "scaler"), None)
 
 
 def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:

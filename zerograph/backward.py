@@ -1,0 +1,62 @@
+"""``backward()`` under mixed precision: outside autocast, from a scaled loss, and its gradients unscaled behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph import _torch
+from zerograph.gradients import TOTAL_NORM
+
+
+class Backward:
+    """What ``torch.autograd.backward`` does while ``build()`` is traced.
+
+    As with ``torch.amp.GradScaler``, ``scale(loss).backward()`` comes first and ``unscale_()`` behind the last of them,
+    so that whatever ``build()`` then does to gradients sees them as they are.
+
+    Args:
+        device: type of the device that autocast was entered for.
+        scale: the 0-d loss scale; None for none.
+        calls: of how many calls to ``backward()`` the last is awaited.
+        parameters: those whose gradients are unscaled then.
+
+    Attributes:
+        count: calls so far.
+        found_inf: 1.0 where a scaled gradient was infinite or not a number, else 0.0; None until the last call.
+    """
+
+    def __init__(self, device: str, scale: Tensor | None, calls: int, parameters: Iterable[Tensor]) -> None:
+        self.count = 0
+        self.found_inf: Tensor | None = None
+        self._device, self._scale, self._calls, self._parameters = device, scale, calls, list(parameters)
+
+    @contextmanager
+    def instead_of_torchs(self) -> Iterator[None]:
+        """Inside, ``loss.backward()`` and ``torch.autograd.backward`` are this."""
+        with _torch.backward_by(self._run):
+            yield
+
+    def _run(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self._scale is not None:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            tensors = [root * self._scale for root in roots]
+        # Each operator's backward computes in the dtype of its forward; autocast would cast once more.
+        with torch.autocast(self._device, enabled=False):
+            original(tensors, *args, **kwargs)
+            self.count += 1
+            if self._scale is not None and self.count == self._calls:
+                self._unscale(self._scale)
+
+    @torch.no_grad()
+    def _unscale(self, scale: Tensor) -> None:
+        found = [parameter for parameter in self._parameters if parameter.grad is not None]
+        largest = TOTAL_NORM([parameter.grad for parameter in found], float("inf"))
+        self.found_inf = torch.isfinite(largest).logical_not().float()
+        inverse = scale.double().reciprocal().float()
+        for parameter in found:
+            parameter.grad = parameter.grad * inverse  # type: ignore[operator]

@@ -1,0 +1,127 @@
+"""Loss scaling for fp16: the options of ``torch.amp.GradScaler``, and the scale as state of the step graph.
+
+The scale enters the step as a tensor and leaves it changed, like a moment of the optimizer: the graph multiplies the
+loss by it, divides the reduced gradients, looks whether one of them is infinite or not a number anywhere, skips the
+update on every rank then, and lowers or raises the scale (pass ``guard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.errors import ConfigError
+
+_TRACKERS = {"scale": torch.float32, "growth_tracker": torch.int32, "hysteresis_tracker": torch.int32}
+
+
+class GradScaler:
+    """Dynamic loss scaling. Give it to ``config.grad_scaler``; the graph does the rest.
+
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without overflow.
+        backoff_factor: what it is multiplied by after a step with overflow, whose update is skipped.
+        growth_interval: steps.
+        enabled: False for no scaling at all.
+        min_scale: the scale never falls below.
+        hysteresis: overflows, since the scale was last raised, from which on it is lowered: 1 for each of them, as
+            ``torch.amp.GradScaler`` does, 2 to let one pass (as Megatron-LM does).
+
+    Raises:
+        ConfigError: a number with which the scale would not do what its name says.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        hysteresis: int = 1,
+    ) -> None:
+        for good, complaint in (
+            (0 < init_scale < float("inf"), f"init_scale = {init_scale}: give a finite number above 0"),
+            (growth_factor > 1, f"growth_factor = {growth_factor}: give a number above 1"),
+            (0 < backoff_factor < 1, f"backoff_factor = {backoff_factor}: give a number between 0 and 1"),
+            (growth_interval >= 1, f"growth_interval = {growth_interval}: give a number of steps, 1 or more"),
+            (0 <= min_scale <= init_scale, f"min_scale = {min_scale}: give a number from 0 to init_scale"),
+            (hysteresis >= 1, f"hysteresis = {hysteresis}: give a number of overflows, 1 or more"),
+        ):
+            if not good:
+                raise ConfigError(complaint)
+        self.init_scale, self.enabled = float(init_scale), enabled
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.min_scale, self.hysteresis = min_scale, hysteresis
+        self._tensors: dict[str, Tensor] = {}
+
+    def get_scale(self) -> float:
+        """The scale of the next step. Reads it from its device."""
+        return float(self._tensors["scale"]) if self._tensors else self.init_scale
+
+    def tensors(self, device: torch.device) -> Mapping[str, Tensor]:
+        """The 0-d tensors that the step reads and writes, by name, on ``device``."""
+        if not self._tensors:
+            values = (self.init_scale, 0, self.hysteresis)
+            self._tensors = {
+                name: torch.tensor(value, dtype=dtype, device=device)
+                for (name, dtype), value in zip(_TRACKERS.items(), values, strict=True)
+            }
+        elif self._tensors["scale"].device != device:
+            self._tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        return self._tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its trackers, under the names that ``torch.amp.GradScaler`` gives them."""
+        trackers = {f"_{name}": int(tensor) for name, tensor in self._tensors.items() if name != "scale"}
+        return {"scale": self.get_scale(), "_growth_tracker": 0, "_hysteresis_tracker": self.hysteresis} | trackers
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` of this class, or of ``torch.amp.GradScaler``, returned.
+
+        The options stay as they are: only the scale and its trackers are loaded.
+
+        Raises:
+            ConfigError: it is not such a state.
+        """
+        if "scale" not in state:
+            raise ConfigError(f"not a state of a GradScaler: it has {', '.join(state) or 'no entries'}, but no scale")
+        tensors = self.tensors(torch.device("cpu")) if not self._tensors else self._tensors
+        tensors["scale"].fill_(float(state["scale"]))
+        tensors["growth_tracker"].fill_(int(state.get("_growth_tracker", 0)))
+        tensors["hysteresis_tracker"].fill_(int(state.get("_hysteresis_tracker", self.hysteresis)))
+
+    def __repr__(self) -> str:
+        # Equal on all ranks, which compare their configurations by it: no state.
+        return (
+            f"{type(self).__name__}(init_scale={self.init_scale}, growth_factor={self.growth_factor}, "
+            f"backoff_factor={self.backoff_factor}, growth_interval={self.growth_interval}, enabled={self.enabled}, "
+            f"min_scale={self.min_scale}, hysteresis={self.hysteresis})"
+        )
+
+
+class StaticGradScaler(GradScaler):
+    """One scale for all steps. An update whose gradients overflow is skipped all the same.
+
+    Args:
+        scale: what the loss is multiplied by.
+
+    Raises:
+        ConfigError: the scale is no finite number above 0.
+    """
+
+    dynamic = False
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(init_scale=scale)
+
+    def __repr__(self) -> str:
+        return f"StaticGradScaler({self.init_scale})"

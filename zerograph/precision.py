@@ -1,0 +1,70 @@
+"""Mixed precision: which parameters the step computes with in a low dtype.
+
+``build()`` is traced inside ``torch.autocast``, so that every operator computes in the dtype that autocast's lists give
+it, and the casts stand in the graph. A parameter that is read through casts only needs no fp32 outside its shard: what
+rests is cast there, and its *compute copy*, in the low dtype, is what is gathered. A table of which rows are picked
+is one as well, although autocast leaves it alone: the rows are widened behind the lookup, so that what is added to them
+is added in fp32. Parameters that an operator reads in fp32 (the scale of a norm) stay fp32: they are few.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph._torch import OpOverload
+from zerograph.gradients import edited_gradients, is_edit
+from zerograph.step_graph import placeholders, role
+
+aten = torch.ops.aten
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def compute_copies(graph: fx.Graph, dtype: torch.dtype | None) -> frozenset[str]:
+    """Names of the parameters that a captured step computes with as copies in ``dtype``; none where that is None."""
+    if dtype is None:
+        return frozenset()
+    edits = edited_gradients(graph)
+    found = set()
+    for node in placeholders(graph, "parameter"):
+        name = node.meta["role"].name
+        # An edit that is made on the flat bucket reads the master shard there.
+        on_bucket = name in edits and edits[name].on_bucket
+        if node.meta["val"].dtype is torch.float32 and _is_copied(node, dtype, on_bucket=on_bucket):
+            found.add(name)
+    return frozenset(found)
+
+
+def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
+    """Whether all that reads the parameter, or this view of it, would do with its copy, and something does."""
+    readers = [user for user in node.users if not (on_bucket and is_edit(user))]
+    return bool(readers) and all(
+        is_cast(user, dtype)
+        or picks_rows(user, node)
+        or (_is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
+        for user in readers
+    )
+
+
+def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether the node does nothing but change to ``dtype``."""
+    if node.target is not aten._to_copy.default or node.kwargs.get("memory_format") not in _ANY_LAYOUT:
+        return False
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(result.dtype is dtype and result.device == source.device)
+
+
+_ANY_LAYOUT = (None, torch.preserve_format)
+
+
+def picks_rows(node: fx.Node, table: fx.Node) -> bool:
+    """Whether the node looks rows up in ``table``: whatever these are cast to can be cast before as well."""
+    return node.target is aten.embedding.default and node.args[0] is table
+
+
+def _is_view(node: fx.Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, OpOverload) and target.is_view and role(node) is None
