@@ -100,15 +100,22 @@ def _read_copy(wide: fx.Node, copy: fx.Node) -> None:
             reader.replace_all_uses_with(copy)
             graph.erase_node(reader)
             continue
-        looks_up = picks_rows(reader, wide)
+        picks = picks_rows(reader, wide)
         reader.replace_input_with(wide, copy)
         before, reader.meta["val"] = reader.meta["val"], evaluate(reader)
-        if not looks_up:
+        if picks:
+            _widen(reader, before.dtype)
+        else:
             _read_copy(reader, reader)
-            continue
-        with graph.inserting_before(reader.next):
-            rows = emit(graph, aten._to_copy.default, (reader,), origin(reader), dtype=before.dtype)
-        reader.replace_all_uses_with(rows, lambda user, rows=rows: user is not rows)
+
+
+def _widen(node: fx.Node, dtype: torch.dtype) -> None:
+    """Who read the node reads it cast to ``dtype``."""
+    readers = list(node.users)
+    with node.graph.inserting_before(node.next):
+        wide = emit(node.graph, aten._to_copy.default, (node,), origin(node), dtype=dtype)
+    for reader in readers:
+        reader.replace_input_with(node, wide)
 
 
 def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, rows: int | None, where: Origin) -> fx.Node:

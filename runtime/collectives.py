@@ -1,7 +1,7 @@
 """Collectives as exchanges between pairs of ranks: faster than gloo's own, which pass pieces on through threads.
 
-Both start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What is sent stays
-alive until then.
+Both start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What an exchange
+sends stays alive until then; a gather sends what is in its result already.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def _gather_pieces(shard: Tensor, ranks: int, group_name: str) -> Tensor:
     rank = group.rank()
     whole = _gather_pieces_fake(shard, ranks, group_name)
     pieces = whole.chunk(ranks)
+    # It is sent from there, so that what was cast for the wire need not live as long as the flight.
+    pieces[rank].copy_(shard)
     works: list[dist.Work | None] = []
     for step in range(1, ranks):
         sender, receiver = (rank - step) % ranks, (rank + step) % ranks
         works.append(dist.irecv(pieces[sender], group=group, group_src=sender))
-        works.append(dist.isend(shard, group=group, group_dst=receiver))
-    # While the others' are on the wire.
-    pieces[rank].copy_(shard)
+        works.append(dist.isend(pieces[rank], group=group, group_dst=receiver))
     _torch.register_works(whole, [work for work in works if work is not None])
     return whole
 

@@ -147,8 +147,10 @@ def capture(
         if scaled and backwards[-1] > 1:
             # Gradients were unscaled behind the first backward() of several.
             for noted in (gradients, returned, output_spec, regions):
-                noted.clear()  # type: ignore[attr-defined]
+                noted.clear()
             drawn.count = 0
+            for tensor in state.values():
+                tensor.grad = None
             traced = _torch.trace(step, inputs_of_step, table)
         if train and not gradients:
             raise CaptureError(

@@ -49,17 +49,17 @@ class _Wire(TorchDispatchMode):
 
 
 @contextmanager
-def _sent() -> Iterator[list[int]]:
+def sent() -> Iterator[list[int]]:
     """Bytes of every message that this rank sends to another."""
-    sent: list[int] = []
+    found: list[int] = []
     send = dist.isend
 
     def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
+        found.append(tensor.numel() * tensor.element_size())
         return send(tensor, *args, **kwargs)
 
     with patch.object(dist, "isend", isend):
-        yield sent
+        yield found
 
 
 def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
@@ -70,9 +70,9 @@ def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
         step = TrainStep(model, adamw(model), stage, bucket_size=8192)
         (x, y), (x2, y2) = batches(name, 2, 12)
         step(part(x), part(y))
-    with _sent() as sent:
+    with sent() as messages:
         step(part(x2), part(y2))
-    return step.collectives(), sum(sent), len(sent)
+    return step.collectives(), sum(messages), len(messages)
 
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), [("conv", 1, 2), ("gpt", 3, 2), ("mlp", 3, 3)])
