@@ -34,7 +34,7 @@ from zerograph.runtime.process_group import Job, agree, broadcast_from_first, di
 from zerograph.runtime.state import Store, dissolve, settle, store_of
 from zerograph.sbp import NdSbp
 from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
-from zerograph.update import UpdateProgram, check_separate, trace_update
+from zerograph.update import Programs, UpdateProgram, check_separate, programs_of, trace_update
 from zerograph.zero import OFF
 
 
@@ -104,8 +104,7 @@ class Compiler:
     config: Config
     reads_metric: bool = False
     _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
-    _programs: dict[Hashable, UpdateProgram] = field(default_factory=dict)
-    _separate: set[Hashable] = field(default_factory=set)
+    _programs: Programs = field(default_factory=Programs)
     # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
     _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
     _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
@@ -285,23 +284,26 @@ class Compiler:
         group = optimizer.param_groups[index]
         lifted = self._lifted.get((number, index), {})
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
-        kind = (id(optimizer), constants, tuple(lifted), parameter.dtype, device)
+        # Numbers that the update compared a hyperparameter with are known to this graph only.
+        which, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
+        kind = (which, constants, tuple(lifted), parameter.dtype, device)
         key = (*kind, parameter.shape)
-        if kind in self._programs:
-            return self._programs[kind]
-        if key not in self._programs:
-            known = self._programs.values()
-            program = self._programs[key] = trace_update(
+        traced = programs.traced
+        if kind in traced:
+            return traced[kind]
+        if key not in traced:
+            known = list(traced.values())
+            program = traced[key] = trace_update(
                 optimizer, group, parameter.shape, parameter.dtype, device, known, tuple(lifted)
             )
             for path, thresholds in lifted.items():
                 thresholds |= program.thresholds[hyperparameters.name(path)]
-        if kind not in self._separate:
+        if kind not in programs.separate:
             check_separate(optimizer, group, parameter.shape, parameter.dtype, device)
-            self._separate.add(kind)
-        if self._programs[key].any_shape:
-            self._programs[kind] = self._programs[key]
-        return self._programs[key]
+            programs.separate.add(kind)
+        if traced[key].any_shape:
+            traced[kind] = traced[key]
+        return traced[key]
 
     def constants(self, number: int, index: int) -> Mapping[str, Any]:
         """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""

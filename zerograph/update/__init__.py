@@ -4,7 +4,8 @@ Traced on a sample (``sampling``), proved to be elementwise or not and to read n
 compared with other parameters' (``keying``).
 """
 
+from zerograph.update.known import Programs, programs_of
 from zerograph.update.program import UNSUPPORTED, StateSpec, UpdateProgram, trace_update
 from zerograph.update.proofs import check_separate
 
-__all__ = ["UNSUPPORTED", "StateSpec", "UpdateProgram", "check_separate", "trace_update"]
+__all__ = ["UNSUPPORTED", "Programs", "StateSpec", "UpdateProgram", "check_separate", "programs_of", "trace_update"]

@@ -1,0 +1,36 @@
+"""Programs traced before: an optimizer of torch's own is the same program in every graph of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from zerograph.update.program import UpdateProgram
+
+
+@dataclass
+class Programs:
+    """Update programs by what they were traced from.
+
+    Attributes:
+        traced: by optimizer, hyperparameters, dtype and device, with the shape where that counts.
+        separate: those of which it is proved that they read no other parameter.
+    """
+
+    traced: dict[Hashable, UpdateProgram] = field(default_factory=dict)
+    separate: set[Hashable] = field(default_factory=set)
+
+
+_OF_TORCH = Programs()
+
+
+def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
+    """What stands for the optimizer in a key, and where its programs are kept.
+
+    An optimizer of torch's own computes with its groups alone; one of a user's class may hold anything, so what was
+    traced of it is good for this instance, in the graph that keeps ``own``.
+    """
+    kind = type(optimizer)
+    return (kind, _OF_TORCH) if kind.__module__.startswith("torch.optim.") else (id(optimizer), own)
