@@ -57,6 +57,9 @@ def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
 
 def _place_along(line: Line, context: Context) -> Line:
     free = _choose_greedily(line, context)
+    if line.ranks == 1:
+        # One placement is as good as another.
+        return line
     improve(line, free)
     if line.total_cost() > _WORTH_ANOTHER:
         other = replace(line, sbp={}, signature={})
