@@ -23,7 +23,7 @@ from zerograph.passes.cost import boxing_cost
 from zerograph.passes.edit import emit
 from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp, Split, broadcast, partial_sum
-from zerograph.step_graph import nbytes, origin, placeholders, role
+from zerograph.step_graph import bucket_behind, nbytes, origin, placeholders, role
 
 aten = torch.ops.aten
 LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
@@ -39,7 +39,8 @@ def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for node in placeholders(graph, "bucket"):
         found = role(node)
         if found is not None and found.name in tables and node.meta["sbp"] == (_ROWS,):
-            _keep_apart(node, context)
+            for table in (node, *(user for user in node.users if bucket_behind(user) is not None)):
+                _keep_apart(table, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
         _sum_apart(node, tables, context)
     return module
@@ -81,7 +82,8 @@ def _cost_of_lookup(node: fx.Node, context: Context) -> float:
 
 def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
     """Sum the gradient of a table where its rows rest, if reducing is all that is done with it."""
-    flat = _only(_readers([node]), aten.reshape.default)
+    cast = _only(_readers([node]), aten._to_copy.default)
+    flat = _only(_readers([cast or node]), aten.reshape.default)
     joined = flat and _only(_readers([flat]), aten.cat.default)
     reduced = joined and _only(_readers([joined]), boxing)
     if flat is None or joined is None or reduced is None or joined.meta.get("gradient") not in tables:
@@ -91,13 +93,18 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
     assert isinstance(indices, fx.Node)
     (target,) = reduced.meta["target_sbp"]
     (signature,) = node.meta["signature"]
-    reducing = _cost(node, target, context)
+    reducing = _cost(cast or node, target, context)
     gathering = _cost(gradient, broadcast, context) + _cost(indices, broadcast, context)
-    gathering += boxing_cost(_ROWS, (target,), nbytes(node.meta["val"]), context.ranks)
+    gathering += boxing_cost(_ROWS, (target,), nbytes(joined.meta["val"]), context.ranks)
     if signature.outputs != (partial_sum,) or signature.inputs[0] != signature.inputs[1] or reducing <= gathering:
         return
     # Along which its batch was cut: parts of it are still summed one by one.
     node.meta["parts"] = signature.inputs[1].dim
+    if cast is not None:
+        # Each part by itself, as each rank casts its own before it is reduced.
+        node.meta["cast"], node.meta["val"] = cast.kwargs["dtype"], cast.meta["val"]
+        cast.replace_all_uses_with(node)
+        node.graph.erase_node(cast)
     _settle(node, (broadcast, broadcast), _ROWS)
     _settle(flat, (_ROWS,), _ROWS)
     _settle(joined, (_ROWS,), _ROWS)
@@ -165,6 +172,8 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
             ours, at = made(aten.slice.Tensor, kept, *span), made(aten.slice.Tensor, place, *span)
             summed = made(GRADIENT, ours, at, rows, padding if 0 <= padding < rows else -1, False)
             summed.meta["own"] = (3,)
+            if "cast" in node.meta:
+                summed = made(aten._to_copy.default, summed, dtype=node.meta["cast"])
             total = summed if total is None else made(aten.add.Tensor, total, summed)
     assert total is not None
     return total
@@ -186,7 +195,7 @@ def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tup
     return made(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
 
 
-def _emit(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = emit(node.graph, target, args, origin(node))
+def _emit(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = emit(node.graph, target, args, origin(node), **kwargs)
     made.meta |= {"sbp": node.meta["sbp"], "global": tuple(node.meta["val"].shape)}
     return made

@@ -95,7 +95,8 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
     for bucket in step.context.buckets:
         update = step.context.updates.get(bucket.name)
         how = "no update" if update is None else _how(update.program)
-        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {bucket.dtype}  ({how})")
+        dtype = str(bucket.dtype) if bucket.compute_dtype is None else f"{bucket.dtype} as {bucket.compute_dtype}"
+        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {dtype}  ({how})")
         owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {one}" for one in bucket.owners]
         lines += [
             f"  {slot.name} {_shape(slot.shape)}{owner}" for slot, owner in zip(bucket.slots, owners, strict=True)

@@ -52,10 +52,13 @@ def step_of(model: nn.Module, stage: int) -> TrainStep:
     return TrainStep(model, adam(model), stage, bucket_size=TABLE)
 
 
-def train(stages: list[int], tied: bool, size: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+def train(
+    stages: list[int], tied: bool, size: int, dtype: torch.dtype = torch.float32, amp: torch.dtype | None = None
+) -> list[dict[str, Tensor]]:
     found = []
     for stage in stages:
         step = step_of(make(tied, dtype), stage)
+        step.config.amp_dtype = amp
         losses = torch.stack([step(part(x), part(y)) for x, y in batches(size)])
         found.append({"losses": losses, **step.state_dict()["modules"]["model"]})
     return found
@@ -83,13 +86,14 @@ def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int) -> N
 
 def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
     """Tied, the table is gathered and its gradient reduced; untied, both are in pieces: each as the stages agree."""
-    for tied in (False, True):
-        off, *others = pool.run(2, train, [0, 1, 2, 3], tied, 8)[0]
+    for tied, amp in ((False, None), (True, None), (False, torch.bfloat16)):
+        off, *others = pool.run(2, train, [0, 1, 2, 3], tied, 8, torch.float32, amp)[0]
         assert all(torch.equal(other[name], value) for other in others for name, value in off.items())
 
 
-def collectives(stage: int, tied: bool, length: int) -> list[Collective]:
+def collectives(stage: int, tied: bool, length: int, amp: torch.dtype | None = None) -> list[Collective]:
     step = step_of(make(tied), stage)
+    step.config.amp_dtype = amp
     x, y = batches(8, length)[0]
     step.compile(part(x), part(y))
     return step.collectives()
@@ -108,6 +112,13 @@ def test_a_table_larger_than_the_batch_is_not_gathered(pool: Pool, stage: int) -
     rows = [one.bytes for one in planned if one.bytes == tokens * WIDTH * 4 / 2]
     assert len(rows) == 2
     assert [one.bytes for one in planned if one.kind == "all-gather"].count(tokens * 8 / 2) == 1
+
+
+def test_nor_is_its_compute_copy(pool: Pool) -> None:
+    planned = pool.run(2, collectives, 2, False, 4, torch.bfloat16)[0]
+    assert moved(planned) == 0
+    # Rows come in the compute dtype; the gradients of these, which autocast has in fp32, go in fp32.
+    assert sorted(one.bytes for one in planned if one.bytes >= 8 * 4 * WIDTH) == [8 * 4 * WIDTH, 8 * 4 * WIDTH * 2]
 
 
 def test_data_parallel_gathers_the_sum_rather_than_reducing_it(pool: Pool) -> None:

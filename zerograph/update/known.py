@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,5 +33,7 @@ def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashab
     An optimizer of torch's own computes with its groups alone; one of a user's class may hold anything, so what was
     traced of it is good for this instance, in the graph that keeps ``own``.
     """
-    kind = type(optimizer)
-    return (kind, _OF_TORCH) if kind.__module__.startswith("torch.optim.") else (id(optimizer), own)
+    kind: Any = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):
+        return kind, _OF_TORCH
+    return id(optimizer), own
