@@ -84,9 +84,9 @@ def settle_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_
 
 
 def drop_unread_edits(graph: fx.Graph) -> None:
-    """Edits that were made on buckets are not made on single gradients too."""
+    """Edits that were made on buckets are not made on single gradients too. A write to a buffer is read by the user."""
     for node in reversed(list(graph.nodes)):
-        if is_edit(node) and not node.users:
+        if is_edit(node) and not node.users and node.target is not aten.copy_.default:
             graph.erase_node(node)
 
 

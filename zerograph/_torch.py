@@ -6,7 +6,9 @@ Supported: torch 2.11 to 2.13. When torch moves, this is the only file to look a
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +24,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import graph as autograd_graph
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -44,6 +48,7 @@ __all__ = [
     "backward_sequence_number",
     "cache_folder",
     "causal_masks_unread",
+    "checkpoints_kept",
     "compiling",
     "decompositions",
     "examples",
@@ -55,6 +60,7 @@ __all__ = [
     "in_place_form",
     "inductor",
     "is_mutable",
+    "making_again",
     "mark_step_called",
     "no_modes",
     "overloads",
@@ -230,6 +236,32 @@ def backward_sequence_number() -> int | None:
     """Number of the autograd node whose backward is running: that of its forward operator; None in forward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+@contextlib.contextmanager
+def checkpoints_kept() -> Iterator[None]:
+    """Let selective contexts of ``torch.utils.checkpoint`` keep what their policy says, and compute the rest again.
+
+    Under any tracer they would keep everything, and leave it to torch's own partitioner to read the policy off nodes.
+    """
+    with patch.object(checkpointing, "_is_compiling", lambda *_: False):
+        yield
+
+
+def making_again() -> bool:
+    """Whether ``torch.utils.checkpoint`` is calling a function of forward again, for the backward that runs.
+
+    Nothing tells but the stack: inside of the frame that runs autograd's engine there is one of checkpoint's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code.co_filename == checkpointing.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_ENGINE = autograd_graph._engine_run_backward.__code__
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:

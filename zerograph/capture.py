@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +143,8 @@ def capture(
 
     # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
     plain = _torch.without_onednn()
-    with mode, plain, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
+    kept = _torch.checkpoints_kept()
+    with mode, plain, kept, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
         inputs_of_step = [*state.values(), seed, *scale, *batch]
         traced = _torch.trace(step, inputs_of_step, table)
         if scaled and backwards[-1] > 1:
@@ -159,6 +162,7 @@ def capture(
             )
         _refuse_foreign_parameters(traced)
         _strip_profiling(traced.graph)
+        _write_once(traced.graph, len(state))
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
     roles += [Role("seed", "seed"), *([Role("scaler", "scale")] if scaled else [])]
@@ -188,6 +192,7 @@ class _Recorder(_torch.TorchDispatchMode):
         super().__init__()
         self._module_path = module_path
         self._forward: dict[int, Origin] = {}
+        self._modules: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -196,7 +201,7 @@ class _Recorder(_torch.TorchDispatchMode):
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")
-        with _torch.annotated({"origin": self._origin()}):
+        with _torch.annotated(self._noted()):
             result = func(*args, **(kwargs or {}))
         if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
             line, code = source.running_line()
@@ -206,17 +211,31 @@ class _Recorder(_torch.TorchDispatchMode):
             )
         return result
 
-    def _origin(self) -> Origin:
+    def _noted(self) -> dict[str, Any]:
+        """What the nodes of the running operator are to carry."""
         backward = _torch.backward_sequence_number()
-        if backward is not None:
-            # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
-            forward = self._forward.get(backward, Origin("forward"))
-            # With create_graph=True, backward makes nodes of its own, whose backward is of the same line.
-            self._forward.setdefault(_torch.forward_sequence_number(), forward)
-            return Origin("backward", forward.module, forward.source, forward.code)
-        here = Origin("forward", self._module_path(), *source.running_line())
-        self._forward.setdefault(_torch.forward_sequence_number(), here)
-        return here
+        if backward is None:
+            here = Origin("forward", self._module_path(), *source.running_line())
+            self._modules[here.source][here.module] = None
+            self._forward.setdefault(_torch.forward_sequence_number(), here)
+            return {"origin": here}
+        # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
+        forward = self._forward.get(backward, Origin("forward"))
+        again = _torch.making_again()
+        if again:
+            line, code = source.running_line()
+            forward = Origin("forward", self._module_path() or self._nearest(line, forward.module), line, code)
+        # With create_graph=True, and in a checkpoint, backward makes nodes of its own, whose backward is of the same
+        # line.
+        self._forward.setdefault(_torch.forward_sequence_number(), forward)
+        noted = Origin("backward", forward.module, forward.source, forward.code)
+        return {"origin": noted, "recomputed": True} if again else {"origin": noted}
+
+    def _nearest(self, line: str, module: str) -> str:
+        """Which of the modules that ran the line in forward is nearest to ``module``: a checkpoint calls functions, and
+        does not enter the modules that they belong to."""
+        ran = self._modules.get(line, ())
+        return max(ran, key=lambda one: len(os.path.commonprefix([f"{one}.", f"{module}."])), default=module)
 
 
 class _NoDataAssignment(TorchFunctionMode):
@@ -384,6 +403,24 @@ def _strip_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
+
+
+def _write_once(graph: fx.Graph, state: int) -> None:
+    """What a checkpoint computes again does not change buffers again: batch norm counts a batch once.
+
+    ``state`` counts the inputs that are parameters and buffers.
+    """
+    held = set(placeholders(graph)[:state])
+    for node in graph.nodes:
+        written = _torch.written_arguments(node)
+        if held.isdisjoint(written):
+            if node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] in held:
+                held.add(node)
+        elif node.meta.get("custom", {}).get("recomputed"):
+            node.replace_all_uses_with(written[0])
+            graph.erase_node(node)
+        else:
+            held.add(node)
 
 
 def _strip_detaches(graph: fx.Graph) -> None:

@@ -6,6 +6,7 @@ Keys that zerograph puts into ``node.meta``:
 ``val``    fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
 ``role``   :class:`Role` of a placeholder
 ``origin`` :class:`Origin`: phase, module path and source line
+``recomputed`` true where backward makes a value of forward again
 ``edit``   true where ``build()`` computed the node from gradients, after the last ``backward()``
 ``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
 ``global`` global shape, from ``localize`` on
@@ -115,8 +116,7 @@ def take_origins(graph: fx.Graph) -> None:
     """What a trace noted of each node's origin becomes its origin."""
     for node in graph.nodes:
         custom = node.meta.pop("custom", {})
-        if "origin" in custom:
-            node.meta["origin"] = custom["origin"]
+        node.meta |= {key: custom[key] for key in ("origin", "recomputed") if key in custom}
 
 
 def role(node: fx.Node) -> Role | None:
