@@ -57,6 +57,9 @@ class Context:
         reduce_dtype: that in which gradients travel; None for the dtype that their parameters are computed with in.
         scaler: scales the loss; None for no scaling.
         memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
+        recompute: what backward makes again, as in the configuration.
+        blocks: module paths of the blocks that the model repeats.
+        forgone: with ``recompute="auto"``, bytes on a rank that backward is not to be given by forward, at least.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
     """
@@ -73,6 +76,9 @@ class Context:
     reduce_dtype: torch.dtype | None = None
     scaler: GradScaler | None = None
     memory_budget: int | None = None
+    recompute: str = "none"
+    blocks: tuple[str, ...] = ()
+    forgone: int = 0
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 

@@ -213,7 +213,9 @@ def _refuse(least: Memory, budget: int, context: Context) -> None:
         f"{least.peak - budget:,} bytes are missing\n"
         f"  most is held at {place}: {kinds}\n"
         f"  {where.source}   {where.code}\n"
-        f"What would help: {'; '.join(_helps(least, context))}."
+        f"What would help: {'; '.join(_helps(least, context))}.",
+        least.peak - budget,
+        least.kinds.get("activations", 0),
     )
 
 
@@ -226,8 +228,9 @@ def _helps(least: Memory, context: Context) -> list[str]:
 
     found = [
         (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
-        (count("activations"), "activations", "torch.utils.checkpoint around layers, which computes them again"),
     ]
+    if context.recompute != "auto":
+        found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
     at_rest = count("parameters", "optimizer state"), "parameters and optimizer state"
     if policy.split:
         found.append((*at_rest, "more ranks, which share them"))

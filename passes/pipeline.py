@@ -21,6 +21,7 @@ from zerograph.passes.localize import localize
 from zerograph.passes.lookup import lookup
 from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
+from zerograph.passes.recompute import recompute
 from zerograph.passes.regather import regather
 from zerograph.passes.reinplace import reinplace
 from zerograph.passes.release import release
@@ -43,6 +44,7 @@ PIPELINE: tuple[Pass, ...] = (
     lookup,  # a table of which a batch reads little stays where its rows rest
     box,  # where two SBPs meet stands one boxing node
     remake,  # what one pass over memory makes again is not kept for backward
+    recompute,  # what the configuration says is made again in backward, not kept for it
     regather,  # stage 3: no gathered bucket lives from forward into backward
     localize,  # every shape is this rank's, every boxing node a collective
     fuse,  # fused optimizers update a bucket by their own operators

@@ -17,10 +17,12 @@ from zerograph import capture as capturing
 from zerograph import hyperparameters
 from zerograph._torch import OpOverload
 from zerograph.batch import Batch
+from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
 from zerograph.config import Config
-from zerograph.errors import CaptureError, PlacementError, ZeroGraphError
+from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGraphError
+from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout
@@ -178,17 +180,35 @@ class Compiler:
         updates = self._updates(members, captured)
         update_seconds = time.perf_counter() - began
 
-        def lay(bucket_size: int | None) -> Prepared:
+        blocks = self._blocks(members) if captured.gradients else ()
+
+        def lay(bucket_size: int | None, forgone: int) -> Prepared:
             config = replace(self.config, bucket_size=bucket_size)
             layout = plan_layout(mesh, members, config, captured, updates, train=bool(self.optimizers))
-            context = self._context(mesh, members, batch, layout, exchanges or {})
+            context = self._context(mesh, members, batch, layout, exchanges or {}, blocks, forgone)
             return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
 
-        if self.config.memory_budget is None or self.config.bucket_size is not None:
-            return lay(self.config.bucket_size)
+        def sized(forgone: int) -> Prepared:
+            if self.config.memory_budget is None or self.config.bucket_size is not None:
+                return lay(self.config.bucket_size, forgone)
+            return fitting(lambda bucket_size: lay(bucket_size, forgone), default_bytes(total))
+
         specs = members.specs(members.parameters)
         total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
-        return fitting(lay, default_bytes(total))
+        return giving_up(sized) if self.config.recompute == "auto" and captured.gradients else sized(0)
+
+    def _blocks(self, members: Members) -> tuple[str, ...]:
+        """The blocks that the model repeats, if the configuration needs to know."""
+        if self.config.recompute == "none":
+            return ()
+        found = tuple(repeated_blocks(members.root))
+        if self.config.recompute == "blocks" and not found:
+            raise ConfigError(
+                "config.recompute = 'blocks', but the model repeats none: no nn.ModuleList or nn.Sequential has "
+                "several children of one class that are made of modules\n"
+                "Choose 'auto' with a memory_budget, or put torch.utils.checkpoint around what is to be made again."
+            )
+        return found
 
     def _context(
         self,
@@ -197,6 +217,8 @@ class Compiler:
         batch: Batch,
         layout: Sequence[Planned],
         exchanges: Mapping[str, OpOverload],
+        blocks: tuple[str, ...],
+        forgone: int,
     ) -> Context:
         return Context(
             mesh=mesh,
@@ -220,6 +242,9 @@ class Compiler:
             reduce_dtype=self.config.reduce_dtype,
             scaler=self.config.scaler if self.optimizers else None,
             memory_budget=self.config.memory_bytes,
+            recompute=self.config.recompute,
+            blocks=blocks,
+            forgone=forgone,
             warn=self._warn,
         )
 

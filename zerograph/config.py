@@ -58,6 +58,12 @@ class Config:
             part, or ``broadcast``, where ranks give the same. Default None: ``split(0)`` along all.
         zero_dim: the mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None:
             the last one along which the batch is split.
+        recompute: what backward makes again instead of keeping it from forward, with no change to the model and to no
+            number. ``"none"`` (default): what one pass over memory makes, activation functions and norms. ``"blocks"``:
+            of the blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``),
+            all but what enters them. ``"auto"``: what costs the least work, matrix products last, and only as much as
+            ``memory_budget`` asks for; without a budget the same as ``"none"``. No collective is sent twice but, at
+            stage 3, the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
     """
 
     mode: str = "off"
@@ -77,6 +83,7 @@ class Config:
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
     zero_dim: int | None = None
+    recompute: str = "none"
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -255,6 +262,10 @@ def _batch_sbp(value: Any) -> str:
     return "" if value is None or good else "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension"
 
 
+def _recompute(value: Any) -> str:
+    return "" if value in ("none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
+
+
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "mode": _mode,
     "stage": _stage,
@@ -273,4 +284,5 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "placement": _placement,
     "batch_sbp": _batch_sbp,
     "zero_dim": lambda value: "" if value is None else _whole_number(0, "mesh dimensions")(value),
+    "recompute": _recompute,
 }

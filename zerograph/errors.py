@@ -16,7 +16,16 @@ class CaptureError(ZeroGraphError):
 
 
 class MemoryBudgetError(ZeroGraphError):
-    """A step needs more memory than ``config.memory_budget`` allows, however its collectives are scheduled."""
+    """A step needs more memory than ``config.memory_budget`` allows, however its collectives are scheduled.
+
+    Attributes:
+        missing: bytes that it needs more.
+        activations: bytes of activations at its peak.
+    """
+
+    def __init__(self, message: str, missing: int = 0, activations: int = 0) -> None:
+        super().__init__(message)
+        self.missing, self.activations = missing, activations
 
 
 class InputError(ZeroGraphError):

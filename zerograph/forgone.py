@@ -1,0 +1,36 @@
+"""How many bytes of activations a step gives up under a memory budget: as few as it can do with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zerograph.errors import MemoryBudgetError
+
+Step = TypeVar("Step")
+
+# Of the activations at the peak: what is given up more, at least, where what was missing has not been enough.
+_SHARE = 16
+
+
+def giving_up(lay: Callable[[int], Step]) -> Step:
+    """The step that gives up no more activations than the budget asks for.
+
+    What is missing is given up next. Where that lowers the peak by less, because it is another place of the step then
+    that holds the most, it takes several rounds, at most as many as there are sixteenths of the activations.
+
+    Args:
+        lay: makes the step that gives up at least so many bytes on a rank.
+
+    Raises:
+        MemoryBudgetError: not even a step that gives up all that it can fits.
+    """
+    forgone, most = 0, 0
+    while True:
+        try:
+            return lay(forgone)
+        except MemoryBudgetError as error:
+            most = most or error.activations
+            if forgone >= most:
+                raise
+            forgone += max(error.missing, -(-most // _SHARE))
