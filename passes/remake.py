@@ -85,7 +85,7 @@ def _make_again(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> None:
             if one is not made:
                 copy(one.all_input_nodes[0])
             copies[one] = graph.node_copy(one, lambda given: copies.get(given, given))
-            copies[one].meta["origin"] = replace(origin(one), phase="backward")
+            copies[one].meta |= {"origin": replace(origin(one), phase="backward"), "recomputed": True}
         return copies[one]
 
     with graph.inserting_before(min(readers)):

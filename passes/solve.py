@@ -50,6 +50,9 @@ def improve(line: Line, candidates: Candidates) -> None:
 # Most operators of a chain on either side of the boxing: farther ones seldom have a say, and cost compile time.
 _REACH = 16
 
+# Of two that cost the same the placement that is there stays: what else is in the chain shall not decide.
+_CHANGED = 1e-7
+
 # A step that pays for more boxings than this is no data-parallel one, and would compile for minutes.
 _MOST_CHAINS = 100
 
@@ -121,6 +124,8 @@ def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates) -> bool
 def _inner(line: Line, chain: Sequence[fx.Node], index: int, signature: Signature) -> float:
     """What the operator reads from outside the chain, and the signature itself."""
     node, total = chain[index], signature_cost(signature)
+    if signature != line.signature[node]:
+        total += _CHANGED
     previous = chain[index - 1] if index else None
     for made in dict.fromkeys(line.inputs(node)):
         if made[0] is not previous:

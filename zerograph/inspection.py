@@ -9,9 +9,10 @@ from torch import fx
 
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
+from zerograph.memory import profile, show_bytes
 from zerograph.runtime.state import bytes_at_rest, store_of
 from zerograph.sbp import NdSbp, Sbp, show, whole
-from zerograph.step_graph import Boxing, Phase, collective_nodes, placeholders
+from zerograph.step_graph import Boxing, Phase, collective_nodes, origin, placeholders
 from zerograph.update import UpdateProgram
 
 
@@ -72,6 +73,7 @@ def describe(step: CompiledStep, members: Members) -> str:
         _section("outputs", [f"{_shape(shape)} {show(sbp)}" for sbp, shape in step.outputs]),
         _section("parameters at rest", _parameters(step, members)),
         _section("collectives", _collectives(step)),
+        _section("recompute", _recompute(step)),
         _section("passes", [f"{one.name:<10} {one.nodes:>6} nodes {one.seconds:>8.3f} s" for one in step.passes]),
     ]
     return "\n".join(parts)
@@ -118,6 +120,27 @@ def _collectives(step: CompiledStep) -> list[str]:
     lines = [f"{one.phase:<8} {one.kind:<14} {one.bytes:>13,} bytes  {_short(one.tensors)}" for one in found]
     total = sum(one.bytes for one in found)
     return [*lines, f"{total:,} bytes sent by each rank per step"] if lines else []
+
+
+def _recompute(step: CompiledStep) -> list[str]:
+    """What backward makes again, of what it reads of forward's."""
+    found = profile(step.executor.graph.graph)
+    again = {one for node in found.nodes if node.meta.get("recomputed") for one in found.of[node] if one is not None}
+    made = sum(one.bytes for one in again if one.kind == "activations")
+    kept = sum(
+        one.bytes
+        for one in found.storages
+        if one.kind == "activations"
+        and origin(found.nodes[one.born]).phase == "forward"
+        and origin(found.nodes[one.dies]).phase == "backward"
+    )
+    if not made:
+        return []
+    where = {origin(node).module for node in found.nodes if node.meta.get("recomputed")}
+    blocks = sum(any(f"{one}.".startswith(f"{block}.") for one in where) for block in step.context.blocks)
+    share = f"{made / (made + kept):.0%} of the activations that backward reads are made again"
+    sizes = f"{show_bytes(made)}; {show_bytes(kept)} are kept"
+    return [f"{f'{blocks} blocks: ' if blocks else ''}{share} ({sizes})"]
 
 
 def _short(tensors: Sequence[str]) -> str:

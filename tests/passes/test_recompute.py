@@ -1,0 +1,311 @@
+"""``config.recompute``: what backward makes again is what forward made, bit by bit, and is not kept for it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerograph as zg
+from tests.liveness import most_alive_bytes
+from tests.models import Block, Gpt, TrainStep, adamw, batches, part
+from tests.pool import Pool
+from zerograph.blocks import repeated_blocks
+from zerograph.passes.min_cut import Operator, Problem, Value, choices
+from zerograph.step_graph import origin
+
+aten = torch.ops.aten
+STAGES = (0, 1, 2, 3)
+OTHERS = ((0, "checkpoint"), (1, "auto"), (3, "auto"), (3, "checkpoint"))
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+class Dropped(Block):
+    """A block with dropout; its ``checkpointed`` form leaves to torch what is computed again."""
+
+    checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed and self.training:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+def gpt(layers: int = 3, width: int = 16, tied: bool = True) -> Gpt:
+    torch.manual_seed(0)
+    model = Gpt(tied, width=width, layers=layers)
+    model.blocks = nn.ModuleList(Dropped(width) for _ in range(layers))
+    return model
+
+
+def again(step: zg.ZeroGraph) -> list[Any]:
+    """The operators that backward runs again in the emitted graph, those of activation functions and norms included."""
+    return [node for node in step.graph().graph.nodes if node.meta.get("recomputed")]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a step: bits of two losses and of the parameters after them; peaks; bytes sent; gathers of a bucket."""
+
+    numbers: tuple[bytes, ...]
+    predicted: int
+    live: int
+    sent: int
+    modules: tuple[str, ...]
+
+
+def see(step: TrainStep, data: list[tuple[Tensor, Tensor]], start: dict[str, Any]) -> Seen:
+    step.load_state_dict(start)
+    numbers = [step(*batch).numpy().tobytes() for batch in data]
+    numbers += [value.numpy().tobytes() for value in step.state_dict()["modules"]["model"].values()]
+    modules = tuple(dict.fromkeys(origin(node).module for node in again(step)))
+    sent = sum(one.bytes for one in step.collectives())
+    return Seen(tuple(numbers), step.memory.peak, most_alive_bytes(step, *data[0]), sent, modules)
+
+
+def every_stage() -> dict[tuple[int, str], Seen]:
+    model = gpt(layers=2)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", seed=1, bucket_size=8192)
+    data = [(part(x), part(y)) for x, y in batches("gpt", 2, 64)]
+    start = step.state_dict()
+    found: dict[tuple[int, str], Seen] = {}
+    for stage, way in (*itertools.product(STAGES, ("none", "blocks")), *OTHERS):
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.config.recompute = way if way != "checkpoint" else "none"
+        most, least = (found[stage, one].predicted if way == "auto" else 0 for one in ("none", "blocks"))
+        step.config.memory_budget = (most + least) // 2 or None
+        for block in model.blocks:
+            block.checkpointed = way == "checkpoint"
+        found[stage, way] = see(step, data, start)
+    return found
+
+
+@functools.cache
+def seen(pool: Pool) -> dict[tuple[int, str], Seen]:
+    found: list[dict[tuple[int, str], Seen]] = pool.run(2, every_stage)
+    assert [one.numbers for one in found[0].values()] == [one.numbers for one in found[1].values()]
+    return found[0]
+
+
+def test_no_stage_and_no_way_of_computing_again_changes_a_bit(pool: Pool) -> None:
+    assert len({one.numbers for one in seen(pool).values()}) == 1
+
+
+def test_less_is_held_as_foretold(pool: Pool) -> None:
+    found = seen(pool)
+    for (stage, way), one in found.items():
+        assert one.predicted == pytest.approx(one.live, rel=0.02)
+        if way in ("blocks", "checkpoint"):
+            assert one.live < 0.75 * found[stage, "none"].live
+        if way == "auto":
+            assert one.live <= (found[stage, "none"].predicted + found[stage, "blocks"].predicted) / 2 + 8
+
+
+def test_nothing_is_sent_twice(pool: Pool) -> None:
+    for (stage, way), one in seen(pool).items():
+        # Under a budget with room to spare, stage 3 sends less.
+        assert one.sent == seen(pool)[stage, "none"].sent or way == "auto"
+
+
+def test_blocks_are_made_again_in_the_order_in_which_backward_needs_them(pool: Pool) -> None:
+    for way in ("blocks", "checkpoint"):
+        modules = dict.fromkeys(".".join(one.split(".")[:3]) for one in seen(pool)[3, way].modules)
+        assert list(modules) == ["model.blocks.1", "model.blocks.0"]
+
+
+class Ways:
+    """One graph, captured once, that trains from the same beginning in several ways."""
+
+    def __init__(self, model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.step = TrainStep(model, optimizer, backend="eager", seed=1)
+        self.data = batches("gpt", 2, 16)
+        self.start = self.step.state_dict()
+
+    def train(self, recompute: str, budget: int | None = None) -> Tensor:
+        self.step.config.recompute, self.step.config.memory_budget = recompute, budget
+        self.step.load_state_dict(self.start)
+        return torch.stack([self.step(*batch) for batch in self.data])
+
+    def products_again(self) -> Counter[bool]:
+        """How many operators backward runs again, and of these how many are products."""
+        return Counter(node.target in PRODUCTS for node in again(self.step))
+
+
+def test_twelve_layers_keep_little_more_than_what_enters_them() -> None:
+    ways = Ways(gpt(12, 32))
+    losses, plain, live = ways.train("none"), ways.step.memory, most_alive_bytes(ways.step, *ways.data[0])
+    assert torch.equal(ways.train("blocks"), losses)
+    memory, saved = ways.step.memory, live - most_alive_bytes(ways.step, *ways.data[0])
+    assert plain.peak - memory.peak == pytest.approx(saved, rel=0.01)
+    # Of each block its input, in fp32; and at the peak one block's own activations, and their gradients.
+    inputs, one_block = 12 * 16 * 12 * 32 * 4, plain.kinds["activations"] / 12
+    assert memory.kinds["activations"] < inputs + 2.5 * one_block
+    assert "12 blocks: " in repr(ways.step)
+    assert "made again" in repr(ways.step)
+
+
+def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
+    ways = Ways(gpt(3, 96))
+    losses, plain, unasked = ways.train("none"), ways.step.memory, ways.products_again()
+    peak, activations = plain.peak, plain.kinds["activations"]
+    with pytest.raises(zg.MemoryBudgetError, match=r"config\.recompute = 'auto'"):
+        ways.train("none", peak - 1)
+    done = []
+    for budget in (peak, peak - activations // 20, peak - activations // 4):
+        assert torch.equal(ways.train("auto", budget), losses)
+        assert ways.step.memory.peak <= budget
+        done.append(ways.products_again())
+    assert done[0] == unasked
+    assert done[0][False] < done[1][False] < done[2][False]
+    assert done[1][True] == 0 < done[2][True]
+    with pytest.raises(zg.MemoryBudgetError, match="a smaller batch") as raised:
+        ways.train("auto", peak - activations)
+    assert "config.recompute" not in str(raised.value)
+
+
+class Normed(nn.Module):
+    """Three blocks of a product, a norm and an activation."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(7, 7, bias=False), norm(7), nn.GELU(), nn.Linear(7, 7)) for _ in range(3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def normed(norm: type[nn.Module], way: str, backend: str = "eager") -> tuple[TrainStep, Tensor]:
+    torch.manual_seed(0)
+    step = TrainStep(model := Normed(norm), adamw(model), recompute=way, backend=backend)
+    return step, torch.stack([step(*batch) for batch in batches("mlp", 2, 640)])
+
+
+def test_buffers_change_once() -> None:
+    (plain, losses), (step, same) = (normed(nn.BatchNorm1d, way) for way in ("none", "blocks"))
+    assert sum(node.target is aten.mm.default for node in again(step)) == 3
+    assert torch.equal(losses, same)
+    state = step.model.state_dict()
+    assert state["blocks.0.1.num_batches_tracked"] == 2
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_inductor_compiles_what_is_made_again() -> None:
+    (_, eager), (step, compiled) = (normed(nn.LayerNorm, "blocks", backend) for backend in ("eager", "inductor"))
+    assert sum(node.target is aten.mm.default for node in again(step)) == 3
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(1))
+
+    class Step(zg.ZeroGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def build(self, x: Tensor) -> Tensor:
+            loss = self.model(input_ids=x, labels=x).loss
+            loss.backward()
+            return loss
+
+    step, checkpointed = Step(), Step()
+    checkpointed.model.gradient_checkpointing_enable()
+    start, losses, peaks = step.state_dict(), [], []
+    for one, way in ((step, "none"), (step, "blocks"), (checkpointed, "none")):
+        one.config.recompute = way
+        one.load_state_dict(start)
+        losses.append([float(one(tokens)) for _ in range(2)])
+        peaks.append(one.memory.peak)
+    assert losses[0] == losses[1] == losses[2]
+    assert max(peaks[1:]) < 0.75 * peaks[0]
+
+
+def test_a_model_without_blocks_is_told_so() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 3))
+    step = TrainStep(model, adamw(model), recompute="blocks")
+    with pytest.raises(zg.ConfigError, match="repeats none"):
+        step(*batches("mlp", 1)[0])
+    with pytest.raises(zg.ConfigError, match="choose 'none', 'blocks' or 'auto'"):
+        step.config.recompute = "all"
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("modules", "blocks"),
+    [
+        ([Block(4), Block(4)], ["0", "1"]),
+        ([Block(4), Block(8)], ["0", "1"]),
+        ([Stage(4), Stage(8)], ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]),
+        ([Experts(), Experts()], ["0", "1"]),
+        ([nn.Linear(2, 2), nn.Linear(2, 2)], []),
+        ([Block(4)], []),
+    ],
+    ids=["layers", "layers that differ", "stages of layers", "layers of experts", "linear", "one"],
+)
+def test_what_the_blocks_of_a_model_are(modules: list[nn.Module], blocks: list[str]) -> None:
+    assert list(repeated_blocks(nn.ModuleList(modules))) == blocks
+
+
+def cost(problem: Problem, made: frozenset[int]) -> tuple[int, int] | None:
+    """Bytes and work of making these again, by the definition; None if one of them cannot be."""
+    if any(problem.values[number].operator is None for number in made):
+        return None
+    done = {problem.values[number].operator for number in made}
+    needed = {number for number, value in enumerate(problem.values) if value.read}
+    needed |= {given for one in done if one is not None for given in problem.operators[one].reads}
+    work = sum(problem.operators[one].work for one in done if one is not None)
+    return sum(problem.values[number].bytes for number in needed - made), work
+
+
+def test_choices_are_the_best_there_are() -> None:
+    draw = random.Random(0)
+    for _ in range(25):
+        operators = [
+            Operator(draw.randint(1, 50), tuple(sorted(draw.sample(range(number + 1), min(number + 1, 2)))))
+            for number in range(6)
+        ]
+        values = [Value(draw.randint(1, 9), False, None)]
+        values += [Value(draw.randint(1, 9), draw.random() < 0.5, number) for number in range(6)]
+        problem = Problem(tuple(values), tuple(operators))
+        sets = (frozenset(made) for size in range(7) for made in itertools.combinations(range(1, 7), size))
+        possible = [found for made in sets if (found := cost(problem, made)) is not None]
+        chosen = choices(problem)
+        for one in chosen:
+            assert cost(problem, one.again) == (one.bytes, one.work)
+        # Nothing lies below the lines between neighbours.
+        assert chosen[-1].bytes == min(size for size, _ in possible)
+        for one, two in itertools.pairwise(chosen):
+            price, unit = two.work - one.work, one.bytes - two.bytes
+            assert unit > 0
+            if len(chosen) < 8:
+                assert min(price * size + unit * work for size, work in possible) == price * one.bytes + unit * one.work
