@@ -60,7 +60,7 @@ __all__ = [
     "in_place_form",
     "inductor",
     "is_mutable",
-    "making_again",
+    "made_again",
     "mark_step_called",
     "no_modes",
     "overloads",
@@ -248,19 +248,24 @@ def checkpoints_kept() -> Iterator[None]:
         yield
 
 
-def making_again() -> bool:
-    """Whether ``torch.utils.checkpoint`` is calling a function of forward again, for the backward that runs.
+def made_again() -> list[nn.Module] | None:
+    """The modules that ``torch.utils.checkpoint`` is calling again for the backward that runs, innermost first.
 
-    Nothing tells but the stack: inside of the frame that runs autograd's engine there is one of checkpoint's.
+    None if it calls nothing; no module where it calls plain functions. Nothing tells but the stack: inside of the frame
+    that runs autograd's engine there is one of checkpoint's, and module hooks are not told that it stops halfway.
     """
+    found: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
         if frame.f_code.co_filename == checkpointing.__file__:
-            return True
+            return found
         frame = frame.f_back
-    return False
+    return None
 
 
+_CALL = nn.Module._call_impl.__code__
 _ENGINE = autograd_graph._engine_run_backward.__code__
 
 

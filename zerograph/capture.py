@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,11 +188,11 @@ def _parameter(spec: TensorSpec) -> Tensor:
 class _Recorder(_torch.TorchDispatchMode):
     """Notes each operator's phase, module and source line, and refuses to read values."""
 
-    def __init__(self, module_path: Callable[[], str]) -> None:
+    def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
         super().__init__()
         self._module_path = module_path
         self._forward: dict[int, Origin] = {}
-        self._modules: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -201,7 +201,7 @@ class _Recorder(_torch.TorchDispatchMode):
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")
-        with _torch.annotated(self._noted()):
+        with _torch.annotated(self._noted(func)):
             result = func(*args, **(kwargs or {}))
         if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
             line, code = source.running_line()
@@ -211,31 +211,37 @@ class _Recorder(_torch.TorchDispatchMode):
             )
         return result
 
-    def _noted(self) -> dict[str, Any]:
+    def _noted(self, func: Any) -> dict[str, Any]:
         """What the nodes of the running operator are to carry."""
         backward = _torch.backward_sequence_number()
         if backward is None:
-            here = Origin("forward", self._module_path(), *source.running_line())
-            self._modules[here.source][here.module] = None
+            here = Origin("forward", self._module_path(None), *source.running_line())
+            self._modules[here.source, func][here.module] = None
             self._forward.setdefault(_torch.forward_sequence_number(), here)
             return {"origin": here}
         # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
         forward = self._forward.get(backward, Origin("forward"))
-        again = _torch.making_again()
-        if again:
+        again = _torch.made_again()
+        if again is not None:
             line, code = source.running_line()
-            forward = Origin("forward", self._module_path() or self._nearest(line, forward.module), line, code)
+            module = self._module_path(again) or self._nearest(line, func, forward.module)
+            forward = Origin("forward", module, line, code)
         # With create_graph=True, and in a checkpoint, backward makes nodes of its own, whose backward is of the same
         # line.
         self._forward.setdefault(_torch.forward_sequence_number(), forward)
         noted = Origin("backward", forward.module, forward.source, forward.code)
-        return {"origin": noted, "recomputed": True} if again else {"origin": noted}
+        return {"origin": noted} if again is None else {"origin": noted, "recomputed": True}
 
-    def _nearest(self, line: str, module: str) -> str:
-        """Which of the modules that ran the line in forward is nearest to ``module``: a checkpoint calls functions, and
-        does not enter the modules that they belong to."""
-        ran = self._modules.get(line, ())
-        return max(ran, key=lambda one: len(os.path.commonprefix([f"{one}.", f"{module}."])), default=module)
+    def _nearest(self, line: str, func: Any, module: str) -> str:
+        """Which of the modules that ran ``func`` on the line is nearest to ``module``: a checkpoint calls functions,
+        and does not enter the modules that they belong to."""
+        wanted = module.split(".")
+
+        def common(one: str) -> int:
+            pairs = zip(one.split("."), wanted, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        return max(self._modules.get((line, func), ()), key=common, default=module)
 
 
 class _NoDataAssignment(TorchFunctionMode):
@@ -264,20 +270,29 @@ def _is_static(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _module_paths(root: nn.Module) -> Iterator[Callable[[], str]]:
-    """Yields what tells the qualified name of the module whose forward is running."""
+def _module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | None], str]]:
+    """Yields what tells the qualified name of the module whose forward is running, or of the first known of those
+    given."""
     names = {id(module): name for name, module in root.named_modules()}
     stack: list[str] = []
 
+    # A checkpoint enters modules in backward, and leaves them by an exception, of which no hook hears.
     def enter(module: nn.Module, _: Any) -> None:
-        stack.append(names.get(id(module), stack[-1] if stack else ""))
+        if _torch.backward_sequence_number() is None:
+            stack.append(names.get(id(module), stack[-1] if stack else ""))
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        stack.pop()
+        if _torch.backward_sequence_number() is None:
+            stack.pop()
+
+    def path(modules: Sequence[nn.Module] | None) -> str:
+        if modules is None:
+            return stack[-1] if stack else ""
+        return next((names[id(module)] for module in modules if id(module) in names), "")
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
-        yield lambda: stack[-1] if stack else ""
+        yield path
     finally:
         for hook in hooks:
             hook.remove()
