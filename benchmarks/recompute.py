@@ -1,0 +1,123 @@
+"""What recompute saves and costs: a table, written to benchmarks/results/recompute.md.
+
+python benchmarks/recompute.py                 # a GPT of 12 layers, minutes
+python benchmarks/recompute.py --quick         # one of 3 layers and few rounds, shown but not written
+
+One process, one thread, fp32, AdamW, backend eager. Saved: bytes of the peak below that of `"none"`, as `step.memory`
+foretells them and as the live tensors of running steps show. Time: medians of rounds in which the ways take turns.
+Made again: what the nodes that backward runs again take by themselves, timed one by one, as a share of a step that
+keeps all; a step may take that share longer, and 5 % of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
+
+import zerograph as zg  # noqa: E402
+from benchmarks.contenders.tasks import Task, gpt  # noqa: E402
+from benchmarks.tables import line, page  # noqa: E402
+from tests.liveness import most_alive_bytes  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "recompute.md"
+HEADER = ["recompute", "peak", "saved, foretold", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]
+
+
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, task: Task, recompute: str, budget: int | None = None) -> None:
+        super().__init__()
+        self.task, self.model = task, task.model()
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
+        self.config.backend = "eager"
+        self.config.recompute, self.config.memory_budget = recompute, budget
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.task.loss(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+class Timed(fx.Interpreter):
+    """Runs a graph node by node, and adds up the seconds of those that make something again."""
+
+    again = 0.0
+
+    def run_node(self, n: fx.Node) -> Any:
+        began = time.perf_counter()
+        result = super().run_node(n)
+        self.again += (time.perf_counter() - began) * bool(n.meta.get("recomputed"))
+        return result
+
+
+def ready(task: Task, recompute: str, budget: int | None = None) -> TrainStep:
+    """A step that has made its first update, which may be another program than the later ones."""
+    step = TrainStep(task, recompute, budget)
+    for batch in task.batches(0)[:2]:
+        step(*batch)
+    return step
+
+
+def seconds(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
+    began = time.perf_counter()
+    step(*batch)
+    return time.perf_counter() - began
+
+
+def seconds_again(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
+    """Of the nodes that backward runs again, in one step run node by node."""
+    executor = step._compiled().executor
+    timed = Timed(executor.graph)
+    function = executor.function
+    object.__setattr__(executor, "function", timed.run)
+    try:
+        step(*batch)
+    finally:
+        object.__setattr__(executor, "function", function)
+    return timed.again
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, few rounds, nothing written")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    layers, width, rounds = (3, 64, 3) if quick else (12, 256, 15)
+    task = gpt(layers=layers, width=width, heads=4, vocabulary=1024, context=128, batch=8)
+    steps = {way: ready(task, way) for way in ("none", "blocks")}
+    most, least = (one.memory.peak for one in steps.values())
+    for name, share in (("auto, three quarters", 0.75), ("auto, half", 0.5)):
+        steps[name] = ready(task, "auto", round(least + share * (most - least)))
+    batch = task.batches(0)[2]
+    live = {way: most_alive_bytes(step, *batch) for way, step in steps.items()}
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(rounds):
+        for way, step in steps.items():
+            times[way].append(seconds(step, batch))
+    again = {way: statistics.median(seconds_again(step, batch) for _ in range(5)) for way, step in steps.items()}
+    found = {way: statistics.median(every) for way, every in times.items()}
+    lines = [line(HEADER), line(["---"] * len(HEADER))]
+    for way, step in steps.items():
+        foretold, seen = most - step.memory.peak, live["none"] - live[way]
+        longer, share = found[way] / found["none"] - 1, (again[way] - again["none"]) / found["none"]
+        cells = [way, f"{step.memory.peak / 2**20:.1f} MiB", f"{foretold / 2**20:.1f}", f"{seen / 2**20:.1f}"]
+        cells += [f"{foretold / seen:.3f}" if seen else "", f"{found[way] * 1e3:.0f} ms"]
+        cells += [f"{longer:.1%}", f"{share:.1%}", f"{share + 0.05:.1%}"] if seen else ["", "", ""]
+        lines.append(line(cells))
+    print("\n".join(lines))
+    if not quick:
+        title = f"Recompute: a GPT of {layers} layers, width {width}, 8 sequences of 128"
+        RESULTS.write_text(page(title, "`python benchmarks/recompute.py`", __doc__, *lines))
+
+
+if __name__ == "__main__":
+    main()
