@@ -24,6 +24,7 @@ from zerograph.errors import MemoryBudgetError, VerificationError
 from zerograph.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.passes.context import Context
 from zerograph.step_graph import Boxing, bucket_behind
+from zerograph.transfers import FETCH
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
 _GATHERS_AHEAD = 3
@@ -79,7 +80,9 @@ class _Plan:
         self.nodes = found.nodes
         self.position = {node: index for index, node in enumerate(found.nodes)}
         self.held = torch.tensor(found.bytes, dtype=torch.int64)
-        flights = [self._flight(node, found) for node in found.nodes if node.target is WAIT]
+        waits = [node for node in found.nodes if node.target is WAIT]
+        # What is gathered from a file keeps its place: the read before it has its own.
+        flights = [self._flight(node, found) for node in waits if not _reads_file(node.all_input_nodes[0])]
         self.gathers = sorted((one for one in flights if one.bucket is not None), key=lambda one: one.begins)
         self.others = [one for one in flights if one.bucket is None and one.holds]
         self.kept: list[tuple[_Flight, _Flight]] = []
@@ -173,6 +176,10 @@ def _needs(start: fx.Node) -> list[fx.Node]:
     """What must be there before a gather may start; a cast to the compute dtype goes with it."""
     cast = start.all_input_nodes[0]
     return cast.all_input_nodes if bucket_behind(cast) is not None else [cast]
+
+
+def _reads_file(start: fx.Node) -> bool:
+    return any(node.target is FETCH for node in start.all_input_nodes)
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:

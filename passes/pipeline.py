@@ -19,6 +19,7 @@ from zerograph.passes.fuse import fuse
 from zerograph.passes.guard import guard
 from zerograph.passes.localize import localize
 from zerograph.passes.lookup import lookup
+from zerograph.passes.offload import offload
 from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
 from zerograph.passes.recompute import recompute
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong
     overwrite,  # temporaries are written over by their only reader, where nodes run one by one
+    offload,  # what rests in files is fetched before it is read, and put back behind what changed it
     fit,  # a memory budget is kept, and used to spare and hide collectives
 )
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from zerograph.errors import VerificationError
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error
-from zerograph.runtime.state import Store
+from zerograph.runtime.state import Held, Store
 from zerograph.step_graph import Boxing, Role, placeholders
 
 Lookup = Callable[[], Tensor]
@@ -88,10 +88,10 @@ def bind(
     for node in placeholders(graph.graph):
         found: Role = node.meta["role"]
         if found.kind == "bucket":
-            feeds.append(stores[found.name].flat)
+            feeds.append(_fed(stores[found.name].flat))
         elif found.kind == "state":
             bucket, name = found.name.split(".", 1)
-            feeds.append(stores[bucket].state[name])
+            feeds.append(_fed(stores[bucket].state[name]))
         elif found.kind == "hyperparameter":
             numbers[found.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[found.name])
@@ -104,6 +104,11 @@ def bind(
         else:
             raise VerificationError(f"nothing feeds the graph's {found}")
     return Executor(job, graph, function, tuple(feeds), numbers, seed)
+
+
+def _fed(held: Held) -> Tensor:
+    """What rests in a file the graph fetches by its handle."""
+    return held if isinstance(held, Tensor) else held.handle
 
 
 def _failed_line(traceback: TracebackType | None) -> str | None:

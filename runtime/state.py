@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from zerograph.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.errors import InputError
 from zerograph.mesh import local_part, local_shape
+from zerograph.runtime.offload.files import Extent
+from zerograph.runtime.offload.transfers import fill, read, write
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.step_graph import nbytes
 from zerograph.update import StateSpec
 
 PlainState = dict[str, Tensor]
+
+# What a rank has of a tensor: its part, in memory or in a file.
+Held = Tensor | Extent
+# Where what does not rest in memory is to rest, by name in ``Store.state``; the shard under the name "".
+Places = Mapping[str, Extent]
 
 _serials = itertools.count(1)
 
@@ -37,6 +44,7 @@ class Store:
         parameters: the modules' own parameters, in slot order.
         flat: this rank's part of the bucket: 1-D, or one row of it.
         state: optimizer state by name: shaped like ``flat``, or 0-d and equal on all ranks.
+            What rests in a file is that part of it.
         specs: what the entries of ``state`` are.
         layouts: where each parameter's part of an entry lies, for those that are 1-D.
         fresh: no update has been made: a plain optimizer would hold no state yet.
@@ -49,8 +57,8 @@ class Store:
     job: Job
     layout: Bucket
     parameters: tuple[nn.Parameter, ...]
-    flat: Tensor
-    state: dict[str, Tensor]
+    flat: Held
+    state: dict[str, Held]
     specs: Mapping[str, StateSpec]
     layouts: Mapping[str, Bucket]
     fresh: bool
@@ -71,7 +79,8 @@ class Store:
         """
         if not self.layout.is_whole:
             return
-        base, size = self.flat.data_ptr(), self.flat.element_size()
+        flat = in_memory(self.flat)
+        base, size = flat.data_ptr(), flat.element_size()
         for parameter, slot in self.slots():
             if slot.numel and parameter.data_ptr() != base + slot.offset * size:
                 raise InputError(
@@ -86,9 +95,25 @@ def store_of(parameter: nn.Parameter) -> Store | None:
     return found
 
 
-def _whole(job: Job, layout: Bucket, shard: Tensor) -> Tensor:
+def in_memory(held: Held) -> Tensor:
+    """The tensor itself; of what rests in a file a copy.
+
+    Raises:
+        OffloadError: the file cannot be read.
+    """
+    return held if isinstance(held, Tensor) else read(held)
+
+
+def _rest(value: Tensor, place: Extent | None) -> Held:
+    if place is None:
+        return value
+    write(place, value)
+    return place
+
+
+def _whole(job: Job, layout: Bucket, shard: Held) -> Tensor:
     """The whole of a bucket or of one state entry, in memory of its own. A collective where split."""
-    return gather_whole(job, shard, layout.sbp)
+    return gather_whole(job, in_memory(shard), layout.sbp)
 
 
 def _parts(layout: Bucket, whole: Tensor) -> list[Tensor]:
@@ -104,20 +129,24 @@ def settle(
     layouts: Mapping[str, Bucket],
     first_differs: bool,
     keeper: torch.optim.Optimizer | None,
+    places: Places,
 ) -> Store:
     """Move plain parameters, and the state that ``keeper`` holds for each, into a new store. A collective.
 
     All ranks take rank 0's values. Memory: one whole bucket beside what is there already.
+
+    Raises:
+        OffloadError: a file could not be written.
     """
     held: list[Mapping[str, Any]] = [] if keeper is None else [keeper.state.get(one, {}) for one in parameters]
     fresh = not any(held)
     with torch.no_grad():
-        flat = _shard(job, layout, [parameter.detach() for parameter in parameters])
+        flat = _rest(_shard(job, layout, [parameter.detach() for parameter in parameters]), places.get(""))
         store = Store(
             job, layout, tuple(parameters), flat, {}, specs, layouts, fresh, first_differs, keeper, next(_serials)
         )
         for name, spec in specs.items():
-            store.state[name] = _initial(store, name, spec, held)
+            store.state[name] = _initial(store, name, spec, held, places.get(name))
         for parameter in parameters:
             parameter._zerograph_store = store  # type: ignore[attr-defined]
             if keeper is not None:
@@ -134,21 +163,25 @@ def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
     return whole if layout.is_whole else whole[local_part(whole.shape, layout.sbp, job.mesh)].clone()
 
 
-def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]]) -> Tensor:
+def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]], place: Extent | None) -> Held:
     layout = store.layouts.get(name)
     if layout is None:
         value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
+        if place is not None:
+            rest = store.layout.rest.state
+            fill(place, spec.initial or 0.0, fast=rest is not None and rest.fast)
+            return place
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
         return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.device)
-    return _shard(store.job, layout, [torch.as_tensor(one[name]) for one in held])
+    return _rest(_shard(store.job, layout, [torch.as_tensor(one[name]) for one in held]), place)
 
 
 def lend(store: Store) -> None:
     """Put the parameters into the form that they have between steps: hidden where split, else views."""
     if store.layout.is_whole:
-        for parameter, part in zip(store.parameters, _parts(store.layout, store.flat), strict=True):
+        for parameter, part in zip(store.parameters, _parts(store.layout, in_memory(store.flat)), strict=True):
             show(parameter, part)
     else:
         for parameter in store.parameters:
@@ -198,7 +231,7 @@ def plain_states(store: Store) -> list[PlainState]:
     for name, spec in store.specs.items():
         layout = store.layouts.get(name)
         if layout is None:
-            values = [store.state[name] for _ in states]
+            values = [in_memory(store.state[name]) for _ in states]
         else:
             values = _parts(layout, _whole(store.job, layout, store.state[name]))
         for state, value in zip(states, values, strict=True):
@@ -211,20 +244,46 @@ def load_parameters(store: Store, values: Sequence[Tensor | None]) -> None:
     _load(store.job, store.layout, store.flat, values)
 
 
+def move(store: Store, layout: Bucket, places: Places) -> Store:
+    """The store with its tensors where the layout says that they rest; the one that was there is over. No collective.
+
+    Raises:
+        OffloadError: a file could not be read or written.
+    """
+    moved = replace(store, layout=layout, serial=next(_serials))
+    before = store.layout.rest
+    if layout.rest.parameters != before.parameters:
+        moved.flat = _rest(in_memory(store.flat), places.get(""))
+    # Entry by entry, and what has been moved is no longer held: a copy of all of it may fit nowhere.
+    moved.state = store.state
+    if layout.rest.state != before.state:
+        for name in store.layouts:
+            if not store.specs[name].scalar or store.layout.dealt:
+                moved.state[name] = _rest(in_memory(store.state[name]), places.get(name))
+    store.dissolved = True
+    for parameter in store.parameters:
+        parameter._zerograph_store = moved  # type: ignore[attr-defined]
+    return moved
+
+
 def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
     """Overwrite the optimizer state with what a plain optimizer held for each parameter; nothing held: start anew."""
     store.fresh = not any(states)
     for name, spec in store.specs.items():
         layout = store.layouts.get(name)
-        if layout is None:
-            store.state[name].fill_(states[0][name] if states[0] else (spec.initial or 0.0))
-        elif store.fresh:
-            store.state[name].fill_(spec.initial or 0.0)
+        held = store.state[name]
+        if layout is not None and not store.fresh:
+            _load(store.job, layout, held, [state.get(name) for state in states])
+            continue
+        value = states[0][name] if layout is None and states[0] else (spec.initial or 0.0)
+        if isinstance(held, Extent):
+            fill(held, value)
         else:
-            _load(store.job, layout, store.state[name], [state.get(name) for state in states])
+            held.fill_(value)
 
 
-def _load(job: Job, layout: Bucket, shard: Tensor, values: Sequence[Any]) -> None:
+def _load(job: Job, layout: Bucket, held: Held, values: Sequence[Any]) -> None:
+    shard = in_memory(held)
     *rows, own = local_part(layout.shape, layout.sbp, job.mesh)
     with torch.no_grad():
         for slot, value in zip(layout.slots, values, strict=True):
@@ -233,11 +292,20 @@ def _load(job: Job, layout: Bucket, shard: Tensor, values: Sequence[Any]) -> Non
                 laid = to_rows(torch.as_tensor(value), slot, layout.rows)[tuple(rows)]
                 part = laid[..., low - slot.offset : high - slot.offset]
                 shard[..., low - own.start : high - own.start] = part.to(shard)
+    if isinstance(held, Extent):
+        write(held, shard)
 
 
 def bytes_at_rest(stores: Iterable[Store]) -> int:
-    """Bytes of parameters and optimizer state that this rank holds in ``stores``."""
-    return sum(nbytes(tensor) for store in stores for tensor in (store.flat, *store.state.values()))
+    """Bytes of parameters and optimizer state that this rank holds in memory in ``stores``."""
+    held = [one for store in stores for one in (store.flat, *store.state.values())]
+    return sum(nbytes(tensor) for tensor in held if isinstance(tensor, Tensor))
+
+
+def extents(store: Store) -> dict[str, Extent]:
+    """What of the store rests in files, by name in its state; the shard under the name ""."""
+    held = {"": store.flat, **store.state}
+    return {name: one for name, one in held.items() if isinstance(one, Extent)}
 
 
 def holds_state_of(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,7 +12,7 @@ along ZeRO's.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,31 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Folder:
+    """A directory for files that tensors rest in: one file for each rank.
+
+    Attributes:
+        keep: the files outlive the process.
+        fast: zeros that a new file begins with are not written into it.
+    """
+
+    path: str
+    keep: bool = False
+    fast: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where a bucket rests between steps, if not in the memory of its device: its shard, and the optimizer's state.
+
+    0-d entries of the state stay in memory.
+    """
+
+    parameters: Folder | None = None
+    state: Folder | None = None
+
+
+@dataclass(frozen=True)
 class Bucket:
     """The layout of a flat tensor of ``padded`` elements, of which the slots use ``numel``.
 
@@ -43,6 +68,7 @@ class Bucket:
     ``zero_dim`` is the mesh dimension that ZeRO splits along, ``ranks`` its size, which the bucket is padded for.
     ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one.
     ``compute_dtype`` is that of the copy which the step computes with; None for the bucket's own.
+    ``rest`` is where it lies between steps.
     """
 
     name: str
@@ -58,6 +84,7 @@ class Bucket:
     rows: int | None = None
     owners: tuple[int, ...] | None = None
     compute_dtype: torch.dtype | None = None
+    rest: Rest = Rest()
 
     @property
     def dealt(self) -> bool:
@@ -166,14 +193,22 @@ def state_layout(
     State is S(0) in a dealt bucket even where the parameters are B: only the owner ever reads it.
     """
     if bucket.owners is None:
-        return replace(bucket, name=name, dtype=dtype, device=device)
+        return replace(bucket, name=name, dtype=dtype, device=device, rest=Rest())
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
     ]
     laid, padded = _dealt(slots, bucket.owners, bucket.ranks)
     numel = sum(slot.numel for slot in slots)
     return replace(
-        bucket, name=name, slots=laid, numel=numel, padded=padded, dtype=dtype, device=device, sbp=bucket.split_sbp
+        bucket,
+        name=name,
+        slots=laid,
+        numel=numel,
+        padded=padded,
+        dtype=dtype,
+        device=device,
+        sbp=bucket.split_sbp,
+        rest=Rest(),
     )
 
 

@@ -30,10 +30,12 @@ from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
+from zerograph.residence import assign, make_room
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
+from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
-from zerograph.runtime.state import Store, dissolve, settle, store_of
+from zerograph.runtime.state import Places, Store, dissolve, extents, move, settle, store_of
 from zerograph.sbp import NdSbp
 from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
 from zerograph.update import Programs, UpdateProgram, check_separate, programs_of, trace_update
@@ -68,6 +70,15 @@ class CompiledStep:
     def updated(self) -> Iterator[Store]:
         """The stores that this step updates."""
         return (self.stores[name] for name in self.context.updates)
+
+    def check_files(self) -> None:
+        """Raise if a file that the step reads is not what it left there.
+
+        Raises:
+            OffloadError: naming the file.
+        """
+        held = (one for store in self.stores.values() for one in extents(store).values())
+        check(dict.fromkeys(one.file for one in held))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +142,13 @@ class Compiler:
         try:
             prepared = self.prepare(job.mesh, members, batch, key, exchanges)
             backend, function = self._compiled(members, prepared.graph)
+            places = make_room(prepared.layout, job.mesh, job.rank)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: _numbered(lines), problem)
         assert prepared is not None
-        stores = self._apply(job, members, prepared.layout)
+        stores = self._apply(job, members, prepared.layout, places)
         return self._bind(job, members, prepared, backend, function, stores)
 
     def prepare(
@@ -185,6 +197,7 @@ class Compiler:
         def lay(bucket_size: int | None, forgone: int) -> Prepared:
             config = replace(self.config, bucket_size=bucket_size)
             layout = plan_layout(mesh, members, config, captured, updates, train=bool(self.optimizers))
+            layout = assign(layout, config, mesh)
             context = self._context(mesh, members, batch, layout, exchanges or {}, blocks, forgone)
             return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
 
@@ -371,8 +384,13 @@ class Compiler:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
 
-    def _apply(self, job: Job, members: Members, layout: Sequence[Planned]) -> dict[str, Store]:
-        """Bring the state into the planned layout, by bucket name: old stores are dissolved, new ones settled."""
+    def _apply(
+        self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Places]
+    ) -> dict[str, Store]:
+        """Bring the state into the planned layout, by bucket name: old stores are dissolved, new ones settled.
+
+        What is only to rest elsewhere moves there; ``places`` has the room for it.
+        """
         new = {
             one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots]
             for one in layout
@@ -382,11 +400,16 @@ class Compiler:
         for store in moving:
             if store is not None:
                 dissolve(store)
-        stores = {one.bucket.name: one.store for one in layout if one.store is not None}
+        stores: dict[str, Store] = {}
         for one in layout:
-            name = one.bucket.name
-            if name in new:
-                stores[name] = settle(job, one.bucket, new[name], one.specs, one.layouts, one.first_differs, one.keeper)
+            name, bucket = one.bucket.name, one.bucket
+            if one.store is None:
+                kept = one.specs, one.layouts, one.first_differs, one.keeper
+                stores[name] = settle(job, bucket, new[name], *kept, places[name])
+            elif one.store.layout.rest != bucket.rest:
+                stores[name] = move(one.store, bucket, places[name])
+            else:
+                stores[name] = one.store
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
             broadcast_from_first(job, [*plain, *members.buffers.values()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.grad_scaler import GradScaler
 from zerograph.precision import LOW_DTYPES
+from zerograph.offload import Offload, complaint
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
@@ -64,6 +66,8 @@ class Config:
             all but what enters them. ``"auto"``: what costs the least work, matrix products last, and only as much as
             ``memory_budget`` asks for; without a budget the same as ``"none"``. No collective is sent twice but, at
             stage 3, the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
+        optimizer_offload: set by :meth:`offload_optimizer`. Default None: on the device.
+        parameter_offload: set by :meth:`offload_parameters`. Default None: on the device.
     """
 
     mode: str = "off"
@@ -84,6 +88,8 @@ class Config:
     batch_sbp: tuple[Sbp, ...] | None = None
     zero_dim: int | None = None
     recompute: str = "none"
+    optimizer_offload: Offload | None = None
+    parameter_offload: Offload | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -128,6 +134,56 @@ class Config:
         found = self.grad_scaler
         return found if found is not None and found.enabled else None
 
+    def offload_optimizer(
+        self,
+        device: str | None = "cpu",
+        pin_memory: bool = True,
+        fast_init: bool = True,
+        nvme_path: str | None = None,
+        *,
+        keep_files: bool = False,
+    ) -> None:
+        """Let the optimizer's state rest elsewhere than on the device; the numbers stay the same.
+
+        Args:
+            device: ``"nvme"``: in files, one for each rank, read ahead and written behind while other buckets are
+                updated, past the page cache where the file system can. Three buckets of state are in memory at once:
+                a smaller ``bucket_size`` makes that less. None: back to the default, on the device.
+            fast_init: zeros that state begins with are not written to a new file, whose empty blocks read as such;
+                False writes them, so that the first step finds all blocks in use.
+            nvme_path: the directory of the files. It must exist, be writable, and have room for all of the state,
+                which is asked for before the first step.
+            keep_files: leave the files behind; else they go when the process exits, or the graph does.
+
+        Raises:
+            ConfigError: no such device, or no ``nvme_path``; nothing is changed then.
+        """
+        self.optimizer_offload = _offload(device, nvme_path, pin_memory, fast_init, 0, keep_files)
+
+    def offload_parameters(
+        self,
+        device: str | None = "cpu",
+        pin_memory: bool = True,
+        max_in_cpu: int = 0,
+        nvme_path: str | None = None,
+        *,
+        keep_files: bool = False,
+    ) -> None:
+        """Let split parameters rest elsewhere than on the device, at ZeRO stage 3; the numbers stay the same.
+
+        Args:
+            device: ``"nvme"``: in files, as :meth:`offload_optimizer` does it; read for each gather, which sends what
+                was read on, and for the update. None: back to the default, on the device.
+            max_in_cpu: the most bytes of a rank's parameters that stay in memory all the same.
+            nvme_path, keep_files: as there.
+
+        Parameters that are whole on each rank, below ``shard_min_size``, stay in memory.
+
+        Raises:
+            ConfigError: no such device, or no ``nvme_path``; nothing is changed then.
+        """
+        self.parameter_offload = _offload(device, nvme_path, pin_memory, True, max_in_cpu, keep_files)
+
     @property
     def policy(self) -> ZeroPolicy:
         """What the mode and stage decide."""
@@ -168,6 +224,10 @@ class Config:
         names = (field.name for field in fields(self))
         values = {name: getattr(self, name) for name in names}
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
+
+
+def _offload(device: Any, nvme_path: Any, *rest: Any) -> Offload | None:
+    return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *rest)
 
 
 def _shown(value: Any) -> str:
@@ -285,4 +345,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "batch_sbp": _batch_sbp,
     "zero_dim": lambda value: "" if value is None else _whole_number(0, "mesh dimensions")(value),
     "recompute": _recompute,
+    "optimizer_offload": complaint,
+    "parameter_offload": complaint,
 }

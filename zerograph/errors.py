@@ -28,6 +28,10 @@ class MemoryBudgetError(ZeroGraphError):
         self.missing, self.activations = missing, activations
 
 
+class OffloadError(ZeroGraphError):
+    """A file that optimizer state or parameters rest in cannot be made, read or written, or has been tampered with."""
+
+
 class InputError(ZeroGraphError):
     """What was given to a graph is not what it takes."""
 

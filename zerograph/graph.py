@@ -298,6 +298,8 @@ class ZeroGraph:
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))
+            if step is not None:
+                step.check_files()
             if job.size > 1 and key not in self._digests:
                 self._digests[key] = digest(facts())
         except Exception as error:

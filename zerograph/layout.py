@@ -267,6 +267,7 @@ class _Holding:
 def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.keeper if store is not None else None
+    held: Mapping[str, Any]
     if store is not None:
         held = {} if store.fresh else {name: store.state[name] for name in store.specs}
     else:

@@ -24,6 +24,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
+from zerograph.transfers import FETCH
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -50,7 +51,8 @@ class Memory:
 
     Attributes:
         peak: bytes, state at rest and the batch included.
-        at_rest: bytes of parameters, optimizer state and buffers, which are there between steps too.
+        at_rest: bytes of parameters, optimizer state and buffers, which are there between steps too. What rests in
+            files is not: of that, the kinds have what is in memory at the peak.
         kinds: bytes at the peak: of ``"parameters"``, ``"optimizer state"`` and ``"buffers"`` at rest, of
             ``"inputs"``, the batch; of ``"gathered"`` parameters, ``"gradients"``, ``"activations"``, of what the
             ``"update"`` computes on its way, and ``"temporary"`` within an operator.
@@ -116,7 +118,8 @@ class Profile:
             if one.born <= at <= one.dies:
                 kinds[one.kind] += one.bytes
         kinds["temporary"] += self.temporary[at]
-        at_rest = sum(one.bytes for one in self.storages if one.kind in ("parameters", "optimizer state", "buffers"))
+        resting = [one for node in self.nodes if node.op in ("placeholder", "get_attr") for one in self.of[node]]
+        at_rest = sum(one.bytes for one in resting if one is not None and one.kind != "inputs")
         shown = {kind: count for kind, count in kinds.most_common() if count}
         return Memory(self.peak, at_rest, shown, self.nodes[at].name, origin(self.nodes[at]))
 
@@ -217,6 +220,8 @@ class _Walk:
         return self.storages[-1]
 
     def _kind(self, node: fx.Node) -> MemoryKind:
+        if node.target is FETCH and (fetched := role(node.all_input_nodes[0])) is not None:
+            return _AT_REST[fetched.kind]
         found = node.meta.get("boxing")
         phase = origin(node).phase
         if "gradient" in node.meta or (isinstance(found, Boxing) and found.tensor.startswith("gradient of ")):

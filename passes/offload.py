@@ -1,0 +1,172 @@
+"""offload: what rests in files is fetched for the nodes that need it, and put back behind those that change it.
+
+The stretch of the graph in which one bucket needs what is in files is a *turn*: a gather, or an update. While one turn
+computes, what the next one needs is read and what the one before has changed is written: three buckets are in memory.
+
+  fetch 0 ... fetch 1, landed 0, update 0, put back 0,
+              fetch 2, landed 1, update 1, put back 1, landed 0,
+              fetch 3, landed 2, update 2, put back 2, landed 1, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.buckets import Bucket
+from zerograph.errors import VerificationError
+from zerograph.memory import WAIT, profile, shared_arguments
+from zerograph.passes.context import Context
+from zerograph.passes.edit import emit, fake, positions
+from zerograph.sbp import whole
+from zerograph.step_graph import nbytes, origin, placeholders, role
+from zerograph.transfers import FETCH, LANDED, PUT_BACK
+
+
+def offload(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """What rests in files is in memory for its bucket's turns only, moved while other buckets compute."""
+    graph = module.graph
+    turns = sorted(_turns(graph, context), key=lambda turn: turn.first)
+    if not turns:
+        return module
+    _check_order(turns)
+    about = _make_handles(graph, turns, context)
+    fetched = [_fetch(graph, turns[0], turns[0].first, about)]
+    leaving: Sequence[fx.Node] = ()
+    for index, turn in enumerate(turns):
+        if index + 1 < len(turns):
+            fetched.append(_fetch(graph, turns[index + 1], turn.first, about))
+        _land(graph, fetched[index], turn.first)
+        if turn.writes:
+            behind = _put_back(graph, turn, fetched[index])
+            # While this turn computed, these were on their way to the disk.
+            _land(graph, leaving, behind.next)
+            leaving = fetched[index]
+    _land(graph, leaving, graph.output_node())
+    _fetch_early(graph, fetched[0], context)
+    return module
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """Nodes that need what is in files, by the placeholder that they read it from.
+
+    Attributes:
+        first, last: the first that reads any of it, and the last, of it or of one of its views.
+        writes: they change it.
+    """
+
+    users: Mapping[fx.Node, Sequence[fx.Node]]
+    first: fx.Node
+    last: fx.Node
+    writes: bool
+
+
+def _turns(graph: fx.Graph, context: Context) -> Iterator[_Turn]:
+    inputs = {found.name: node for node in placeholders(graph, "bucket", "state") if (found := role(node))}
+    for bucket in context.buckets:
+        changed = {entry: list(entry.users) for entry in _state(bucket, inputs, context)}
+        if bucket.rest.parameters is not None and bucket.name in inputs:
+            flat = inputs[bucket.name]
+            for user in flat.users:
+                if origin(user).phase == "update":
+                    changed.setdefault(flat, []).append(user)
+                else:
+                    # Gathered for forward and again for backward: in between it need not be in memory.
+                    yield _turn({flat: [user]}, writes=False)
+        if changed:
+            yield _turn(changed, writes=True)
+
+
+def _state(bucket: Bucket, inputs: Mapping[str, fx.Node], context: Context) -> list[fx.Node]:
+    update = context.updates.get(bucket.name)
+    if bucket.rest.state is None or update is None:
+        return []
+    return [entry for name in update.layouts if (entry := inputs[f"{bucket.name}.{name}"]).users]
+
+
+def _turn(users: Mapping[fx.Node, Sequence[fx.Node]], *, writes: bool) -> _Turn:
+    direct = [user for own in users.values() for user in own]
+    return _Turn(users, min(direct), max([*direct, *_later_readers(direct, set(users))]), writes)
+
+
+def _later_readers(direct: Sequence[fx.Node], sources: set[fx.Node]) -> set[fx.Node]:
+    """What reads the same memory behind them: through views, what was written in place, and as a collective's wait."""
+    shared, found, stack = set(sources), set[fx.Node](), list(direct)
+    while stack:
+        node = stack.pop()
+        shares = any(given in shared for given in shared_arguments(node))
+        if shares:
+            shared.add(node)
+        more = [user for user in node.users if (shares or user.target is WAIT) and user not in found]
+        found.update(more)
+        stack += [user for user in more if user.target is not WAIT]
+    return found
+
+
+def _check_order(turns: Sequence[_Turn]) -> None:
+    written: set[fx.Node] = set()
+    for turn in turns:
+        if not written.isdisjoint(turn.users):
+            # It would have to wait for the disk, and nothing that the passes before make does so.
+            raise VerificationError(f"offload: {turn.first.format_node()} reads what the update has put back")
+        if turn.writes:
+            written.update(turn.users)
+
+
+def _make_handles(graph: fx.Graph, turns: Sequence[_Turn], context: Context) -> dict[fx.Node, dict[str, Any]]:
+    """The placeholders become handles; what they said of themselves, for what is fetched by them."""
+    about = {}
+    for handle in dict.fromkeys(handle for turn in turns for handle in turn.users):
+        about[handle] = {key: handle.meta[key] for key in ("val", "sbp", "global")}
+        handle.meta["val"] = fake(graph, (), torch.int64, torch.device("cpu"))
+        handle.meta |= {"sbp": whole(context.mesh.dims), "global": ()}
+    return about
+
+
+def _fetch(graph: fx.Graph, turn: _Turn, place: fx.Node, about: Mapping[fx.Node, Mapping[str, Any]]) -> list[fx.Node]:
+    """Start reading before ``place``; the turn's nodes read what arrives."""
+    started = []
+    for handle, users in turn.users.items():
+        value = about[handle]["val"]
+        with graph.inserting_before(place):
+            fetched = emit(graph, FETCH, (handle, list(value.shape), value.dtype), origin(turn.first))
+        fetched.meta |= about[handle]
+        for user in users:
+            user.replace_input_with(handle, fetched)
+        started.append(fetched)
+    return started
+
+
+def _put_back(graph: fx.Graph, turn: _Turn, values: Sequence[fx.Node]) -> fx.Node:
+    """Start writing behind the turn's last node; the last of these starts."""
+    node = turn.last
+    for handle, value in zip(turn.users, values, strict=True):
+        with graph.inserting_after(node):
+            node = emit(graph, PUT_BACK, (handle, value), origin(turn.last))
+    return node
+
+
+def _land(graph: fx.Graph, values: Sequence[fx.Node], place: fx.Node) -> None:
+    with graph.inserting_before(place):
+        for value in values:
+            emit(graph, LANDED, (value,), origin(place))
+
+
+def _fetch_early(graph: fx.Graph, fetches: Sequence[fx.Node], context: Context) -> None:
+    """The first turn's, which follow on no other, start as soon as their memory does not raise the step's peak."""
+    found = profile(graph)
+    most = found.peak if context.memory_budget is None else min(found.peak, context.memory_budget)
+    room = most - sum(nbytes(node.meta["val"]) for node in fetches)
+    order = positions(graph)
+    first, last = order[placeholders(graph)[-1]] + 1, order[fetches[0]]
+    place = last
+    while place > first and found.bytes[place - 1] <= room:
+        place -= 1
+    if place < last:
+        for node in fetches:
+            found.nodes[place].prepend(node)

@@ -1,0 +1,79 @@
+"""Where the buckets of a step rest between steps, as the configuration says, and the room for it on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from zerograph.buckets import Bucket, Folder, Rest
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+from zerograph.layout import Planned
+from zerograph.mesh import Mesh, local_shape
+from zerograph.offload import Offload
+from zerograph.runtime.offload.files import Extent, open_file, reserve
+from zerograph.runtime.state import Places
+
+
+def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Planned, ...]:
+    """The layout with the place of rest of each bucket that the step updates; others rest where they do.
+
+    Raises:
+        ConfigError: parameters that each rank holds whole are to rest elsewhere.
+    """
+    _check(config)
+    found = []
+    left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
+    for one in layout:
+        if one.updates:
+            bytes_here = math.prod(local_shape(one.bucket.shape, one.bucket.sbp, mesh)) * one.bucket.dtype.itemsize
+            stays = one.bucket.is_whole or bytes_here <= left
+            left -= bytes_here if stays and not one.bucket.is_whole else 0
+            parameters = None if stays else _folder(config.parameter_offload)
+            rest = Rest(parameters, _folder(config.optimizer_offload))
+            one = replace(one, bucket=replace(one.bucket, rest=rest))
+        found.append(one)
+    return tuple(found)
+
+
+def _check(config: Config) -> None:
+    if config.parameter_offload is not None and not (config.policy.split and config.policy.regather):
+        raise ConfigError(
+            "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
+            "Choose config.enable_zero(True, stage=3), or config.offload_parameters(None)."
+        )
+
+
+def _folder(option: Offload | None) -> Folder | None:
+    return None if option is None else option.folder
+
+
+def make_room(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Places]:
+    """Room in this rank's files for all that is to rest there and does not yet, by bucket.
+
+    What is not used after all comes back when the result is let go of.
+
+    Raises:
+        OffloadError: no such directory, it cannot be written to, or the disk is too full.
+    """
+    found: dict[str, Places] = {}
+    for one in layout:
+        rest = one.bucket.rest
+        before = Rest() if one.store is None else one.store.layout.rest
+        wanted: dict[str, tuple[Bucket, Folder]] = {}
+        if rest.parameters is not None and rest.parameters != before.parameters:
+            wanted[""] = one.bucket, rest.parameters
+        if rest.state is not None and rest.state != before.state:
+            wanted |= {name: (entry, rest.state) for name, entry in one.layouts.items()}
+        found[one.bucket.name] = _reserved(wanted, mesh, rank)
+    return found
+
+
+def _reserved(wanted: Mapping[str, tuple[Bucket, Folder]], mesh: Mesh, rank: int) -> dict[str, Extent]:
+    return {
+        name: reserve(
+            open_file(folder.path, rank, keep=folder.keep), local_shape(entry.shape, entry.sbp, mesh), entry.dtype
+        )
+        for name, (entry, folder) in wanted.items()
+    }
