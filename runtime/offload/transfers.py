@@ -1,9 +1,9 @@
 """Reading and writing behind the step: a few threads over ``preadv`` and ``pwritev``, and the operators that use them.
 
-Libraries that were looked at first: kvikio needs CUDA and cuFile; tensornvme (ColossalAI's) and DeepSpeed's DeepNVMe are
-C++ extensions over libaio or liburing, built when they are installed; liburing's bindings are a source build, and
-io_uring is forbidden in many containers; aiofile and caio know neither aligned memory nor tensors. A few large
-requests in flight, from threads that hold no lock while the kernel works, keep a disk busy just as well.
+Libraries that were looked at first: kvikio needs CUDA and cuFile; tensornvme (ColossalAI's) and DeepSpeed's DeepNVMe
+are C++ extensions over libaio or liburing, built when they are installed; liburing's bindings need io_uring, which many
+containers forbid; aiofile and caio know neither aligned memory nor tensors. A few large requests in flight, from
+threads that hold no lock while the kernel works, keep a disk as busy.
 """
 
 from __future__ import annotations

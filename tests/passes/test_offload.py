@@ -1,0 +1,88 @@
+"""Where the emitted graph reads and writes files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from tests.models import TrainStep, batches, make
+from zerograph.mesh import line
+from zerograph.step_graph import nbytes, origin, role
+from zerograph.transfers import FETCH, LANDED, PUT_BACK
+
+
+def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:
+    """Of rank 0 of 2, in many buckets."""
+    model = make("gpt")
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), stage, bucket_size=2**13)
+    step.config.offload_optimizer("nvme", nvme_path=folder)
+    step.config.offload_parameters("nvme" if parameters else None, nvme_path=folder)
+    return step.prepare(line(2, 0, "ranks"), *batches("gpt", 1)[0]).graph.graph
+
+
+def spans(graph: fx.Graph) -> list[tuple[fx.Node, int, int]]:
+    """What is read from files, from the start of the read to the last node that needs its memory."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        (node, order[node], max(order[user] for user in node.users))
+        for node in graph.find_nodes(op="call_function", target=FETCH)
+    ]
+
+
+def bucket(node: fx.Node) -> str:
+    found = role(node.all_input_nodes[0])
+    assert found is not None
+    return found.name.split(".")[0]
+
+
+@pytest.mark.parametrize(("stage", "parameters"), [(0, False), (2, False), (3, True)])
+def test_no_more_than_three_buckets_are_in_memory(tmp_path: Path, stage: int, parameters: bool) -> None:
+    graph = emitted(tmp_path, stage, parameters=parameters)
+    found = spans(graph)
+    assert len({bucket(node) for node, _, _ in found}) > 10
+    for position in range(len(graph.nodes)):
+        assert len({bucket(node) for node, start, end in found if start <= position <= end}) <= 3
+
+
+def test_the_next_bucket_is_read_and_the_last_one_written_while_one_is_updated(tmp_path: Path) -> None:
+    graph = emitted(tmp_path, 2, parameters=False)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    updates = [node for node in graph.nodes if "_fused_adamw_" in str(node.target)]
+    reads = {bucket(node): node for node in graph.find_nodes(op="call_function", target=FETCH)}
+    writes = {bucket(node): node for node in graph.find_nodes(op="call_function", target=PUT_BACK)}
+    landings: dict[fx.Node, list[int]] = {}
+    for node in graph.find_nodes(op="call_function", target=LANDED):
+        landings.setdefault(node.all_input_nodes[0], []).append(order[node])
+    ours = [next(name for name, read in reads.items() if read in node.all_input_nodes) for node in updates]
+    for before, update, this, after in zip(ours, updates[1:], ours[1:], ours[2:], strict=False):
+        assert order[reads[this]] < order[update] < order[writes[this]]
+        assert order[reads[after]] < order[update] < landings[reads[after]][0]
+        assert order[writes[before]] < order[update] < landings[reads[before]][1]
+
+
+def test_the_first_read_starts_in_backward_and_does_not_raise_the_peak(tmp_path: Path) -> None:
+    graph = emitted(tmp_path, 2, parameters=False)
+    first = next(node for node in graph.nodes if node.target is FETCH)
+    assert origin(first.next.next).phase == "backward"
+
+
+def test_each_gather_reads_its_shard_anew_and_only_the_update_writes(tmp_path: Path) -> None:
+    graph = emitted(tmp_path, 3, parameters=True)
+    shards = [node for node in graph.nodes if node.target is FETCH and role(node.all_input_nodes[0]).kind == "bucket"]
+    written = {node.args[1] for node in graph.find_nodes(op="call_function", target=PUT_BACK)}
+    by_bucket: dict[str, list[fx.Node]] = {}
+    for node in shards:
+        by_bucket.setdefault(bucket(node), []).append(node)
+    # For forward, for backward, and for the update; a layer that both ends of the step use is gathered once.
+    assert {len(reads) for reads in by_bucket.values()} <= {2, 3}
+    for reads in by_bucket.values():
+        assert [read in written for read in reads] == [False] * (len(reads) - 1) + [True]
+
+
+def test_handles_are_all_that_rests_in_memory(tmp_path: Path) -> None:
+    graph = emitted(tmp_path, 3, parameters=True)
+    at_rest = [node for node in graph.find_nodes(op="placeholder") if role(node).kind in ("bucket", "state")]
+    assert max(nbytes(node.meta["val"]) for node in at_rest) <= 8

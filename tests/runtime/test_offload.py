@@ -1,0 +1,135 @@
+"""Files that tensors rest in: what is written is read, with and without direct I/O, and what fails names the file."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import TrainStep, batches, make
+from zerograph.errors import OffloadError
+from zerograph.runtime.offload import files
+from zerograph.runtime.offload.buffers import BLOCK, Buffers
+from zerograph.runtime.offload.files import open_file, reserve
+from zerograph.runtime.offload.transfers import fill, read, write
+
+# Several requests and a part of a block.
+LARGE = 3 * 2**20 + 7
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the file system takes O_DIRECT, and as where it refuses it."""
+    if request.param == "buffered":
+        opened = os.open
+
+        def refuse(path: Any, flags: int, *mode: int) -> int:
+            if flags & os.O_DIRECT:
+                opened(path, flags & ~os.O_DIRECT, *mode)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return opened(path, flags, *mode)
+
+        monkeypatch.setattr(os, "open", refuse)
+    return tmp_path
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    file = open_file(str(folder), 0, keep=False)
+    values = [torch.randn(LARGE), torch.randn(3, 5, dtype=torch.float64), torch.empty(0)]
+    extents = [reserve(file, value.shape, value.dtype) for value in values]
+    for extent, value in zip(extents, values, strict=True):
+        assert not read(extent).any()
+        write(extent, value)
+    assert all(torch.equal(read(extent), value) for extent, value in zip(extents, values, strict=True))
+    fill(extents[0], 0.25)
+    assert torch.equal(read(extents[0]), torch.full((LARGE,), 0.25))
+    assert torch.equal(read(extents[1]), values[1])
+
+
+def test_room_that_comes_back_is_used_again_and_filled_with_zeros(tmp_path: Path) -> None:
+    file = open_file(str(tmp_path), 0, keep=False)
+    first, second, third = (reserve(file, (BLOCK,), torch.float32) for _ in range(3))
+    size = file.path.stat().st_size
+    for extent in (first, second, third):
+        write(extent, torch.ones(BLOCK))
+    del first, second, extent
+    again = reserve(file, (2 * BLOCK,), torch.float32)
+    assert file.path.stat().st_size == size
+    fill(again, 0.0, fast=True)
+    assert not read(again).any()
+    assert read(third).all()
+
+
+def test_graphs_of_a_process_share_a_file(tmp_path: Path) -> None:
+    assert open_file(str(tmp_path), 0, keep=False) is not open_file(str(tmp_path), 1, keep=False)
+    file = open_file(str(tmp_path), 0, keep=False)
+    assert open_file(f"{tmp_path}/.", 0, keep=False) is file
+    assert os.listdir(tmp_path) == [file.path.name]
+
+
+def test_buffers_are_used_again_and_all_are_given_back() -> None:
+    buffers = Buffers()
+    one, other = buffers.take(10 * BLOCK), buffers.take(10 * BLOCK)
+    place = one.data_ptr()
+    # A view keeps them.
+    view = one.view(torch.float32)[3:]
+    del one
+    third = buffers.take(10 * BLOCK)
+    assert third.data_ptr() != place
+    del view
+    again = buffers.take(9 * BLOCK)
+    assert again.data_ptr() == place
+    assert place % BLOCK == 0
+    del again, other, third
+    gc.collect()
+    assert not buffers._free
+
+
+def trained(folder: Path | None, steps: int) -> list[Tensor]:
+    model = make("mlp")
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
+    step.config.offload_optimizer(None if folder is None else "nvme", nvme_path=folder)
+    return [step(*batch) for batch in batches("mlp", steps)]
+
+
+def test_training_is_the_same_without_direct_io(folder: Path) -> None:
+    assert all(map(torch.equal, trained(folder, 3), trained(None, 3)))
+
+
+def test_a_disk_that_fails_names_the_file_and_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("mlp")
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
+    step.config.offload_optimizer("nvme", nvme_path=tmp_path)
+    first, second, third = batches("mlp", 3)
+    step(*first)
+    (name,) = os.listdir(tmp_path)
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        with pytest.raises(OffloadError, match=rf"{name} could not be written at byte .* \(Input/output error\)"):
+            step(*second)
+    # The disk is well again, what it holds is not.
+    with pytest.raises(OffloadError, match=f"{name} could not be written"):
+        step(*third)
+    with pytest.raises(OffloadError, match=f"{name} could not be written"):
+        step.state_dict()
+
+
+def test_a_file_that_ends_too_early_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = files.open_file(str(tmp_path), 0, keep=False)
+    extent = reserve(file, (2 * BLOCK,), torch.float32)
+    write(extent, torch.ones(2 * BLOCK))
+    os.truncate(file.path, BLOCK)
+    with pytest.raises(OffloadError, match=f"{file.path.name} was truncated to 4,096 of 32,768 bytes"):
+        read(extent)
