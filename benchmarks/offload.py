@@ -1,18 +1,22 @@
-"""Optimizer state in files: resident memory and throughput, written to benchmarks/results/offload.md.
+"""Optimizer state in files: what it saves, and how fast it moves, written to benchmarks/results/offload.md.
 
-python benchmarks/offload.py [folder]          # a minute; the folder lies on the disk to measure, default /var/tmp
+python benchmarks/offload.py                   # two minutes, on the disk of /var/tmp
+python benchmarks/offload.py folder            # on that of another folder, shown but not written
 
-One rank, ZeRO stage 1, AdamW(fused=True), backend eager. Resident memory is RssAnon of a process of its own, which leaves
-the page cache and mapped libraries out: right behind a step, and the most that was seen every two milliseconds. The
-throughput is that of the state's bytes, read and written once in each step, over the whole time that a step takes longer
-than it would in memory, and over the stretch of it in which files are read and written. `dd` reads and writes a file of
-the same size with direct I/O (bs=4M), one after the other, in between.
+One rank, ZeRO stage 1, AdamW(fused=True), backend eager, 268 MiB of parameters; each row is one run in memory, one with
+files and one of `dd`, one after the other. Saved: how much less resident memory the process has than the one that keeps
+its state in memory, as a part of the state's bytes, behind a step and at most (seen every two milliseconds). Resident
+memory is RssAnon, which leaves out the page cache; glibc gives freed blocks back (`MALLOC_MMAP_THRESHOLD_`), so that it
+is what is in use. Files: MiB/s of the state, read and written once in each step, from a step's first request to the end
+of its last, the updates in between included; `dd` writes and reads a file of that size with direct I/O, bs=4M. The
+median of five steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +36,18 @@ from benchmarks.tables import line, page  # noqa: E402
 from zerograph.runtime.offload import transfers  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "offload.md"
-WIDTH, LAYERS, ROUNDS = 2048, 16, 5
+WIDTH, LAYERS, STEPS = 2048, 16, 5
+HEADER = [
+    "state, MiB",
+    "saved",
+    "saved at most",
+    "step, s",
+    "with files, s",
+    "files, MiB/s",
+    "dd, MiB/s",
+    "of dd",
+    "direct",
+]
 
 
 class Step(zg.ZeroGraph):
@@ -82,70 +97,81 @@ def trained(folder: Path | None) -> dict[str, float]:
     step, x = Step(folder), torch.randn(4, WIDTH)
     step(x)
     step(x)
-    stretches = noted_stretches()
-    seconds = []
+    requests, stretches, seconds = Requests(), [], []
     with Watched() as watched:
-        for _ in range(ROUNDS):
+        for _ in range(STEPS):
+            requests.clear()
             began = time.perf_counter()
             step(x)
             seconds.append(time.perf_counter() - began)
+            stretches.append(requests.seconds)
     state = 2 * sum(4 * parameter.numel() for parameter in step.model.parameters())
     return {
         "state": state,
         "rests": resident(),
         "most": watched.most,
         "seconds": statistics.median(seconds),
-        "stretch": statistics.median(stretches) if stretches else 0.0,
-        "direct": all(one.file.direct for store in step._stores() for one in transfers_of(store)),
+        "stretch": statistics.median(stretches),
     }
 
 
-def transfers_of(store: Any) -> list[Any]:
-    return [one for one in store.state.values() if not isinstance(one, Tensor)]
+class Requests:
+    """When the first request began and the last one ended since ``clear``."""
 
+    def __init__(self) -> None:
+        self._move = transfers._move
+        transfers._move = self._noted
+        self.clear()
 
-def noted_stretches() -> list[float]:
-    """Filled with the seconds of each step from its first request to the end of its last one."""
-    move, lock = transfers._move, threading.Lock()
-    spans: list[float] = []
-    now = {"begin": 0.0, "running": 0, "end": 0.0}
+    def clear(self) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
 
-    def noted(*args: Any) -> None:
-        with lock:
-            if not now["running"] and time.perf_counter() - now["end"] > 0.01:
-                if now["begin"]:
-                    spans.append(now["end"] - now["begin"])
-                now["begin"] = time.perf_counter()
-            now["running"] += 1
-        try:
-            move(*args)
-        finally:
-            with lock:
-                now["running"] -= 1
-                now["end"] = time.perf_counter()
+    @property
+    def seconds(self) -> float:
+        return max(self._ends) - min(self._begins) if self._ends else 0.0
 
-    transfers._move = noted
-    return spans
+    def _noted(self, *args: Any) -> None:
+        self._begins.append(time.perf_counter())
+        self._move(*args)
+        self._ends.append(time.perf_counter())
 
 
 def in_own_process(folder: Path | None) -> dict[str, float]:
     command = [sys.executable, __file__, "--one", *([] if folder is None else [str(folder)])]
-    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: dict[str, float] = json.loads(run.stdout)
     return found
 
 
-def dd(folder: Path, size: int) -> tuple[float, float]:
-    """Seconds that reading and writing a file of that size take with direct I/O."""
+def dd(folder: Path, size: int) -> float:
+    """Seconds that writing and reading a file of that size take with direct I/O."""
     file = folder / "zerograph-dd"
-    seconds = []
+    write = ["if=/dev/zero", f"of={file}", "oflag=direct"]
+    read = [f"if={file}", "of=/dev/null", "iflag=direct"]
+    began = time.perf_counter()
     try:
-        for options in ([f"of={file}", "if=/dev/zero", "oflag=direct", "conv=notrunc"], [f"if={file}", "of=/dev/null", "iflag=direct"]):
-            began = time.perf_counter()
+        for options in (write, read):
             subprocess.run(["dd", *options, "bs=4M", f"count={size // 2**22}"], check=True, capture_output=True)
-            seconds.append(time.perf_counter() - began)
+        return time.perf_counter() - began
     finally:
         file.unlink(missing_ok=True)
-    return seconds[1], seconds[0]
+
+
+def row(folder: Path) -> list[str]:
+    memory, files = in_own_process(None), in_own_process(folder)
+    state = files["state"]
+    moved = 2 * state / 2**20
+    reference = dd(folder, int(state))
+    return [
+        f"{state / 2**20:.0f}",
+        *(f"{(memory[when] - files[when]) / state:.1%}" for when in ("rests", "most")),
+        *(f"{one['seconds']:.2f}" for one in (memory, files)),
+        f"{moved / files['stretch']:.0f}",
+        f"{moved / reference:.0f}",
+        f"{reference / files['stretch']:.2f}",
+    ]
 
 
 def main() -> None:
@@ -157,32 +183,14 @@ def main() -> None:
     if asked.one:
         print(json.dumps(trained(asked.folder)))
         return
-    folder = asked.folder or Path("/var/tmp")
-    rows = []
+    lines = [line(HEADER), line(["---"] * len(HEADER))]
+    print("\n".join(lines), flush=True)
     for _ in range(3):
-        memory, files = in_own_process(None), in_own_process(folder)
-        reading, writing = dd(folder, int(files["state"]))
-        state = files["state"]
-        slowest = 2 * state / (reading + writing)
-        rows.append(
-            [
-                f"{state / 2**20:.0f}",
-                f"{(memory['rests'] - files['rests']) / state:.3f}",
-                f"{(memory['most'] - files['most']) / state:.3f}",
-                f"{memory['seconds']:.2f}",
-                f"{files['seconds']:.2f}",
-                f"{slowest / 2**20:.0f}",
-                f"{2 * state / files['stretch'] / 2**20:.0f}",
-                f"{2 * state / files['stretch'] / slowest:.2f}",
-                f"{2 * state / (files['seconds'] - memory['seconds']) / slowest:.2f}",
-                "yes" if files["direct"] else "no",
-            ]
-        )
-        print(rows[-1], flush=True)
-    header = ["state MiB", "saved at rest", "saved at most", "step s", "with files s", "dd MiB/s", "files MiB/s", "of dd", "of dd, by step times", "direct"]
-    table = [line(header), line(["---"] * len(header)), *map(line, rows)]
-    print("\n".join(table))
-    RESULTS.write_text(page("Optimizer state in files", __doc__ or "", table))
+        lines.append(line(row(asked.folder or Path("/var/tmp"))))
+        print(lines[-1], flush=True)
+    if asked.folder is None:
+        command = f"`python benchmarks/offload.py`, torch {torch.__version__}"
+        RESULTS.write_text(page("Optimizer state in files", command, __doc__, *lines))
 
 
 if __name__ == "__main__":

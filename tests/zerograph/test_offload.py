@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import zerograph as zg
 from tests.liveness import most_alive_bytes
