@@ -179,7 +179,9 @@ def _needs(start: fx.Node) -> list[fx.Node]:
 
 
 def _reads_file(start: fx.Node) -> bool:
-    return any(node.target is FETCH for node in start.all_input_nodes)
+    """Whether what it sends comes from a file, perhaps cast to the compute dtype."""
+    sent = start.all_input_nodes[0]
+    return FETCH in (sent.target, *(node.target for node in sent.all_input_nodes))
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.grad_scaler import GradScaler
-from zerograph.precision import LOW_DTYPES
 from zerograph.offload import Offload, complaint
+from zerograph.precision import LOW_DTYPES
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
