@@ -24,7 +24,7 @@ from zerograph.errors import MemoryBudgetError, VerificationError
 from zerograph.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.passes.context import Context
 from zerograph.step_graph import Boxing, bucket_behind
-from zerograph.transfers import FETCH
+from zerograph.transfers import CARRY, FETCH
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
 _GATHERS_AHEAD = 3
@@ -81,8 +81,8 @@ class _Plan:
         self.position = {node: index for index, node in enumerate(found.nodes)}
         self.held = torch.tensor(found.bytes, dtype=torch.int64)
         waits = [node for node in found.nodes if node.target is WAIT]
-        # What is gathered from a file keeps its place: the read before it has its own.
-        flights = [self._flight(node, found) for node in waits if not _reads_file(node.all_input_nodes[0])]
+        # What is gathered from elsewhere keeps its place: the transfer before it has its own.
+        flights = [self._flight(node, found) for node in waits if not _from_elsewhere(node.all_input_nodes[0])]
         self.gathers = sorted((one for one in flights if one.bucket is not None), key=lambda one: one.begins)
         self.others = [one for one in flights if one.bucket is None and one.holds]
         self.kept: list[tuple[_Flight, _Flight]] = []
@@ -178,10 +178,10 @@ def _needs(start: fx.Node) -> list[fx.Node]:
     return cast.all_input_nodes if bucket_behind(cast) is not None else [cast]
 
 
-def _reads_file(start: fx.Node) -> bool:
-    """Whether what it sends comes from a file, perhaps cast to the compute dtype."""
+def _from_elsewhere(start: fx.Node) -> bool:
+    """Whether what it sends comes from a file or another device, perhaps cast to the compute dtype."""
     sent = start.all_input_nodes[0]
-    return FETCH in (sent.target, *(node.target for node in sent.all_input_nodes))
+    return any(node.target in (FETCH, CARRY) for node in (sent, *sent.all_input_nodes))
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:

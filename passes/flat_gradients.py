@@ -60,7 +60,11 @@ class FlatGradient:
         if raw.meta["val"].dtype is not self.bucket.dtype:
             # Only now: until somebody reads it, the gradient is held as it travelled.
             raw = emit(graph, aten._to_copy.default, (raw,), Origin("update"), dtype=self.bucket.dtype)
-        return _replay(graph, end, {self._example.raw: raw, self._example.parameter: self.flat}, self.bucket)
+        flat = self.flat
+        if self.bucket.home != self.bucket.device:
+            # Few edits read the parameters; of the others' nobody reads this.
+            flat = emit(graph, aten._to_copy.default, (flat,), Origin("update"), device=self.bucket.device)
+        return _replay(graph, end, {self._example.raw: raw, self._example.parameter: flat}, self.bucket)
 
 
 def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:

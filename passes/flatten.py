@@ -40,7 +40,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     order = positions(graph)
     for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):
         with graph.inserting_before(graph.output_node()):
-            final = gradient.final(graph)
+            final = _taken_home(graph, gradient.final(graph), gradient.bucket)
         update = _dealt_update if gradient.bucket.dealt else _update
         update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
     drop_unread_edits(graph)
@@ -61,7 +61,7 @@ def _take_gradients(graph: fx.Graph) -> None:
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.device)
+    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.home)
 
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
@@ -144,9 +144,12 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
     but it would be another sum in another order, and the stages would no longer agree. (Looking up is no sum: what is
     gathered for nothing else, ``lookup`` leaves in pieces.)"""
     with graph.inserting_before(user):
-        if bucket.compute_dtype is not None:
-            # Before the gather, so that the wire carries the compute dtype.
-            flat = emit(graph, aten._to_copy.default, (flat,), origin(user), dtype=bucket.compute_dtype)
+        # Before the gather, so that the wire carries the compute dtype; so does the way up from where it rests.
+        changed: dict[str, Any] = {} if bucket.compute_dtype is None else {"dtype": bucket.compute_dtype}
+        if bucket.home != bucket.device:
+            changed["device"] = bucket.device
+        if changed:
+            flat = emit(graph, aten._to_copy.default, (flat,), origin(user), **changed)
         if bucket.sbp == bucket.gathered:
             return flat
         gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
@@ -215,6 +218,18 @@ def _bucket_gradient(
     return reduced
 
 
+def _taken_home(graph: fx.Graph, gradient: fx.Node, bucket: Bucket) -> fx.Node:
+    """The gradient where its bucket rests: it is updated there. As it travelled between the ranks, if nothing reads it
+    wider."""
+    if bucket.home == bucket.device:
+        return gradient
+    wide = gradient
+    if gradient.target is aten._to_copy.default and not gradient.users:
+        wide = gradient.all_input_nodes[0]
+    down = emit(graph, aten._to_copy.default, (wide,), _UPDATE, device=bucket.home)
+    return down if wide is gradient else emit(graph, aten._to_copy.default, (down,), _UPDATE, **gradient.kwargs)
+
+
 def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """The update program once over the whole bucket; new values go to the bucket's inputs at the graph's end."""
     program = update.program.first if update.first and update.program.first else update.program.graph
@@ -225,7 +240,7 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape
-        device = torch.device("cpu") if spec.scalar else bucket.device
+        device = torch.device("cpu") if spec.scalar else bucket.home
         inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}
     values = _values_of_update(graph, bucket)
@@ -260,7 +275,7 @@ def _values_of_update(graph: fx.Graph, bucket: Bucket) -> Callable[[fx.Node, Any
 def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """One node for the updates of all parameters: which of them a rank makes is for ``localize`` to say."""
     states = [
-        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.device)
+        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.home)
         for name, layout in update.layouts.items()
     ]
     numbers = list(_numbers(graph, update).values())

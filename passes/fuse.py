@@ -45,6 +45,10 @@ def _put(
     graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, given: dict[str, fx.Node], found: fx.Node | None
 ) -> None:
     """The program's operators, which write what they are given, unless an overflow was ``found``."""
+    if found is not None and found.meta["val"].device != given["param"].meta["val"].device:
+        with graph.inserting_before(before):
+            device = given["param"].meta["val"].device
+            found = _like(found, emit(graph, aten._to_copy.default, (found,), Origin("update"), device=device))
     copies: dict[fx.Node, fx.Node] = {}
     for node in fused.graph.nodes:
         if node.op == "placeholder":

@@ -26,6 +26,8 @@ from zerograph.sbp import whole
 from zerograph.step_graph import nbytes, origin, placeholders, role
 from zerograph.transfers import FETCH, LANDED, PUT_BACK
 
+_WAITS = (WAIT, LANDED)
+
 
 def offload(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """What rests in files is in memory for its bucket's turns only, moved while other buckets compute."""
@@ -95,16 +97,17 @@ def _turn(users: Mapping[fx.Node, Sequence[fx.Node]], *, writes: bool) -> _Turn:
 
 
 def _later_readers(direct: Sequence[fx.Node], sources: set[fx.Node]) -> set[fx.Node]:
-    """What reads the same memory behind them: through views, what was written in place, and as a collective's wait."""
+    """What reads the same memory behind them: through views, what was written in place, and as the wait of what they
+    start."""
     shared, found, stack = set(sources), set[fx.Node](), list(direct)
     while stack:
         node = stack.pop()
         shares = any(given in shared for given in shared_arguments(node))
         if shares:
             shared.add(node)
-        more = [user for user in node.users if (shares or user.target is WAIT) and user not in found]
+        more = [user for user in node.users if (shares or user.target in _WAITS) and user not in found]
         found.update(more)
-        stack += [user for user in more if user.target is not WAIT]
+        stack += [user for user in more if user.target not in _WAITS]
     return found
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph import _torch
 from zerograph.passes.box import box
+from zerograph.passes.carry import carry
 from zerograph.passes.context import Context
 from zerograph.passes.exchange import exchange
 from zerograph.passes.fit import fit
@@ -54,6 +55,7 @@ PIPELINE: tuple[Pass, ...] = (
     exchange,  # ranks exchange pieces where that is faster than a collective
     reinplace,  # gradients and updates are written where they belong
     overwrite,  # temporaries are written over by their only reader, where nodes run one by one
+    carry,  # shards go up ahead of their gather, gradients down as they are reduced
     offload,  # what rests in files is fetched before it is read, and put back behind what changed it
     fit,  # a memory budget is kept, and used to spare and hide collectives
 )

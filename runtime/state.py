@@ -113,7 +113,7 @@ def _rest(value: Tensor, place: Extent | None) -> Held:
 
 def _whole(job: Job, layout: Bucket, shard: Held) -> Tensor:
     """The whole of a bucket or of one state entry, in memory of its own. A collective where split."""
-    return gather_whole(job, in_memory(shard), layout.sbp)
+    return gather_whole(job, in_memory(shard).to(layout.device), layout.sbp)
 
 
 def _parts(layout: Bucket, whole: Tensor) -> list[Tensor]:
@@ -160,7 +160,13 @@ def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
     for slot, part in zip(layout.slots, parts, strict=True):
         whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
     broadcast_from_first(job, [whole])
-    return whole if layout.is_whole else whole[local_part(whole.shape, layout.sbp, job.mesh)].clone()
+    return whole if layout.is_whole else _at_home(whole[local_part(whole.shape, layout.sbp, job.mesh)], layout)
+
+
+def _at_home(shard: Tensor, layout: Bucket) -> Tensor:
+    """A copy where the layout rests."""
+    found = shard.to(layout.home, copy=True)
+    return found.pin_memory() if layout.home != layout.device and layout.rest.pinned else found
 
 
 def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]], place: Extent | None) -> Held:
@@ -174,7 +180,7 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
             fill(place, spec.initial or 0.0, fast=rest is not None and rest.fast)
             return place
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
-        return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.device)
+        return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.home)
     return _rest(_shard(store.job, layout, [torch.as_tensor(one[name]) for one in held]), place)
 
 

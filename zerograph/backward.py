@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,11 +46,16 @@ class Backward:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             tensors = [root * self._scale for root in roots]
         # Each operator's backward computes in the dtype of its forward; autocast would cast once more.
-        with torch.autocast(self._device, enabled=False):
+        with self._outside_autocast():
             original(tensors, *args, **kwargs)
             self.count += 1
             if self._scale is not None and self.count == self._calls:
                 self._unscale(self._scale)
+
+    def _outside_autocast(self) -> AbstractContextManager[Any]:
+        # Not every device has it: meta tensors, for which a step can be prepared, do not.
+        available = torch.amp.is_autocast_available(self._device)
+        return torch.autocast(self._device, enabled=False) if available else nullcontext()
 
     @torch.no_grad()
     def _unscale(self, scale: Tensor) -> None:

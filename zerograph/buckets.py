@@ -54,8 +54,15 @@ class Rest:
     """Where a bucket rests between steps, if not in the memory of its device: its shard, and the optimizer's state.
 
     0-d entries of the state stay in memory.
+
+    Attributes:
+        device: in whose memory it rests, and is updated; None for the device that computes with it.
+        pinned: so that an accelerator can copy from there by itself.
+        parameters, state: files instead.
     """
 
+    device: torch.device | None = None
+    pinned: bool = field(default=True, compare=False)
     parameters: Folder | None = None
     state: Folder | None = None
 
@@ -85,6 +92,11 @@ class Bucket:
     owners: tuple[int, ...] | None = None
     compute_dtype: torch.dtype | None = None
     rest: Rest = Rest()
+
+    @property
+    def home(self) -> torch.device:
+        """The device in whose memory it rests, and which updates it."""
+        return self.device if self.rest.device is None else self.rest.device
 
     @property
     def dealt(self) -> bool:
@@ -192,8 +204,10 @@ def state_layout(
 
     State is S(0) in a dealt bucket even where the parameters are B: only the owner ever reads it.
     """
+    # Step counts are few.
+    rest = Rest() if device != bucket.device else Rest(bucket.rest.device, bucket.rest.pinned)
     if bucket.owners is None:
-        return replace(bucket, name=name, dtype=dtype, device=device, rest=Rest())
+        return replace(bucket, name=name, dtype=dtype, device=device, rest=rest)
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
     ]
@@ -208,7 +222,7 @@ def state_layout(
         dtype=dtype,
         device=device,
         sbp=bucket.split_sbp,
-        rest=Rest(),
+        rest=rest,
     )
 
 

@@ -25,9 +25,10 @@ from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGrap
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
-from zerograph.layout import Planned, Update, plan_layout
+from zerograph.layout import Planned, Update, plan_layout, stays_whole
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
+from zerograph.offload import resting_device
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.residence import assign, make_room
@@ -313,7 +314,9 @@ class Compiler:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        program = self._program(number, index, parameter, members.device(parameter))
+                        device, whole = members.device(parameter), stays_whole(parameter, self.config)
+                        rests = resting_device(self.config.optimizer_offload, device, whole=whole)
+                        program = self._program(number, index, parameter, rests or device)
                         found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 

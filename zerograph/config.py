@@ -145,10 +145,17 @@ class Config:
     ) -> None:
         """Let the optimizer's state rest elsewhere than on the device; the numbers stay the same.
 
+        Of a model on an accelerator split parameters and their update are on the CPU too: shards go up for each
+        gather, in the compute dtype, and reduced gradients down, both on a stream of their own beside the computation.
+        An optimizer with ``fused=True`` then updates each bucket by its kernel for the CPU. It needs a ZeRO stage, of
+        one rank as well; parameters below ``shard_min_size`` stay. Of a model on the CPU only files change anything.
+
         Args:
-            device: ``"nvme"``: in files, one for each rank, read ahead and written behind while other buckets are
-                updated, past the page cache where the file system can. Three buckets of state are in memory at once:
-                a smaller ``bucket_size`` makes that less. None: back to the default, on the device.
+            device: ``"cpu"``: in the memory of the CPU. ``"nvme"``: in files, one for each rank, read ahead and
+                written behind while other buckets are updated, past the page cache where the file system can. Three
+                buckets of state are in memory at once: a smaller ``bucket_size`` makes that less. None: back to the
+                default, on the device.
+            pin_memory: keep shards in pinned memory, which an accelerator copies from by itself.
             fast_init: zeros that state begins with are not written to a new file, whose empty blocks read as such;
                 False writes them, so that the first step finds all blocks in use.
             nvme_path: the directory of the files. It must exist, be writable, and have room for all of the state,
@@ -171,13 +178,15 @@ class Config:
     ) -> None:
         """Let split parameters rest elsewhere than on the device, at ZeRO stage 3; the numbers stay the same.
 
-        Args:
-            device: ``"nvme"``: in files, as :meth:`offload_optimizer` does it; read for each gather, which sends what
-                was read on, and for the update. None: back to the default, on the device.
-            max_in_cpu: the most bytes of a rank's parameters that stay in memory all the same.
-            nvme_path, keep_files: as there.
+        Of a model on an accelerator shards are updated where they rest, so ``offload_optimizer`` must be set as well;
+        then they are in the memory of the CPU at every stage, and only ``"nvme"`` says more. Parameters that are whole
+        on each rank, below ``shard_min_size``, stay in memory.
 
-        Parameters that are whole on each rank, below ``shard_min_size``, stay in memory.
+        Args:
+            device: ``"cpu"``, or ``"nvme"``: in files, as :meth:`offload_optimizer` does it; read for each gather,
+                which sends what was read on, and for the update. None: back to the default, on the device.
+            max_in_cpu: with files, the most bytes of a rank's parameters that stay in memory all the same.
+            pin_memory, nvme_path, keep_files: as there.
 
         Raises:
             ConfigError: no such device, or no ``nvme_path``; nothing is changed then.

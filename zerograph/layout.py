@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.annotate import annotated_sbp
-from zerograph.buckets import Bucket, Parameter, plan_buckets, split_dim, state_layout
+from zerograph.buckets import Bucket, Parameter, Rest, plan_buckets, split_dim, state_layout
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
 from zerograph.members import Members
 from zerograph.mesh import Mesh
+from zerograph.offload import resting_device
 from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import show
@@ -139,13 +140,14 @@ def _usable(
     complete = len(names) == len(store.parameters)
     alike = all(one is not None and one.key() == first.key() for one in found)
     zero_dim = config.zero_dim_on(mesh.dims)
-    whole = {_stays_whole(members.parameters[name], config) for name in names}
+    whole = {stays_whole(members.parameters[name], config) for name in names}
     fits = (
         complete
         and alike
         and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
         and whole == {store.layout.sbp == store.layout.gathered}
+        and store.layout.rest.device == _rest(store.layout, config).device
         and store.specs == first.program.state
     )
     if not fits:
@@ -156,7 +158,8 @@ def _usable(
     return store.layout.dealt == dealt and store.layouts == _layouts(store.layout, store.specs, shapes)
 
 
-def _stays_whole(parameter: nn.Parameter, config: Config) -> bool:
+def stays_whole(parameter: nn.Parameter, config: Config) -> bool:
+    """Whether each rank holds all of the parameter between steps."""
     return not config.policy.split or parameter.numel() < config.shard_min_size
 
 
@@ -208,7 +211,15 @@ def _new(
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
     )
+    buckets = tuple(replace(bucket, rest=_rest(bucket, config)) for bucket in buckets)
     return [_planned(bucket, updates, [holdings[slot.name] for slot in bucket.slots]) for bucket in buckets]
+
+
+def _rest(bucket: Bucket, config: Config) -> Rest:
+    """In whose memory the bucket rests; which files it may rest in is for ``residence`` to say."""
+    option = config.optimizer_offload
+    device = resting_device(option, bucket.device, whole=bucket.sbp == bucket.gathered)
+    return Rest(device, option is None or option.pin_memory)
 
 
 def _planned(bucket: Bucket, updates: Mapping[str, Update], holdings: Sequence[_Holding]) -> Planned:

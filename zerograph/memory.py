@@ -2,7 +2,8 @@
 
 A value's memory is its own, or that of what it is a view of or was written into; it is held until the last node that
 reads it or one of its views, as the code that ``torch.fx`` generates lets go of every name behind its last use. State
-at rest and the batch are held throughout. What an asynchronous collective reads is held until it is waited for.
+at rest and the batch are held throughout. What an asynchronous collective reads is held until it is waited for. On an
+accelerator only its own memory counts.
 
 The forecast is that of the graph run node by node. Inductor keeps less: what it fuses is never in memory.
 """
@@ -24,7 +25,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
-from zerograph.transfers import FETCH
+from zerograph.transfers import CARRY, FETCH, LANDED
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -135,8 +136,8 @@ def show_bytes(count: float) -> str:
 
 def profile(graph: fx.Graph) -> Profile:
     """Bytes held at every node of a graph in this rank's shapes. One walk, linear in nodes."""
-    walk = _Walk()
     nodes = list(graph.nodes)
+    walk = _Walk(on_cpu=not any(one.device.type != "cpu" for node in nodes for one in _tensors(node)))
     for position, node in enumerate(nodes):
         walk.visit(position, node)
     walk.end(len(nodes) - 1)
@@ -158,8 +159,12 @@ def computed_bytes(graph: fx.Graph) -> int:
 
 @dataclass
 class _Walk:
-    """One walk over the nodes in order: which memory each value lies in, and who read it last."""
+    """One walk over the nodes in order: which memory each value lies in, and who read it last.
 
+    ``on_cpu``: nothing lies on an accelerator. Where something does, the CPU's memory does not count.
+    """
+
+    on_cpu: bool = True
     storages: list[Storage] = field(default_factory=list)
     of: dict[fx.Node, Sequence[Storage | None]] = field(default_factory=dict)
     temporary: dict[int, int] = field(default_factory=dict)
@@ -169,7 +174,7 @@ class _Walk:
         inputs = node.all_input_nodes
         for given in inputs:
             _hold(self.of[given], position)
-        if node.target is WAIT and not _reads_a_copy(inputs[0]):
+        if (node.target is WAIT and not _reads_a_copy(inputs[0])) or _ends_a_copy(node):
             for given in inputs[0].all_input_nodes:
                 for one in self.of[given]:
                     if one is not None:
@@ -216,7 +221,8 @@ class _Walk:
     def _new(self, position: int, kind: MemoryKind, value: Any) -> Storage | None:
         if not isinstance(value, Tensor):
             return None
-        self.storages.append(Storage(_allocated(value), kind, position, position, position))
+        counts = self.on_cpu or value.device.type != "cpu"
+        self.storages.append(Storage(_allocated(value) if counts else 0, kind, position, position, position))
         return self.storages[-1]
 
     def _kind(self, node: fx.Node) -> MemoryKind:
@@ -255,6 +261,10 @@ def _values(node: fx.Node) -> Sequence[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def _tensors(node: fx.Node) -> Iterable[Tensor]:
+    return (value for value in _values(node) if isinstance(value, Tensor))
+
+
 def _allocated(value: Tensor) -> int:
     # torch's CUDA allocator deals out blocks of 512 bytes.
     return nbytes(value) if value.device.type == "cpu" else -(-nbytes(value) // 512) * 512
@@ -263,6 +273,10 @@ def _allocated(value: Tensor) -> int:
 def _reads_a_copy(start: fx.Node) -> bool:
     """Whether the collective lets go of its input at once: it works on a copy, which is its result or in it."""
     return start.target is c10d.all_reduce.default or str(start.target) == "zerograph.gather_pieces.default"
+
+
+def _ends_a_copy(node: fx.Node) -> bool:
+    return node.target is LANDED and node.all_input_nodes[0].target is CARRY
 
 
 def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
@@ -282,7 +296,7 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
     return [given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)]
 
 
-_COPIES = {aten._to_copy.default, aten.clone.default}
+_COPIES = {aten._to_copy.default, aten.clone.default, CARRY}
 
 # What their schemas do not say.
 _SHARES_UNDECLARED = {aten._unsafe_view.default, WAIT}

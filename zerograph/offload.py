@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from zerograph.buckets import Folder
 
 Device = Literal["cpu", "nvme"]
@@ -27,6 +29,14 @@ class Offload:
     def folder(self) -> Folder | None:
         """The directory of the files; None where there are none."""
         return None if self.nvme_path is None else Folder(self.nvme_path, self.keep_files, self.fast_init)
+
+
+def resting_device(option: Offload | None, device: torch.device, *, whole: bool) -> torch.device | None:
+    """In whose memory a bucket rests, and is updated, if not in that of the device that computes with it; else None.
+
+    What each rank holds whole stays: it is lent to the modules as it is.
+    """
+    return torch.device("cpu") if option is not None and device.type != "cpu" and not whole else None
 
 
 def complaint(value: Any) -> str:

@@ -22,7 +22,7 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
     Raises:
         ConfigError: parameters that each rank holds whole are to rest elsewhere.
     """
-    _check(config)
+    _check(layout, config)
     found = []
     left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
     for one in layout:
@@ -31,17 +31,29 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
             stays = one.bucket.is_whole or bytes_here <= left
             left -= bytes_here if stays and not one.bucket.is_whole else 0
             parameters = None if stays else _folder(config.parameter_offload)
-            rest = Rest(parameters, _folder(config.optimizer_offload))
+            rest = replace(one.bucket.rest, parameters=parameters, state=_folder(config.optimizer_offload))
             one = replace(one, bucket=replace(one.bucket, rest=rest))
         found.append(one)
     return tuple(found)
 
 
-def _check(config: Config) -> None:
+def _check(layout: Sequence[Planned], config: Config) -> None:
     if config.parameter_offload is not None and not (config.policy.split and config.policy.regather):
         raise ConfigError(
             "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
             "Choose config.enable_zero(True, stage=3), or config.offload_parameters(None)."
+        )
+    if all(one.bucket.device.type == "cpu" for one in layout if one.updates):
+        return
+    if config.parameter_offload is not None and config.optimizer_offload is None:
+        raise ConfigError(
+            "config.offload_parameters on an accelerator needs config.offload_optimizer: shards are updated where they "
+            "rest\nCall config.offload_optimizer('cpu') or ('nvme', ...) too."
+        )
+    if config.optimizer_offload is not None and not config.policy.split:
+        raise ConfigError(
+            "config.offload_optimizer on an accelerator needs ZeRO: it is shards that rest elsewhere\n"
+            "Choose config.enable_zero(True, stage=1), which a single rank may as well."
         )
 
 

@@ -8,16 +8,19 @@ threads that hold no lock while the kernel works, keep a disk as busy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zerograph import transfers
+from zerograph.errors import OffloadError
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of
 
@@ -133,37 +136,50 @@ def check(files: Iterable[StateFile]) -> None:
     """
     # A step that raised may have left some. What became of it its file knows.
     for key in list(_under_way):
-        wait(_under_way.pop(key).requests)
+        with contextlib.suppress(OffloadError):
+            _under_way.pop(key).wait()
     for file in files:
         file.check()
+
+
+class UnderWay(Protocol):
+    """What ``landed`` waits for; until then it keeps alive what is read."""
+
+    def wait(self) -> None: ...
+
+
+# By where the memory of a running step's tensor begins.
+_under_way: dict[int, UnderWay] = {}
+
+
+def note(value: Tensor, transfer: UnderWay) -> None:
+    """``landed(value)`` will wait for the transfer."""
+    if value.numel():
+        _under_way[value.data_ptr()] = transfer
+
+
+def _landed(value: Tensor) -> None:
+    if value.numel():
+        _under_way.pop(value.data_ptr()).wait()
 
 
 def _as_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
 
-# By where the memory of a running step's tensor begins: that tensor's whole buffer, and its transfer.
-_under_way: dict[int, _Transfer] = {}
-
-
 def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     extent = extent_of(handle)
     memory = buffers.take(extent.nbytes)
-    _under_way[memory.data_ptr()] = _start(extent, memory, write=False)
+    note(memory, _start(extent, memory, write=False))
     return _as_tensor(memory, size, dtype)
 
 
 def _put_back(handle: Tensor, value: Tensor) -> None:
     extent = extent_of(handle)
     # The buffer that ``fetch`` took: it has whole blocks, the tensor in it perhaps not.
-    memory = value.view(-1).view(torch.uint8)
-    memory = memory.as_strided((whole_blocks(extent.nbytes),), (1,))
-    _under_way[value.data_ptr()] = _start(extent, memory, write=True)
-
-
-def _landed(value: Tensor) -> None:
-    _under_way.pop(value.data_ptr()).wait()
+    memory = value.view(-1).view(torch.uint8).as_strided((whole_blocks(extent.nbytes),), (1,))
+    note(value, _start(extent, memory, write=True))
 
 
 for _name, _run in (("fetch", _fetch), ("put_back", _put_back), ("landed", _landed)):
-    transfers.library.impl(_name, _run, "CPU")
+    transfers.library.impl(_name, _run, "CompositeExplicitAutograd")

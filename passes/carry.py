@@ -1,0 +1,52 @@
+"""carry: shards travel between the memory that they rest in and the device that computes, beside the computation.
+
+Way up: a shard is copied while the one before it is gathered. Way down: a gradient's shard leaves when it is reduced,
+and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.passes.context import Context
+from zerograph.passes.edit import emit
+from zerograph.step_graph import bucket_behind, origin, placeholders
+from zerograph.transfers import CARRY, LANDED
+
+aten = torch.ops.aten
+
+
+def carry(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """What goes to another device leaves early, shards one ahead of their gather, and is awaited when it is read."""
+    graph = module.graph
+    before: fx.Node | None = None
+    for copy in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if not _crosses(copy):
+            continue
+        if bucket_behind(copy) is not None:
+            before = _start(copy, copy if before is None else before)
+        else:
+            source = copy.all_input_nodes[0]
+            _start(copy, placeholders(graph)[-1].next if source.op == "placeholder" else source.next)
+    return module
+
+
+def _crosses(node: fx.Node) -> bool:
+    """Between devices, and more than a number."""
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return isinstance(value, Tensor) and bool(value.dim()) and value.device != source.device
+
+
+def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
+    """Start the copy before ``place``, wait for it before its first reader; that wait."""
+    graph, value = copy.graph, copy.meta["val"]
+    first = min(copy.users)
+    with graph.inserting_before(place):
+        started = emit(graph, CARRY, (copy.all_input_nodes[0], value.dtype, value.device), origin(copy))
+    started.meta |= {key: copy.meta[key] for key in ("sbp", "global")}
+    with graph.inserting_before(first):
+        landed = emit(graph, LANDED, (started,), origin(copy))
+    copy.replace_all_uses_with(started)
+    graph.erase_node(copy)
+    return landed

@@ -1,0 +1,208 @@
+"""What goes up to an accelerator and down from it, and when, in the graph that would run there.
+
+Prepared on the meta device, which stands for an accelerator: autograd over fake CUDA tensors needs a torch with CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import zerograph as zg
+from zerograph.buckets import Bucket
+from zerograph.compiler import Prepared
+from zerograph.errors import ConfigError
+from zerograph.memory import WAIT, profile
+from zerograph.mesh import line
+from zerograph.step_graph import nbytes, origin, placeholders, role
+from zerograph.transfers import CARRY, FETCH, LANDED
+
+aten = torch.ops.aten
+CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")
+LR = 1e-2
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: Any, stage: int, clip: float | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer(model.parameters()))
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.bucket_size = 4000
+        self.config.clip_grad_norm = clip
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def layers(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(31, 31, device=device) for _ in range(4)))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+
+def plain_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR)
+
+
+def emitted(stage: int, optimizer: Any = adamw, ranks: int = 2, clip: float | None = None, **options: Any) -> Prepared:
+    """Of rank 0, its optimizer offloaded."""
+    step = Step(layers("meta"), optimizer, stage, clip)
+    step.config.offload_optimizer(**({"device": "cpu"} | options))
+    return step.prepare(line(ranks, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
+
+
+def carried(graph: fx.Graph, device: torch.device) -> list[fx.Node]:
+    found = graph.find_nodes(op="call_function", target=CARRY)
+    return [node for node in found if node.meta["val"].device == device]
+
+
+@pytest.mark.parametrize("optimizer", [adamw, plain_adamw, lambda found: torch.optim.SGD(found, lr=LR, momentum=0.9)])
+def test_what_rests_and_is_updated_lies_on_the_cpu_and_the_model_on_the_accelerator(optimizer: Any) -> None:
+    graph = emitted(2, optimizer).graph.graph
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        found = role(node)
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        at_rest = found is not None and found.kind in ("bucket", "state")
+        updates = origin(node).phase == "update" and node.target not in (WAIT, CARRY)
+        assert (value.device == CPU) == (at_rest or updates or (node.target is CARRY and node in carried(graph, CPU)))
+
+
+@pytest.mark.parametrize(("stage", "times"), [(1, 1), (2, 1), (3, 2)])
+def test_each_shard_goes_up_for_each_gather_and_each_gradient_shard_comes_down_once(stage: int, times: int) -> None:
+    prepared = emitted(stage)
+    graph, buckets = prepared.graph.graph, prepared.context.buckets
+    shards = [4 * bucket.padded // 2 for bucket in buckets]
+    assert len(shards) == 4
+    # One kernel, torch's own fused one, for each bucket.
+    assert sum("_fused_adamw_" in str(node.target) for node in graph.nodes) == len(shards)
+    assert sorted(nbytes(node.meta["val"]) for node in carried(graph, CPU)) == sorted(shards)
+    ups = [nbytes(node.meta["val"]) for node in carried(graph, ACCELERATOR)]
+    gathers = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+    assert sum(ups) == sum(nbytes(node.meta["val"]) // 2 for node in gathers)
+    # The last layer is gathered once: its backward follows on its forward.
+    assert len(ups) in (times * len(shards), times * len(shards) - 1)
+    assert all(node.all_input_nodes[0] in carried(graph, ACCELERATOR) for node in gathers)
+
+
+def test_shards_go_up_one_ahead_and_gradients_come_down_during_backward() -> None:
+    graph = emitted(3).graph.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    landed = {node.all_input_nodes[0]: order[node] for node in graph.find_nodes(op="call_function", target=LANDED)}
+    ups = sorted(carried(graph, ACCELERATOR), key=lambda node: landed[node])
+    for one, other in itertools.pairwise(ups):
+        assert order[one] < order[other] < landed[one] < landed[other]
+    downs = carried(graph, CPU)
+    last = max(order[node] for node in graph.nodes if origin(node).phase == "backward" and "mm" in str(node.target))
+    assert sum(order[node] < last for node in downs) >= len(downs) // 2
+    # The CPU waits for the first only when everything is on its way that may be.
+    assert min(landed[node] for node in downs) > last
+
+
+def test_the_forecast_counts_the_accelerators_memory_only() -> None:
+    memory = profile(emitted(2).graph.graph).memory()
+    assert not {"optimizer state", "parameters"} & set(memory.kinds)
+    step = Step(layers("meta"), adamw, 2)
+    here = profile(step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta").graph.graph)
+    assert memory.peak < here.memory().peak - here.memory().at_rest // 2
+
+
+def test_files_are_read_into_the_cpus_memory(tmp_path: Any) -> None:
+    step = Step(layers("meta"), adamw, 3)
+    for option in (step.config.offload_optimizer, step.config.offload_parameters):
+        option("nvme", nvme_path=tmp_path)
+    graph = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta").graph.graph
+    fetches = graph.find_nodes(op="call_function", target=FETCH)
+    assert {node.meta["val"].device for node in fetches} == {CPU}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in carried(graph, ACCELERATOR):
+        (read,) = node.all_input_nodes
+        assert read in fetches
+        # It has been read when the copy begins.
+        assert min(order[user] for user in read.users if user.target is LANDED) < order[node]
+
+
+class OnTwoPools(fx.Interpreter):
+    """Runs a graph with the CPU in place of the accelerator: what is carried goes to other memory all the same."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda one: CPU if one == ACCELERATOR else one)
+        return super().call_function(target, args, kwargs)
+
+
+def fed(prepared: Prepared, model: nn.Module) -> dict[str, Tensor]:
+    """State at rest, by the name of its placeholder."""
+    values = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for bucket in prepared.context.buckets:
+        found[bucket.name] = laid(bucket, {name.removeprefix("model."): one for name, one in values.items()})
+    for node in placeholders(prepared.graph.graph, "state", "hyperparameter"):
+        value = node.meta["val"]
+        found[node.name] = torch.zeros(value.shape, dtype=value.dtype)
+        if role(node).kind == "hyperparameter":
+            found[node.name].fill_(LR)
+    return found
+
+
+def laid(bucket: Bucket, values: dict[str, Tensor]) -> Tensor:
+    flat = torch.zeros(bucket.padded)
+    for slot in bucket.slots:
+        flat[slot.offset : slot.offset + slot.numel] = values[slot.name.removeprefix("model.")].detach().flatten()
+    return flat
+
+
+@pytest.mark.parametrize(("optimizer", "clip"), [(adamw, None), (plain_adamw, 0.1)])
+def test_on_two_pools_of_memory_it_trains_as_plain_pytorch_does(
+    optimizer: Callable[..., Any], clip: float | None
+) -> None:
+    prepared = emitted(3, optimizer, ranks=1, clip=clip)
+    model = layers("cpu")
+    state = fed(prepared, model)
+    update = optimizer(model.parameters())
+    for seed in range(3):
+        x = torch.randn(8, 31, generator=torch.Generator().manual_seed(seed))
+        inputs = [state.get(node.name, x) for node in placeholders(prepared.graph.graph)]
+        with torch.no_grad():
+            (loss,) = OnTwoPools(prepared.graph).run(*inputs)
+        update.zero_grad()
+        wanted = model(x).square().mean()
+        wanted.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        update.step()
+        torch.testing.assert_close(loss, wanted.detach())
+    values = dict(model.named_parameters())
+    for bucket in prepared.context.buckets:
+        torch.testing.assert_close(state[bucket.name], laid(bucket, values))
+
+
+def test_a_model_on_the_cpu_is_as_it_was() -> None:
+    graphs = []
+    for device in (None, "cpu"):
+        step = Step(layers("cpu"), adamw, 2)
+        step.config.offload_optimizer(device)
+        prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31))
+        graphs.append([node.format_node() for node in prepared.graph.graph.nodes])
+    assert graphs[0] == graphs[1]
+
+
+def test_on_an_accelerator_shards_rest_elsewhere_and_are_updated_where_they_rest() -> None:
+    with pytest.raises(ConfigError, match="needs ZeRO"):
+        emitted(0)
+    step = Step(layers("meta"), adamw, 3)
+    step.config.offload_parameters("cpu")
+    with pytest.raises(ConfigError, match=r"needs config\.offload_optimizer"):
+        step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
