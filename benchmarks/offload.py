@@ -3,7 +3,7 @@
 python benchmarks/offload.py                   # two minutes, on the disk of /var/tmp
 python benchmarks/offload.py folder            # on that of another folder, shown but not written
 
-One rank, ZeRO stage 1, AdamW(fused=True), backend eager, 268 MiB of parameters; each row is one run in memory, one with
+One rank, ZeRO stage 1, AdamW(fused=True), backend eager, 256 MiB of parameters; each row is one run in memory, one with
 files and one of `dd`, one after the other. Saved: how much less resident memory the process has than the one that keeps
 its state in memory, as a part of the state's bytes, behind a step and at most (seen every two milliseconds). Resident
 memory is RssAnon, which leaves out the page cache; glibc gives freed blocks back (`MALLOC_MMAP_THRESHOLD_`), so that it
@@ -46,7 +46,6 @@ HEADER = [
     "files, MiB/s",
     "dd, MiB/s",
     "of dd",
-    "direct",
 ]
 
 

@@ -259,13 +259,12 @@ def move(store: Store, layout: Bucket, places: Places) -> Store:
     moved = replace(store, layout=layout, serial=next(_serials))
     before = store.layout.rest
     if layout.rest.parameters != before.parameters:
-        moved.flat = _rest(in_memory(store.flat), places.get(""))
+        moved.flat = _rest(_at_home(in_memory(store.flat), layout), places.get(""))
     # Entry by entry, and what has been moved is no longer held: a copy of all of it may fit nowhere.
     moved.state = store.state
     if layout.rest.state != before.state:
         for name in store.layouts:
-            if not store.specs[name].scalar or store.layout.dealt:
-                moved.state[name] = _rest(in_memory(store.state[name]), places.get(name))
+            moved.state[name] = _rest(in_memory(store.state[name]), places.get(name))
     store.dissolved = True
     for parameter in store.parameters:
         parameter._zerograph_store = moved  # type: ignore[attr-defined]

@@ -204,8 +204,8 @@ def state_layout(
 
     State is S(0) in a dealt bucket even where the parameters are B: only the owner ever reads it.
     """
-    # Step counts are few.
-    rest = Rest() if device != bucket.device else Rest(bucket.rest.device, bucket.rest.pinned)
+    # It lies beside its bucket, and never leaves it: nothing copies from there. Step counts are on the CPU anyway.
+    rest = Rest() if device != bucket.device else Rest(bucket.rest.device, pinned=False)
     if bucket.owners is None:
         return replace(bucket, name=name, dtype=dtype, device=device, rest=rest)
     slots = [

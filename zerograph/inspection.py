@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zerograph.buckets import Bucket
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.memory import profile, show_bytes
@@ -98,7 +99,7 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
         update = step.context.updates.get(bucket.name)
         how = "no update" if update is None else _how(update.program)
         dtype = str(bucket.dtype) if bucket.compute_dtype is None else f"{bucket.dtype} as {bucket.compute_dtype}"
-        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {dtype}  ({how})")
+        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {dtype}{_rests(bucket)}  ({how})")
         owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {one}" for one in bucket.owners]
         lines += [
             f"  {slot.name} {_shape(slot.shape)}{owner}" for slot, owner in zip(bucket.slots, owners, strict=True)
@@ -107,6 +108,14 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
     lines += [f"{name} {_shape(members.parameters[name].shape)} B" for name in plain]
     lines.append(f"{bytes_at_rest(step.stores.values()):,} bytes of parameters and optimizer state on this rank")
     return lines
+
+
+def _rests(bucket: Bucket) -> str:
+    """Where it lies between steps, if not on its device."""
+    files = [what for what, folder in (("shard", bucket.rest.parameters), ("state", bucket.rest.state)) if folder]
+    return (f", on the {bucket.home}" if bucket.rest.device else "") + (
+        f", {' and '.join(files)} in files" * bool(files)
+    )
 
 
 def _how(program: UpdateProgram) -> str:
