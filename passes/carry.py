@@ -1,7 +1,8 @@
 """carry: shards travel between the memory that they rest in and the device that computes, beside the computation.
 
 Way up: a shard is copied while the one before it is gathered. Way down: a gradient's shard leaves when it is reduced,
-and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs.
+and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs. What comes back after
+it went down keeps its place (``spill``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def carry(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             continue
         if bucket_behind(copy) is not None:
             before = _start(copy, copy if before is None else before)
+            continue
+        source = copy.all_input_nodes[0]
+        if source.target is CARRY:
+            _start(copy, copy)
         else:
-            source = copy.all_input_nodes[0]
             _start(copy, placeholders(graph)[-1].next if source.op == "placeholder" else source.next)
     return module
 

@@ -60,6 +60,7 @@ class Context:
         recompute: what backward makes again, as in the configuration.
         blocks: module paths of the blocks that the model repeats.
         forgone: with ``recompute="auto"``, bytes on a rank that backward is not to be given by forward, at least.
+        offload_activations: activations of an accelerator may wait for backward in the CPU's memory.
         warn: is told, once per operator, what could not be done well.
         discovered: signatures found by trying operators without a rule, by node and mesh dimension.
     """
@@ -79,6 +80,7 @@ class Context:
     recompute: str = "none"
     blocks: tuple[str, ...] = ()
     forgone: int = 0
+    offload_activations: bool = False
     warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 

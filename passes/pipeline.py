@@ -31,6 +31,7 @@ from zerograph.passes.remake import remake
 from zerograph.passes.reorder import reorder
 from zerograph.passes.schedule import schedule
 from zerograph.passes.simplify import simplify
+from zerograph.passes.spill import spill
 from zerograph.passes.unfuse import unfuse
 from zerograph.passes.verify import verify
 
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     release,  # weights are freed before their gradients take memory
     schedule,  # gathers start early, waits come late, gradients in few buckets
     exchange,  # ranks exchange pieces where that is faster than a collective
+    spill,  # activations wait for backward in the CPU's memory, where their way there is hidden
     reinplace,  # gradients and updates are written where they belong
     overwrite,  # temporaries are written over by their only reader, where nodes run one by one
     carry,  # shards go up ahead of their gather, gradients down as they are reduced

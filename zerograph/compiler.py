@@ -259,6 +259,7 @@ class Compiler:
             recompute=self.config.recompute,
             blocks=blocks,
             forgone=forgone,
+            offload_activations=self.config.offload_activations,
             warn=self._warn,
         )
 

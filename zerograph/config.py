@@ -68,6 +68,9 @@ class Config:
             stage 3, the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
         optimizer_offload: set by :meth:`offload_optimizer`. Default None: on the device.
         parameter_offload: set by :meth:`offload_parameters`. Default None: on the device.
+        offload_activations: let activations of an accelerator wait for backward in the CPU's memory: of the first
+            layers, and as many as can go there while forward still computes. Default False. On the CPU it means
+            nothing.
     """
 
     mode: str = "off"
@@ -90,6 +93,7 @@ class Config:
     recompute: str = "none"
     optimizer_offload: Offload | None = None
     parameter_offload: Offload | None = None
+    offload_activations: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -356,4 +360,5 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "recompute": _recompute,
     "optimizer_offload": complaint,
     "parameter_offload": complaint,
+    "offload_activations": lambda value: "" if isinstance(value, bool) else "choose True or False",
 }

@@ -25,7 +25,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
-from zerograph.transfers import CARRY, FETCH, LANDED
+from zerograph.transfers import CARRY, FETCH
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -169,12 +169,17 @@ class _Walk:
     of: dict[fx.Node, Sequence[Storage | None]] = field(default_factory=dict)
     temporary: dict[int, int] = field(default_factory=dict)
     _forever: list[Storage] = field(default_factory=list)
+    _leaving: Sequence[Storage | None] = ()
 
     def visit(self, position: int, node: fx.Node) -> None:
         inputs = node.all_input_nodes
         for given in inputs:
             _hold(self.of[given], position)
-        if (node.target is WAIT and not _reads_a_copy(inputs[0])) or _ends_a_copy(node):
+        if node.target is CARRY:
+            # What is on its way is let go of when it is there: while the next one goes, at the latest.
+            _hold(self._leaving, position)
+            self._leaving = self.of[inputs[0]]
+        if node.target is WAIT and not _reads_a_copy(inputs[0]):
             for given in inputs[0].all_input_nodes:
                 for one in self.of[given]:
                     if one is not None:
@@ -273,10 +278,6 @@ def _allocated(value: Tensor) -> int:
 def _reads_a_copy(start: fx.Node) -> bool:
     """Whether the collective lets go of its input at once: it works on a copy, which is its result or in it."""
     return start.target is c10d.all_reduce.default or str(start.target) == "zerograph.gather_pieces.default"
-
-
-def _ends_a_copy(node: fx.Node) -> bool:
-    return node.target is LANDED and node.all_input_nodes[0].target is CARRY
 
 
 def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:

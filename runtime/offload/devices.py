@@ -21,13 +21,14 @@ _streams: dict[torch.device, torch.Stream] = {}
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A copy under way. It reads ``source``, and is over when ``event`` is; on the CPU both are over at once.
+    """A copy under way, over when ``event`` is; None if it is over.
+
+    torch's allocators, which know what its stream reads, keep that until then.
 
     Attributes:
         awaits: the device whose stream is to wait; None where the CPU is.
     """
 
-    source: Tensor
     event: torch.Event | None
     awaits: torch.device | None
 
@@ -46,7 +47,7 @@ def _carry(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     accelerator = device if up else value.device
     if accelerator.type == "cpu":
         found = value.to(dtype, copy=True)
-        note(found, _Copy(value, None, None))
+        note(found, _Copy(None, None))
         return found
     # Cast where it is: the way carries the narrower dtype. Only pinned memory is copied from without the CPU.
     staged = value.to(dtype)
@@ -58,9 +59,9 @@ def _carry(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         found.copy_(staged, non_blocking=True)
     for tensor in (staged, found):
         if tensor.device.type != "cpu":
-            # Its allocator is not to give the memory to others before the copy is over.
+            # Or it would be given to others before the copy is over. Of pinned memory ``copy_`` notes that itself.
             tensor.record_stream(stream)
-    note(found, _Copy(staged, stream.record_event(), accelerator if up else None))
+    note(found, _Copy(stream.record_event(), accelerator if up else None))
     return found
 
 

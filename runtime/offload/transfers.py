@@ -143,7 +143,7 @@ def check(files: Iterable[StateFile]) -> None:
 
 
 class UnderWay(Protocol):
-    """What ``landed`` waits for; until then it keeps alive what is read."""
+    """What ``landed`` waits for."""
 
     def wait(self) -> None: ...
 

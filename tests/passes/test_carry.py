@@ -19,6 +19,7 @@ from zerograph.compiler import Prepared
 from zerograph.errors import ConfigError
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import line
+from zerograph.passes import spill
 from zerograph.step_graph import nbytes, origin, placeholders, role
 from zerograph.transfers import CARRY, FETCH, LANDED
 
@@ -206,3 +207,75 @@ def test_on_an_accelerator_shards_rest_elsewhere_and_are_updated_where_they_rest
     step.config.offload_parameters("cpu")
     with pytest.raises(ConfigError, match=r"needs config\.offload_optimizer"):
         step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
+
+
+class Blocks(nn.Module):
+    """Layers that compute more, for what backward reads of them, than the step of the tests above."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(31, 31, device=device) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x).view(2, -1, 31)).flatten(0, 1)
+        return x
+
+
+def spilling(device: str, link: float | None, patch: pytest.MonkeyPatch) -> Prepared:
+    """Where the link carries a byte in the time of so many floating-point operations; None for no spilling."""
+    patch.setattr(spill, "FLOPS_PER_BYTE", link)
+    step = Step(Blocks(device), adamw, 2)
+    step.config.offload_activations = link is not None
+    return step.prepare(line(1, 0, "ranks"), torch.empty(8, 31, device=device), device=device)
+
+
+def test_activations_wait_on_the_cpu_as_far_as_the_link_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A layer computes 2 * 31 * 31 * 8 operations and makes 1024 bytes, as the allocator counts. So at 15 operations a
+    # byte takes a little less than a layer: what the first five make is down when the sixth has computed; at 30, two.
+    spilled = [carried(spilling("meta", link, monkeypatch).graph.graph, CPU) for link in (None, 0.0, 15.0, 30.0, 1e9)]
+    assert [len(nodes) for nodes in spilled] == [0, 6, 5, 2, 0]
+
+
+def test_they_leave_when_they_are_made_and_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = spilling("meta", 15.0, monkeypatch).graph.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    ups = carried(graph, ACCELERATOR)
+    reads = [min(order[user] for user in node.users if user.target is not LANDED) for node in ups]
+    assert reads == sorted(reads)
+    for earlier, later in itertools.pairwise(range(len(ups))):
+        assert order[ups[later]] < reads[earlier] < reads[later]
+    for down in carried(graph, CPU):
+        made = down.all_input_nodes[0]
+        assert order[down] == order[made] + 1
+        assert all(origin(user).phase == "forward" for user in made.users)
+
+
+def most_activations(graph: fx.Graph) -> int:
+    found = [one for one in profile(graph).storages if one.kind == "activations"]
+    return max(sum(one.bytes for one in found if one.born <= at <= one.dies) for at in range(len(graph.nodes)))
+
+
+def test_they_are_not_held_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, spilled = (most_activations(spilling("meta", link, monkeypatch).graph.graph) for link in (None, 0.0))
+    # Of six layers' one that is computed, one that is read, one on its way, one ahead; and numbers.
+    assert kept >= 6 * 1024
+    assert spilled < 5 * 1024
+
+
+def test_spilling_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, 31, generator=torch.Generator().manual_seed(0))
+    found = []
+    for link in (None, 15.0):
+        prepared = spilling("meta", link, monkeypatch)
+        state = fed(prepared, Blocks("cpu"))
+        inputs = [state.get(node.name, x) for node in placeholders(prepared.graph.graph)]
+        with torch.no_grad():
+            (loss,) = OnTwoPools(prepared.graph).run(*inputs)
+        found.append([loss, *state.values()])
+    assert all(map(torch.equal, *found))
+
+
+def test_on_the_cpu_nothing_is_spilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not spilling("cpu", 0.0, monkeypatch).graph.graph.find_nodes(op="call_function", target=CARRY)
