@@ -2,10 +2,12 @@
 
 ``pipeline``   the passes in their order: start here
 ``context``    what a pass is told besides the graph
-``simplify`` ``unfuse`` ``reorder`` ``flatten`` ``place`` ``box`` ``remake`` ``regather`` ``localize`` ``fuse``
-``release`` ``schedule`` ``exchange`` ``reinplace`` ``overwrite`` ``fit``   one pass each, in this order
+``simplify`` ``unfuse`` ``reorder`` ``flatten`` ``take_turns`` ``place`` ``box`` ``ahead`` ``remake`` ``regather``
+``localize`` ``loop`` ``fuse`` ``release`` ``schedule`` ``exchange`` ``reinplace`` ``overwrite`` ``fit``   one pass
+each, in this order; those behind ``loop`` act on the graph and on the bodies of its loops
 ``flat_gradients``   what flatten does with edits and norms of gradients
 ``verify``     what must hold after each
+``in_time``    boxing along the mesh dimension that is time, between ``take_turns`` and ``loop``
 ``inline``     a local region's graph in the place of its node
 ``boxing``     the boxing node and what it costs
 ``rules``      which SBPs an operator's inputs and outputs may have together

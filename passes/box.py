@@ -9,9 +9,10 @@ from torch import Tensor, fx
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit
+from zerograph.passes.in_time import packed, packed_sbp, through_time
 from zerograph.passes.place import needed
 from zerograph.passes.route import held_bytes, route
-from zerograph.sbp import NdSbp, show
+from zerograph.sbp import NdSbp, Split, broadcast, show
 from zerograph.step_graph import Boxing, origin, role
 
 
@@ -23,9 +24,24 @@ def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if node.target is boxing:
             _split_steps(graph, node, context)
             continue
+        if node.op == "output" and context.packed:
+            _pack_outputs(graph, node, context)
         inputs = [_boxed(graph, given, sbp, node, made, context) for given, sbp in needed(node)]
         _replace_tensors(node, inputs)
     return module
+
+
+def _pack_outputs(graph: fx.Graph, output: fx.Node, context: Context) -> None:
+    """What every micro-batch makes of an output is returned one behind the other."""
+    with graph.inserting_before(output):
+        pairs = [
+            (given, sbp)
+            if given.meta["sbp"][-1] == broadcast
+            else (packed(graph, given, context), packed_sbp((*sbp[:-1], broadcast)))
+            for given, sbp in needed(output)
+        ]
+    output.args = (tuple(given for given, _ in pairs),)
+    output.meta["needs"] = [sbp for _, sbp in pairs]
 
 
 def _boxed(
@@ -38,7 +54,7 @@ def _boxed(
 ) -> fx.Node:
     """``given`` in the SBP that ``reader`` needs; ``made`` remembers the boxing nodes so far."""
     source = given
-    for step in _route(given, sbp, context):
+    for step in _route(given, sbp, context, ranks_first=False):
         if (given, step) not in made:
             with graph.inserting_before(reader):
                 made[given, step] = emit(graph, boxing, (source, show(step)), origin(reader))
@@ -53,7 +69,10 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     given = node.args[0]
     assert isinstance(given, fx.Node)
     source = given
-    for step in _route(given, node.meta["sbp"], context)[:-1]:
+    target: NdSbp = node.meta["sbp"]
+    # Of a gradient that rests split, what each micro-batch adds is scattered at once where the stage says so.
+    early = context.policy.split and context.policy.reduce_early and isinstance(target[context.zero_dim], Split)
+    for step in _route(given, target, context, ranks_first=early)[:-1]:
         with graph.inserting_before(node):
             source = emit(graph, boxing, (source, show(step)), origin(node))
         source.meta |= {"sbp": step, "tensor": node.meta["tensor"]}
@@ -66,9 +85,12 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         _describe(node, node.meta["tensor"], context)
 
 
-def _route(given: fx.Node, sbp: NdSbp, context: Context) -> tuple[NdSbp, ...]:
+def _route(given: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
     value: Tensor = given.meta["val"]
-    return route(given.meta["sbp"], sbp, tuple(value.shape), value.element_size(), context.mesh)
+    kind = tuple(value.shape), value.element_size(), context.mesh
+    if context.timed:
+        return through_time(given.meta["sbp"], sbp, *kind, ranks_first=ranks_first)
+    return route(given.meta["sbp"], sbp, *kind)
 
 
 def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from zerograph.buckets import Bucket
 from zerograph.grad_scaler import GradScaler
 from zerograph.mesh import Mesh
 from zerograph.passes.rules.factors import Signature
-from zerograph.sbp import NdSbp
+from zerograph.sbp import NdSbp, Split, broadcast
 from zerograph.update import UpdateProgram
 from zerograph.zero import ZeroPolicy
 
@@ -51,6 +51,10 @@ class Context:
         buckets: layout of the parameters that lie in buckets, in order of first use.
         updates: by bucket name, for those that this step updates.
         inputs: SBP of each input of the batch, by its number.
+        micro_batches: how many are computed one after another; see :meth:`in_time`.
+        cut: whether each input of the batch is cut into micro-batches.
+        packed: outputs have one entry for each micro-batch.
+        timed: the last mesh dimension is time.
         on_missing_rule: what to do about operators without a rule, as in the configuration.
         exchanges: operators to be used instead of torch's collectives, by kind; see ``zerograph.runtime.wire``.
         node_by_node: the backend runs the graph as it is, rather than compiling it.
@@ -72,6 +76,10 @@ class Context:
     inputs: tuple[NdSbp, ...]
     zero_dim: int = 0
     on_missing_rule: str = "gather"
+    micro_batches: int = 1
+    cut: tuple[bool, ...] = ()
+    packed: bool = False
+    timed: bool = False
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
     node_by_node: bool = True
     reduce_dtype: torch.dtype | None = None
@@ -87,3 +95,42 @@ class Context:
     @property
     def ranks(self) -> int:
         return self.mesh.size
+
+    @property
+    def rank_dims(self) -> int:
+        """How many mesh dimensions are ranks beside each other."""
+        return self.mesh.dims - self.timed
+
+    @property
+    def time_dim(self) -> int | None:
+        """The mesh dimension that is time, if there is one."""
+        return self.mesh.dims - 1 if self.timed else None
+
+    def in_time(self) -> Context:
+        """The same with a further mesh dimension, the innermost, which is time: its places are micro-batches.
+
+        Along it the batch is S(0), so that gradients come out P; all that is at rest is B. What is one place's there is
+        what this rank holds while it computes that micro-batch. To go from P to B along time is to accumulate, from S
+        to B to collect, from B to S to take a micro-batch: nothing is sent, but the first two are done only when the
+        last micro-batch is.
+        """
+        if self.micro_batches == 1:
+            return self
+        mesh = Mesh((*self.mesh.shape, self.micro_batches), (*self.mesh.position, 0), (*self.mesh.groups, "time"))
+        return replace(
+            self,
+            mesh=mesh,
+            timed=True,
+            buckets=tuple(map(_at_all_times, self.buckets)),
+            updates={
+                name: replace(one, layouts={entry: _at_all_times(layout) for entry, layout in one.layouts.items()})
+                for name, one in self.updates.items()
+            },
+            inputs=tuple(
+                (*sbp, Split(0) if cut else broadcast) for sbp, cut in zip(self.inputs, self.cut, strict=True)
+            ),
+        )
+
+
+def _at_all_times(bucket: Bucket) -> Bucket:
+    return replace(bucket, sbp=(*bucket.sbp, broadcast))

@@ -35,20 +35,32 @@ def fit(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     budget = context.memory_budget
     if budget is None:
         return module
-    plan = _Plan(profile(module.graph), budget)
-    plan.shrink()
-    if plan.peak > budget:
-        plan.apply(module.graph)
-        _refuse(profile(module.graph).memory(), budget, context)
-    plan.keep()
-    plan.reduce_later()
-    plan.gather_earlier()
-    plan.apply(module.graph)
-    module.graph.lint()
-    found = profile(module.graph).peak
-    if found > budget:
-        raise VerificationError(f"fit planned for {plan.peak:,} bytes, and its graph holds {found:,}")
+    around = profile(module.graph)
+    for position, body in around.bodies.items():
+        # What the graph around a loop holds meanwhile, its body cannot.
+        outside = around.bytes[position] - around.temporary[position]
+        _fit(body.nodes[0].graph, budget - outside + sum(one.bytes for one in body.storages if one.given))
+    _fit(module.graph, budget)
+    found = profile(module.graph)
+    if found.peak > budget:
+        _refuse(found.memory(), budget, context)
     return module
+
+
+def _fit(graph: fx.Graph, budget: int) -> None:
+    """Keep the budget and use it; where it cannot be kept, hold as little as can be."""
+    plan = _Plan(profile(graph), budget)
+    plan.shrink()
+    fits = plan.peak <= budget
+    if fits:
+        plan.keep()
+        plan.reduce_later()
+        plan.gather_earlier()
+    plan.apply(graph)
+    graph.lint()
+    found = profile(graph).peak
+    if fits and found > budget:
+        raise VerificationError(f"fit planned for {plan.peak:,} bytes, and its graph holds {found:,}")
 
 
 @dataclass(eq=False)
@@ -237,6 +249,7 @@ def _helps(least: Memory, context: Context) -> list[str]:
 
     found = [
         (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
+        (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
     ]
     if context.recompute != "auto":
         found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))

@@ -163,7 +163,8 @@ def _flat_gradient(
 ) -> FlatGradient:
     own = [edited[slot.name] for slot in bucket.slots]
     ready = [one.raw for one in own]
-    if not context.policy.reduce_early:
+    # Over several micro-batches what is reduced is their sum: each one's bucket is added to it, and freed.
+    if not context.policy.reduce_early and not context.timed:
         # A norm needs the reduced gradient before backward may have ended for others.
         first = min((norm for one in own for norm in one.norms), default=graph.output_node())
         ready += [one.raw for one in edited.values() if one.raw < first]

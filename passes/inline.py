@@ -62,7 +62,8 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
     seed, number, size, _, _, dtype, device = inner.args
     assert isinstance(seed, fx.Node)
     assert isinstance(size, (list, tuple))
-    start = [context.mesh.position[0], *[0] * len(size)]
+    # Of a micro-batch: that of its place behind those of the ranks before and the micro-batches before.
+    start = [context.mesh.position[0] * (context.mesh.size // context.mesh.shape[0]), *[0] * len(size)]
     drawn = emit(
         graph,
         uniform,
@@ -70,6 +71,8 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
         origin(inner),
     )
     drawn.meta["own"] = (3,)
+    if context.timed:
+        drawn.meta["advances"] = 0
     return _inner(emit(graph, aten.select.int, (_inner(drawn), 0, 0), origin(inner)))
 
 

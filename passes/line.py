@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,19 @@ from zerograph.mesh import Mesh, local_shape
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.cost import boxing_cost, signature_cost
+from zerograph.passes.cost import PACKET, boxing_cost, signature_cost
+from zerograph.passes.in_time import follow_from_batch
 from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
 from zerograph.step_graph import nbytes
 
 # A tensor of the graph: the node that makes it, and which of its tensors it is.
 Made = tuple[fx.Node, int]
+
+
+# Along time: to compute on the whole batch is no accumulation. Only what cannot be had otherwise, and not from the
+# batch's beginning on.
+_WHOLE = 1e6 * PACKET
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Line:
         signature: chosen for every operator.
         zero_dim: the mesh dimension that ZeRO splits along.
         batch_is_split: whether the ranks along this dimension give different parts of the batch.
+        is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
+        ahead: along time, what can be had of the whole batch before the first micro-batch.
         values: of every node the tensors that it yields, as large as the ranks along this dimension hold them together.
     """
 
@@ -42,6 +50,8 @@ class Line:
     batch_is_split: bool
     ranks: int
     values: dict[fx.Node, tuple[Tensor, ...]]
+    is_time: bool = False
+    ahead: frozenset[fx.Node] = frozenset()
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
     _inputs: dict[fx.Node, list[Made]] = field(default_factory=dict)
@@ -49,6 +59,8 @@ class Line:
 
     def returned(self, have: Sbp) -> Sbp:
         """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
+        if self.is_time and isinstance(have, Split):
+            return have
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
 
     def choose(self, node: fx.Node, signature: Signature) -> None:
@@ -103,7 +115,8 @@ class Line:
             if reader.target is boxing:
                 # Along ZeRO's dimension a partial gradient is reduced, in whichever way the stage says, and placement
                 # must not depend on the stage. Along any other it is one more all-reduce.
-                if isinstance(have, Split) or (isinstance(have, PartialSum) and self.dim != self.zero_dim):
+                summed = isinstance(have, PartialSum) and self.dim != self.zero_dim and not self.is_time
+                if isinstance(have, Split) or summed:
                     yield broadcast
             elif reader.op == "output":
                 yield self.returned(have)
@@ -113,10 +126,20 @@ class Line:
     def needed_by(self, reader: fx.Node, signature: Signature, made: Made) -> list[Sbp]:
         return [sbp for given, sbp in zip(self.inputs(reader), signature.inputs, strict=True) if given == made]
 
+    def cost(self, made: Made, have: Sbp, needs: Iterable[Sbp]) -> float:
+        """Of giving a tensor that is ``have`` to readers that need it so."""
+        if not self.is_time:
+            return boxing_cost(have, needs, self.nbytes(made), self.ranks)
+        needs = frozenset(needs)
+        total = boxing_cost(have, needs, self.nbytes(made), self.ranks)
+        if have != broadcast and any(need != have and Split in (type(have), type(need)) for need in needs):
+            total += _WHOLE * (_WHOLE if made[0] in self.ahead else 1)
+        return total
+
     def tensor_cost(self, made: Made) -> float:
         """Of all boxing of one tensor."""
         have = self.sbp[made[0]][made[1]]
-        return boxing_cost(have, self.needs(made, have), self.nbytes(made), self.ranks)
+        return self.cost(made, have, self.needs(made, have))
 
     def entry_cost(self, node: fx.Node, signature: Signature, *, wary: bool) -> float:
         """Of running ``node`` under ``signature`` with its inputs as they are; see ``place`` for ``wary``."""
@@ -124,12 +147,17 @@ class Line:
         haves = [self.sbp[source][index] for source, index in inputs]
         total = signature_cost(signature)
         for made, have, need in zip(inputs, haves, signature.inputs, strict=True):
-            total += boxing_cost(have, (need,), self.nbytes(made), self.ranks)
+            total += self.cost(made, have, (need,))
         if wary and not any(isinstance(have, Split) for have in haves):
             for index, sbp in enumerate(signature.outputs):
                 if isinstance(sbp, Split):
-                    total += boxing_cost(sbp, (broadcast,), self.nbytes((node, index)), self.ranks)
+                    total += self.cost((node, index), sbp, (broadcast,))
         return total
+
+    def leaves(self, made: Made, need: Sbp) -> bool:
+        """Along time: whether a tensor is needed in a form that it has only when the last micro-batch is done."""
+        have = self.sbp[made[0]][made[1]]
+        return have not in (broadcast, need)
 
     def total_cost(self) -> float:
         """Of all boxing in the graph."""
@@ -147,7 +175,9 @@ def open_line(graph: fx.Graph, context: Context, settled: Sequence[Line]) -> Lin
         values[node] = tuple(_cut(value, prefix, context.mesh) for value, prefix in zip(whole, prefixes, strict=True))
     dim = len(settled)
     batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.inputs)
-    return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values)
+    is_time = dim == context.time_dim
+    first = follow_from_batch(graph) if is_time else frozenset()
+    return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values, is_time, first)
 
 
 def _cut(value: Any, prefix: NdSbp, mesh: Mesh) -> Tensor:

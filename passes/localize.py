@@ -18,6 +18,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
 from zerograph.passes.edit import emit, fake
 from zerograph.passes.evaluate import evaluate
+from zerograph.passes.in_time import enter, leave, pack
 from zerograph.passes.inline import put_in_place
 from zerograph.passes.lookup import is_apart, own_rows
 from zerograph.random import uniform
@@ -39,6 +40,8 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _enter(node, context, same)
         elif node.target is boxing:
             _lower(graph, node, context)
+        elif node.target is pack:
+            _pack(graph, node, context)
         elif node.target is local:
             # Its readers, which take one output each, come first; then its graph takes its place.
             _make_local(node, context)
@@ -169,6 +172,9 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
     node.update_arg(2, list(shape))
     node.update_arg(3, list(local_start(whole, node.meta["sbp"], context.mesh)))
     node.meta["own"] = (3,)
+    time = node.meta["sbp"][-1]
+    if context.timed and isinstance(time, Split):
+        node.meta["advances"] = time.dim
 
 
 @dataclass(frozen=True)
@@ -221,10 +227,36 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         lowering = _Lowering(graph, node, context, found)
         if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
             result = lowering.emit(aten.alias.default, source)
+        elif found.dim == context.time_dim:
+            result = _through_time(lowering, source, found)
         else:
             before, after = found.source[found.dim], found.target[found.dim]
             result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _through_time(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    before, after = found.source[-1], found.target[-1]
+    if isinstance(after, Split):
+        part = lower.emit(enter, source, after.dim, found.ranks)
+        part.meta["boxing"] = found
+        return lower.contiguous(part)
+    made = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, found.ranks)
+    made.meta["boxing"] = found
+    return made
+
+
+def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    whole = {"global": tuple(node.meta["val"].shape)}
+    with graph.inserting_before(node):
+        entry = emit(graph, aten.unsqueeze.default, (source, 0), origin(node))
+        entry.meta |= {"sbp": (*node.meta["sbp"][:-1], Split(0)), **whole}
+        made = emit(graph, leave, (entry, 0, context.micro_batches), origin(node))
+        made.meta |= {"sbp": node.meta["sbp"], **whole}
+    node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 

@@ -33,6 +33,7 @@ _ROWS = Split(0)
 def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """A table of which a batch reads little stays where it rests; indices and rows travel instead."""
     graph = module.graph
+    # Over several micro-batches rows would travel for each, the table once for all (at stage 3 as often).
     if context.mesh.dims > 1 or context.ranks == 1:
         return module
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}

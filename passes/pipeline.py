@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerograph import _torch
+from zerograph.loop import loops
+from zerograph.passes.ahead import ahead
 from zerograph.passes.box import box
 from zerograph.passes.carry import carry
 from zerograph.passes.context import Context
@@ -20,6 +22,7 @@ from zerograph.passes.fuse import fuse
 from zerograph.passes.guard import guard
 from zerograph.passes.localize import localize
 from zerograph.passes.lookup import lookup
+from zerograph.passes.loop import loop
 from zerograph.passes.offload import offload
 from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
@@ -32,6 +35,7 @@ from zerograph.passes.reorder import reorder
 from zerograph.passes.schedule import schedule
 from zerograph.passes.simplify import simplify
 from zerograph.passes.spill import spill
+from zerograph.passes.take_turns import take_turns
 from zerograph.passes.unfuse import unfuse
 from zerograph.passes.verify import verify
 
@@ -43,13 +47,16 @@ PIPELINE: tuple[Pass, ...] = (
     reorder,  # no view flattens the batch behind another dimension
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go
     guard,  # a step that overflowed changes nothing but the loss scale
+    take_turns,  # micro-batches are a mesh dimension in time, and the batch is cut along it
     place,  # every tensor has an SBP, every operator a signature
     lookup,  # a table of which a batch reads little stays where its rows rest
     box,  # where two SBPs meet stands one boxing node
+    ahead,  # no micro-batch waits for what only all of them yield
     remake,  # what one pass over memory makes again is not kept for backward
     recompute,  # what the configuration says is made again in backward, not kept for it
     regather,  # stage 3: no gathered bucket lives from forward into backward
     localize,  # every shape is this rank's, every boxing node a collective
+    loop,  # all micro-batches are one node, whose body is the graph of one
     fuse,  # fused optimizers update a bucket by their own operators
     release,  # weights are freed before their gradients take memory
     schedule,  # gathers start early, waits come late, gradients in few buckets
@@ -92,22 +99,50 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     names = [rewrite.__name__ for rewrite in PIPELINE]
     for at, rewrite in enumerate(PIPELINE):
         began = time.perf_counter()
-        module = rewrite(module, context)
-        verify(module, names[at], placed=at >= names.index("place"), boxed=at >= names.index("box"))
+        module = _apply(rewrite, module, context)
+        for graph in _graphs(module):
+            verify(graph, names[at], placed=at >= names.index("place"), boxed=at >= names.index("box"))
         seconds = time.perf_counter() - began
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
         again = functools.partial(_rewritten, captured, context, PIPELINE[: at + 1])
-        records.append(PassRecord(names[at], summary, len(module.graph.nodes), seconds, again))
-    module.graph.lint()
-    records[-1] = replace(records[-1], _make=lambda: fx.GraphModule(module, module.graph))
+        nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
+        records.append(PassRecord(names[at], summary, nodes, seconds, again))
+    for graph in _graphs(module):
+        graph.graph.lint()
+    records[-1] = replace(records[-1], _make=lambda: _finished(module))
     return tuple(records)
+
+
+def _apply(rewrite: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """What the pass makes of the graph and, behind ``loop``, of every body in it: to a pass a body is a graph."""
+    if rewrite in _IN_TIME:
+        return rewrite(module, context.in_time())
+    if rewrite is not fit:
+        for inner in loops(module.graph):
+            inner.body = rewrite(inner.body, context)
+    return rewrite(module, context)
+
+
+# Up to the cut, time is a mesh dimension.
+_IN_TIME = PIPELINE[: PIPELINE.index(loop) + 1]
+
+
+def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph, and the bodies of its loops."""
+    return [module, *(inner.body for inner in loops(module.graph))]
+
+
+def _finished(module: fx.GraphModule) -> fx.GraphModule:
+    for inner in loops(module.graph):
+        inner.body = fx.GraphModule(inner.body, inner.body.graph)
+    return fx.GraphModule(module, module.graph)
 
 
 def _rewritten(captured: fx.GraphModule, context: Context, passes: Sequence[Pass]) -> fx.GraphModule:
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     for rewrite in passes:
-        module = rewrite(module, context)
-    return fx.GraphModule(module, module.graph)
+        module = _apply(rewrite, module, context)
+    return _finished(module)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -37,7 +37,8 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for node in module.graph.nodes:
         _write_down(node, lines)
     module.graph.output_node().meta["needs"] = [
-        tuple(line.returned(line.have(node)) for line in lines) for node in output_nodes(module.graph)
+        tuple(broadcast if line.is_time else line.returned(line.have(node)) for line in lines)
+        for node in output_nodes(module.graph)
     ]
     return module
 
@@ -69,7 +70,28 @@ def _place_along(line: Line, context: Context) -> Line:
             line = other
     for node in reversed(free):
         _pull_split(node, line, free)
+    if line.is_time:
+        _put_behind(line, free)
     return line
+
+
+def _put_behind(line: Line, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
+    """What no gradient is made of goes behind the loop, whole, if an operand of it is there only then."""
+    trains: set[fx.Node] = set()
+    for node in reversed(line.graph.nodes):
+        reduces = node.target is boxing and str(node.meta["tensor"]).startswith("gradient of ")
+        if reduces or not trains.isdisjoint(node.users):
+            trains.add(node)
+    late: set[fx.Node] = set()
+    for node in line.graph.nodes:
+        if node not in line.signature:
+            continue
+        signature = line.signature[node]
+        operands = zip(line.inputs(node), signature.inputs, strict=True)
+        if any(made[0] in late or (line.leaves(made, need) and made[0] not in line.ahead) for made, need in operands):
+            late.add(node)
+            if node in free and node not in trains:
+                line.choose(node, rules.all_broadcast(node))
 
 
 # A data-parallel step pays for a few sums and counts only.
@@ -114,7 +136,9 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     found = role(node)
     assert found is not None
     if found.kind == "input":
-        return context.inputs[int(found.name)]
+        sbp = context.inputs[int(found.name)]
+        # The whole of this rank's part is there at all times; ``take_turns`` cuts it.
+        return (*sbp[:-1], broadcast) if context.timed else sbp
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
         name, _, state = found.name.partition(".")
         if state:
@@ -129,7 +153,8 @@ def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature,
     found = line.signatures(node)
     if found is not None:
         return found
-    if line.ranks > 1:
+    # Along time nothing can be gathered: what needs it says so in ``ahead``.
+    if line.ranks > 1 and not (line.is_time and context.on_missing_rule == "gather"):
         if context.on_missing_rule == "discover":
             key = (node, line.dim)
             if key not in context.discovered:

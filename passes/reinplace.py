@@ -96,7 +96,7 @@ def _reduce_in_place(start: fx.Node) -> None:
     """A bucket of gradients that nobody reads any more becomes their sum over the ranks."""
     source = start.args[0]
     assert isinstance(source, fx.Node)
-    if "gradient" not in source.meta:
+    if "gradient" not in source.meta and "accumulated" not in source.meta:
         return
     while isinstance(source.target, OpOverload) and source.target.is_view:
         source = source.all_input_nodes[0]

@@ -7,6 +7,7 @@ from collections import deque
 import torch
 from torch import fx
 
+from zerograph.loop import accumulate, collect
 from zerograph.passes.context import Context
 from zerograph.passes.edit import positions
 from zerograph.sbp import PartialSum
@@ -32,6 +33,10 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     _prefetch_gathers(graph, begun, one_by_one=context.policy.regather)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
+    for target in (accumulate, collect):
+        for node in graph.find_nodes(op="call_function", target=target):
+            # What a micro-batch leaves behind is freed as soon as it is added, or copied.
+            _move_behind(node, node.all_input_nodes)
     return module
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import networkx as nx
 from torch import fx
 
-from zerograph.passes.cost import boxing_cost, signature_cost
+from zerograph.passes.cost import signature_cost
 from zerograph.passes.line import Line, Made
 from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp
@@ -62,7 +62,7 @@ def _paid(line: Line, reader: fx.Node) -> list[Made]:
     return [
         made
         for made, need in zip(line.inputs(reader), line.signature[reader].inputs, strict=True)
-        if need != (have := line.sbp[made[0]][made[1]]) and boxing_cost(have, (need,), line.nbytes(made), line.ranks)
+        if need != (have := line.sbp[made[0]][made[1]]) and line.cost(made, have, (need,))
     ]
 
 
@@ -132,7 +132,7 @@ def _inner(line: Line, chain: Sequence[fx.Node], index: int, signature: Signatur
             have = line.sbp[made[0]][made[1]]
             others = set(line.needs(made, have, but=node))
             wanted = set(line.needed_by(node, signature, made))
-            total += boxing_cost(have, wanted - others, line.nbytes(made), line.ranks)
+            total += line.cost(made, have, wanted - others)
     return total
 
 
@@ -155,7 +155,7 @@ def _outputs(
         made, needs = (node, index), others[index]
         if reader is not None and here is not None:
             needs = needs.union(line.needed_by(reader, here, made))
-        total += boxing_cost(have, needs, line.nbytes(made), line.ranks)
+        total += line.cost(made, have, needs)
     return total
 
 

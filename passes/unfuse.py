@@ -16,7 +16,7 @@ aten = torch.ops.aten
 def unfuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No product has a bias in it, if the mesh has several dimensions: partial products must not each add one."""
     graph = module.graph
-    if context.mesh.dims == 1:
+    if context.rank_dims == 1:
         return module
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         given = rules.arguments(node)

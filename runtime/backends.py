@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.passes.split_module import split_module
 
 from zerograph import _torch
+from zerograph.loop import loop_of, loops
 from zerograph.runtime.inductor import compile_pieces
 from zerograph.step_graph import placeholders
 
@@ -22,6 +25,10 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
         return eager(graph, [])
     if backend is inductor:
         return eager(compile_pieces(graph), [])
+    return _handed(backend, graph) if not any(loops(graph.graph)) else _handed_in_parts(backend, graph)
+
+
+def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -30,6 +37,48 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
         nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
     return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
+
+
+def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:
+    """A backend is given what stands before a loop, its body, and what stands behind it: graphs without loops."""
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.target is getitem and loop_of(node.all_input_nodes[0]) is not None:
+            # A backend takes and gives tensors: what a loop yields leaves it one by one.
+            parts[node] = parts[node.all_input_nodes[0]]
+            continue
+        here = loop_of(node) is not None
+        part += here
+        parts[node] = part
+        part += here
+    whole = split_module(graph, graph, parts.__getitem__, keep_original_order=True)
+    for name, one in list(whole.named_children()):
+        assert isinstance(one, fx.GraphModule)
+        found = next(loops(one.graph), None)
+        if found is None:
+            whole.set_submodule(name, _Part(backend, one))
+        else:
+            (inner,) = one.graph.find_nodes(op="call_module")
+            one.set_submodule(str(inner.target), found.around(found.body, _handed(backend, found.body)))
+    return eager(whole, [])
+
+
+class _Part(torch.nn.Module):
+    """What a backend made of a part, which yields one value, or several."""
+
+    def __init__(self, backend: Backend, part: fx.GraphModule) -> None:
+        super().__init__()
+        output = part.graph.output_node()
+        self.alone = isinstance(output.args[0], fx.Node)
+        if self.alone:
+            output.args = ((output.args[0],),)
+            part.recompile()
+        self.function = _handed(backend, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        made = self.function(*inputs)
+        return made[0] if self.alone else made
 
 
 def eager(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
+from zerograph.loop import loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error
 from zerograph.runtime.state import Held, Store
@@ -61,15 +62,15 @@ class Executor:
             raise self._explained(error, doing) from error
 
     def _explained(self, error: RuntimeError, doing: str) -> Exception:
-        where = _failed_line(error.__traceback__)
-        node = next((n for n in self.graph.graph.nodes if n.name == where), None)
+        lines = _failed_lines(error.__traceback__)
+        node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
             node = node.all_input_nodes[0]
         found = node.meta.get("boxing") if node is not None else None
         if isinstance(found, Boxing):
             what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
             return communication_error(self.job, f"{what} of {doing}", error)
-        if self.job.size > 1 and where is None and _looks_like_communication(error):
+        if self.job.size > 1 and not lines and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)
         return error
 
@@ -111,14 +112,23 @@ def _fed(held: Held) -> Tensor:
     return held if isinstance(held, Tensor) else held.handle
 
 
-def _failed_line(traceback: TracebackType | None) -> str | None:
-    """The node whose line of the graph's generated code an exception passed through; None outside any."""
-    found = None
+def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
+    """The node at which a step failed: that of the last name; in a loop's body, of those behind the loop's."""
+    for number, name in enumerate(names):
+        node = next((node for node in graph.nodes if node.name == name), None)
+        if node is not None and (loop := loop_of(node)) is not None:
+            return _failed_node(loop.body.graph, names[number + 1 :]) or node
+    return next((node for node in graph.nodes if node.name in names[-1:]), None)
+
+
+def _failed_lines(traceback: TracebackType | None) -> list[str]:
+    """The names of the nodes whose lines of generated code an exception passed through, outermost first."""
+    found = []
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if filename.startswith("<eval_with_key>"):
             line = linecache.getline(filename, traceback.tb_lineno)
-            found = line.split("=")[0].split(":")[0].strip()
+            found.append(line.split("=")[0].split(":")[0].strip())
         traceback = traceback.tb_next
     return found
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
+from zerograph.loop import loop_of
 from zerograph.runtime.compile_cache import share
 from zerograph.runtime.pieces import Piece, cut
 
@@ -23,12 +24,18 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     Raises:
         CaptureError: Inductor refused a piece; the message names the modules and lines that it comes from.
     """
-    program = cut(graph.graph)
-    keys = {one: signature(one) for one in program if isinstance(one, Piece)}
+    loops = [node for node in graph.graph.nodes if loop_of(node) is not None]
+    graphs = [graph, *(node.meta["loop"].body for node in loops)]
+    programs = [cut(one.graph) for one in graphs]
+    keys = {one: signature(one) for program in programs for one in program if isinstance(one, Piece)}
     distinct = {key: one for one, key in reversed(keys.items())}
     tasks = {key: lambda piece=piece: _compiled(piece) for key, piece in reversed(distinct.items())}
     functions = share(tasks)
-    return emit(graph, program, {piece: functions[key] for piece, key in keys.items()})
+    known = {piece: functions[key] for piece, key in keys.items()}
+    found, *bodies = [emit(one, program, known) for one, program in zip(graphs, programs, strict=True)]
+    for node, body in zip(loops, bodies, strict=True):
+        found.set_submodule(str(node.target), node.meta["loop"].around(body))
+    return found
 
 
 def signature(piece: Piece) -> str:

@@ -26,6 +26,7 @@ class Batch:
         tensors: this rank's part of each.
         specs: global shape, dtype and device of each.
         sbp: how each is placed.
+        cut: whether each is cut into micro-batches along dimension 0.
         tree: arranges them into ``(args, kwargs)``.
         names: what each is called in messages, such as ``args[0]['ids']``.
         mesh: the placement of the global tensors among them; None if all are plain.
@@ -37,6 +38,7 @@ class Batch:
     tree: pytree.TreeSpec
     names: tuple[str, ...]
     mesh: DeviceMesh | None
+    cut: tuple[bool, ...]
 
     def key(self) -> tuple[Any, ...]:
         """What makes a step compile again: nesting, global shapes, dtypes, devices, placements."""
@@ -57,21 +59,30 @@ def read_batch(
     mesh: Mesh,
     grid: Any,
     plain: NdSbp,
+    micro_batches: int = 1,
     meta: torch.device | None = None,
 ) -> Batch:
     """Plain tensors are ``plain`` (0-d ones are B), DTensors what they say.
 
+    Into micro-batches are cut plain tensors, but 0-d ones, and DTensors that some ranks split along dimension 0.
+
     Args:
         mesh, grid: the graph's ranks, as one of them sees them and as a nested list of their numbers.
+        micro_batches: how many there are.
         meta: the device that tensors on the meta device stand for.
 
     Raises:
-        InputError: something that is not a tensor, or that wants a gradient.
+        InputError: something that is not a tensor, or that wants a gradient, or cannot be cut into micro-batches.
         PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
     """
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     names = tuple(_name(path) for path, _ in leaves)
     read = [_read(leaf, name, mesh, grid, plain) for (_, leaf), name in zip(leaves, names, strict=True)]
+    cut = tuple(
+        tensor.dim() > 0 and (not isinstance(leaf, DTensor) or Split(0) in sbp)
+        for (_, leaf), (tensor, _, sbp) in zip(leaves, read, strict=True)
+    )
+    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, micro_batches)
     meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
@@ -83,7 +94,25 @@ def read_batch(
         tree,
         names,
         meshes[0] if meshes else None,
+        cut,
     )
+
+
+def _check_micro_batches(
+    tensors: Sequence[Tensor], names: Sequence[str], cut: Sequence[bool], micro_batches: int
+) -> None:
+    if micro_batches == 1:
+        return
+    doing = f"config.gradient_accumulation_steps = {micro_batches}"
+    if not any(cut):
+        raise InputError(f"{doing} cuts the batch along dimension 0, but no input has one that is split: give one")
+    for tensor, name, one in zip(tensors, names, cut, strict=True):
+        if one and (len(tensor) % micro_batches or not len(tensor)):
+            raise InputError(
+                f"{name} has {len(tensor)} samples on this rank, which {doing} does not divide\n"
+                "Give every rank a multiple of it, or choose a number of micro-batches that divides them. What is no "
+                "batch goes in as a 0-d tensor, as a replicated DTensor, or as an attribute of the graph."
+            )
 
 
 def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:

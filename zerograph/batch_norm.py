@@ -104,8 +104,9 @@ def _backward(
 def _parted(groups: int, x: Tensor) -> Tensor:
     if len(x) % groups:
         raise CaptureError(
-            f"batch norm of {len(x)} samples, which {groups} ranks do not divide, with config.batch_norm = 'local'\n"
-            "Each rank normalises its own part: give every rank as many, or set config.batch_norm = 'global'."
+            f"batch norm of {len(x)} samples, which {groups} parts do not divide, with config.batch_norm = 'local'\n"
+            "Each rank normalises its own part, micro-batch by micro-batch: give each as many samples, or set "
+            "config.batch_norm = 'global'."
         )
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.reshape([groups, len(x) // groups, *x.shape[1:]])

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from zerograph.errors import MemoryBudgetError
 from zerograph.passes.pipeline import PassRecord
-from zerograph.step_graph import collective_nodes
+from zerograph.step_graph import collective_runs
 
 # Smaller ones would cost latency for little memory; much larger ones than usual would have nothing to hide behind.
 _LEAST, _TIMES = 2**20, 4
@@ -58,5 +58,5 @@ def fitting(lay: Callable[[int], Step], usual: int) -> Step:
 
 def traffic(step: Laid) -> tuple[int, float]:
     """How many collectives a step has, and how many bytes each rank sends in them."""
-    moved = collective_nodes(step.passes[-1].graph.graph)
-    return len(moved), sum(node.meta["boxing"].sent for node in moved)
+    moved = collective_runs(step.passes[-1].graph.graph)
+    return sum(times for _, times in moved), sum(node.meta["boxing"].sent * times for node, times in moved)

@@ -26,6 +26,7 @@ from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.layout import Planned, Update, plan_layout, stays_whole
+from zerograph.loop import loop_of
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
 from zerograph.offload import resting_device
@@ -117,7 +118,7 @@ class Compiler:
     optimizers: Optimizers
     config: Config
     reads_metric: bool = False
-    _captures: dict[Hashable, tuple[Captured, float]] = field(default_factory=dict)
+    _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
     _programs: Programs = field(default_factory=Programs)
     # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
     _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
@@ -170,7 +171,7 @@ class Compiler:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
         check_optimizers(members, self.optimizers)
-        captured, seconds = self._capture(members, batch, mesh.size, key)
+        captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -249,6 +250,9 @@ class Compiler:
                 if one.updates
             },
             inputs=batch.sbp,
+            micro_batches=self.micro_batches,
+            cut=batch.cut,
+            packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
             on_missing_rule=self.config.on_missing_rule,
             exchanges=exchanges,
             node_by_node=self._backend(members)[1] is backends.eager,
@@ -280,12 +284,18 @@ class Compiler:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         return backends.resolve(self.config.backend, device)
 
-    def _capture(self, members: Members, batch: Batch, ranks: int, key: Hashable) -> tuple[Captured, float]:
+    @property
+    def micro_batches(self) -> int:
+        """Into how many micro-batches each rank's part of the batch is cut."""
+        return self.config.gradient_accumulation_steps if self.optimizers else 1
+
+    def _capture(self, members: Members, batch: Batch, parts: int, key: Hashable) -> tuple[Captured, float]:
+        """``parts``: of the batch that are computed each by itself, beside each other or in turn."""
         clip = self.config.clip_grad_norm if self.optimizers else None
         scaled = self.config.scaler is not None and bool(self.optimizers)
-        batch_norm_groups = ranks if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, ranks, self.config.amp_dtype, scaled)
-        if key not in self._captures:
+        batch_norm_groups = parts if self.config.batch_norm == "local" else 1
+        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled)
+        if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
             began = time.perf_counter()
             captured = capturing.capture(
                 self.build,
@@ -296,15 +306,15 @@ class Compiler:
                 batch.specs,
                 batch.tree,
                 train=bool(self.optimizers),
-                ranks=ranks,
+                ranks=parts,
                 groups=_groups(members, self.optimizers),
                 clip_grad_norm=clip,
                 batch_norm_groups=batch_norm_groups,
                 amp_dtype=self.config.amp_dtype,
                 scaled=scaled,
             )
-            self._captures[key] = captured, time.perf_counter() - began
-        return self._captures[key]
+            self._captures[key] = captured, time.perf_counter() - began, parts
+        return self._captures[key][:2]
 
     def _updates(self, members: Members, captured: Captured) -> dict[str, Update]:
         """How each parameter that gets a gradient is updated, by its name."""
@@ -485,7 +495,12 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
         f"{f'; dealt out to ranks {one.bucket.owners}' if one.bucket.dealt else ''}"
         for one in layout
     ]
-    for node in graph.graph.nodes:
+    return [*lines, *_lines(graph.graph)]
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    lines = []
+    for node in graph.nodes:
         args = tuple(
             "this rank's own" if position in node.meta.get("own", ()) else argument
             for position, argument in enumerate(node.args)
@@ -496,6 +511,8 @@ def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
         lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
+        if (loop := loop_of(node)) is not None:
+            lines += [f"in {node.name}, {loop.micro_batches} times: {line}" for line in _lines(loop.body.graph)]
     return lines
 
 

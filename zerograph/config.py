@@ -38,8 +38,9 @@ class Config:
         backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
             ``"auto"`` (default): Inductor on accelerators, eager on CPU.
         batch_norm: whose statistics batch norm takes in training: ``"global"`` (default), those of the whole batch,
-            as one device would; or ``"local"``: each rank normalises its part of the batch by itself and exchanges
-            nothing for it; running statistics then take the mean over the ranks of theirs.
+            as one device would; or ``"local"``: each rank normalises its part of the batch by itself, one micro-batch
+            after the other, and exchanges nothing for it; running statistics then take the mean over all of theirs,
+            once per update.
         seed: what all random numbers of the graph follow from, together with the number of the step, and so
             reproducibly. Default None: ``torch.initial_seed()`` of rank 0 when the graph is first compiled.
         memory_budget: the most memory that a rank may hold during a step, in bytes or as ``"40GiB"``, parameters and
@@ -71,6 +72,18 @@ class Config:
         offload_activations: let activations of an accelerator wait for backward in the CPU's memory: of the first
             layers, and as many as can go there while forward still computes. Default False. On the CPU it means
             nothing.
+        gradient_accumulation_steps: into how many micro-batches each rank's part of the batch is cut, along dimension
+            0. They are computed one after another, so that only one's activations are in memory, and one update is made
+            of all; the numbers are those of the whole batch at once. Means nothing for a graph without optimizer.
+            Default 1.
+        accumulation_outputs: what tensors that ``build()`` computes from the batch are returned as, where there are
+            several micro-batches: ``"whole"`` (default), as with one: a loss is that of the whole batch, split tensors
+            have all samples; or ``"packed"``: one entry for each micro-batch, stacked in a new dimension in front. Of a
+            sum or mean over the batch the entries are so scaled that *their mean is the value of the whole batch*; the
+            entry of a plain mean is then the mean over its micro-batch, that of one that divides by a count over the
+            batch (a masked mean) divides by a k-th of the whole count. What exists only once in a step is returned once
+            either way: norms of gradients, what follows from the parameters alone, and what is computed from a sum over
+            the batch by more than scaling it.
     """
 
     mode: str = "off"
@@ -94,6 +107,8 @@ class Config:
     optimizer_offload: Offload | None = None
     parameter_offload: Offload | None = None
     offload_activations: bool = False
+    gradient_accumulation_steps: int = 1
+    accumulation_outputs: str = "whole"
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -137,6 +152,14 @@ class Config:
         """``grad_scaler``, where it is to be used."""
         found = self.grad_scaler
         return found if found is not None and found.enabled else None
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """The same as ``gradient_accumulation_steps = steps``.
+
+        Raises:
+            ConfigError: not a whole number, 1 or more.
+        """
+        self.gradient_accumulation_steps = steps
 
     def offload_optimizer(
         self,
@@ -339,6 +362,10 @@ def _recompute(value: Any) -> str:
     return "" if value in ("none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
 
 
+def _accumulation_outputs(value: Any) -> str:
+    return "" if value in ("whole", "packed") else "choose 'whole' or 'packed'"
+
+
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "mode": _mode,
     "stage": _stage,
@@ -361,4 +388,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "optimizer_offload": complaint,
     "parameter_offload": complaint,
     "offload_activations": lambda value: "" if isinstance(value, bool) else "choose True or False",
+    "gradient_accumulation_steps": _whole_number(1, "micro-batches"),
+    "accumulation_outputs": _accumulation_outputs,
 }

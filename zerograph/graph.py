@@ -24,7 +24,7 @@ from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
-from zerograph.step_graph import nbytes
+from zerograph.step_graph import nbytes, output_nodes
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -141,7 +141,8 @@ class ZeroGraph:
         """
         members = replace(self._members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
-        batch = read_batch(args, kwargs, mesh, grid, self.config.batch_on(mesh.dims), members.meta)
+        plain = self.config.batch_on(mesh.dims)
+        batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
         known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
         return self._compiler.prepare(mesh, members, batch, (tuple(known.values()), batch.key(), members.meta))
 
@@ -292,7 +293,8 @@ class ZeroGraph:
             if adopt_global(members, self._optimizers):
                 members = self._members()
             self._check_usable(members)
-            batch = read_batch(args, kwargs, job.mesh, job.grid, self.config.batch_on(job.mesh.dims))
+            plain = self.config.batch_on(job.mesh.dims)
+            batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
             self._compiler.lift_changed()
             known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
             capture_key = (tuple(known.values()), batch.key())
@@ -330,7 +332,7 @@ class ZeroGraph:
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             _torch.mark_step_called(optimizer)
             if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(next(value for value in values if value.dim() == 0).item())
+                scheduler.step(_metric(step, values))
             elif scheduler is not None:
                 scheduler.step()
 
@@ -386,6 +388,13 @@ class ZeroGraph:
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
+
+
+def _metric(step: CompiledStep, values: Sequence[Tensor]) -> float:
+    """The first 0-d tensor that ``build()`` returns; of one that was packed the mean."""
+    traced = output_nodes(step.captured.graph.graph)
+    value = next(value for value, node in zip(values, traced, strict=False) if node.meta["val"].dim() == 0)
+    return float(value.item() if value.dim() == 0 else value.double().mean().item())
 
 
 def _guard(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from zerograph.members import Members
 from zerograph.memory import profile, show_bytes
 from zerograph.runtime.state import bytes_at_rest, store_of
 from zerograph.sbp import NdSbp, Sbp, show, whole
-from zerograph.step_graph import Boxing, Phase, collective_nodes, origin, placeholders
+from zerograph.step_graph import Boxing, Phase, collective_runs, origin, placeholders
 from zerograph.update import UpdateProgram
 
 
@@ -39,9 +39,14 @@ class Collective:
 
 
 def collectives(step: CompiledStep) -> list[Collective]:
-    """The collectives of the last graph, in the order in which they start."""
+    """The collectives of a step in the last graph's order; one that runs for each micro-batch as often."""
+    return [one for one, times in _runs(step) for _ in range(times)]
+
+
+def _runs(step: CompiledStep) -> list[tuple[Collective, int]]:
+    """Each with how often it runs in a step."""
     contents = {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in step.context.buckets}
-    return [_collective(node, contents) for node in collective_nodes(step.executor.graph.graph)]
+    return [(_collective(node, contents), times) for node, times in collective_runs(step.executor.graph.graph)]
 
 
 def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collective:
@@ -125,9 +130,13 @@ def _how(program: UpdateProgram) -> str:
 
 
 def _collectives(step: CompiledStep) -> list[str]:
-    found = collectives(step)
-    lines = [f"{one.phase:<8} {one.kind:<14} {one.bytes:>13,} bytes  {_short(one.tensors)}" for one in found]
-    total = sum(one.bytes for one in found)
+    found = _runs(step)
+    lines = [
+        f"{one.phase:<8} {one.kind:<14} {one.bytes:>13,} bytes  {f'{times} times ' if times > 1 else ''}"
+        f"{_short(one.tensors)}"
+        for one, times in found
+    ]
+    total = sum(one.bytes * times for one, times in found)
     return [*lines, f"{total:,} bytes sent by each rank per step"] if lines else []
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.loop import loop_of
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
 from zerograph.transfers import CARRY, FETCH
@@ -43,6 +44,10 @@ _AT_REST: dict[str, MemoryKind] = {
     "input": "inputs",
     "seed": "inputs",
     "scaler": "optimizer state",
+    # Of a loop's body, where all of these belong to the graph around it.
+    "value": "activations",
+    "result": "gradients",
+    "turn": "inputs",
 }
 
 
@@ -80,6 +85,7 @@ class Storage:
     Attributes:
         born, dies: the first and last position at which it is alive.
         read: the last at which a node reads it; behind that only a collective in flight holds it.
+        given: the graph did not take it: it is an input.
     """
 
     bytes: int
@@ -87,6 +93,7 @@ class Storage:
     born: int
     dies: int
     read: int
+    given: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +106,7 @@ class Profile:
         storages: what is held, and when.
         temporary: bytes that each node needs while it runs and gives back.
         of: storages of the value of each node.
+        bodies: by the position of a loop, the profile of its body.
     """
 
     nodes: Sequence[fx.Node]
@@ -106,6 +114,7 @@ class Profile:
     storages: Sequence[Storage]
     temporary: Sequence[int]
     of: Mapping[fx.Node, Sequence[Storage | None]] = field(repr=False)
+    bodies: Mapping[int, Profile] = field(default_factory=dict, repr=False)
 
     @property
     def peak(self) -> int:
@@ -118,11 +127,25 @@ class Profile:
         for one in self.storages:
             if one.born <= at <= one.dies:
                 kinds[one.kind] += one.bytes
-        kinds["temporary"] += self.temporary[at]
+        node = self.nodes[at]
+        if at in self.bodies:
+            own, node = self.bodies[at].own()
+            kinds.update(own)
+        else:
+            kinds["temporary"] += self.temporary[at]
         resting = [one for node in self.nodes if node.op in ("placeholder", "get_attr") for one in self.of[node]]
         at_rest = sum(one.bytes for one in resting if one is not None and one.kind != "inputs")
         shown = {kind: count for kind, count in kinds.most_common() if count}
-        return Memory(self.peak, at_rest, shown, self.nodes[at].name, origin(self.nodes[at]))
+        return Memory(self.peak, at_rest, shown, node.name, origin(node))
+
+    def own(self) -> tuple[Counter[MemoryKind], fx.Node]:
+        """What the graph holds at most beside what it is given, by kind, and where."""
+        at = self.bytes.index(self.peak)
+        kinds: Counter[MemoryKind] = Counter({"temporary": self.temporary[at]})
+        for one in self.storages:
+            if one.born <= at <= one.dies and not one.given:
+                kinds[one.kind] += one.bytes
+        return kinds, self.nodes[at]
 
 
 def show_bytes(count: float) -> str:
@@ -148,13 +171,12 @@ def profile(graph: fx.Graph) -> Profile:
     held: Iterable[int] = itertools.accumulate(changes[:-1])
     temporary = [walk.temporary.get(position, 0) for position in range(len(nodes))]
     total = [one + more for one, more in zip(held, temporary, strict=True)]
-    return Profile(nodes, total, walk.storages, temporary, walk.of)
+    return Profile(nodes, total, walk.storages, temporary, walk.of, walk.bodies)
 
 
 def computed_bytes(graph: fx.Graph) -> int:
     """The most that a graph holds beside its inputs."""
-    found = profile(graph)
-    return found.peak - sum(one.bytes for one in found.storages if one.kind in _AT_REST.values())
+    return sum(profile(graph).own()[0].values())
 
 
 @dataclass
@@ -168,6 +190,7 @@ class _Walk:
     storages: list[Storage] = field(default_factory=list)
     of: dict[fx.Node, Sequence[Storage | None]] = field(default_factory=dict)
     temporary: dict[int, int] = field(default_factory=dict)
+    bodies: dict[int, Profile] = field(default_factory=dict)
     _forever: list[Storage] = field(default_factory=list)
     _leaving: Sequence[Storage | None] = ()
 
@@ -188,13 +211,19 @@ class _Walk:
             found = role(node)
             kind: MemoryKind = "buffers" if found is None else _AT_REST[found.kind]
             self.of[node] = made = [self._new(0, kind, value) for value in _values(node)]
-            self._forever += filter(None, made)
+            for one in filter(None, made):
+                # The number of the micro-batch the loop makes itself.
+                one.given = found is None or found.kind != "turn"
+                self._forever.append(one)
         elif node.op == "output":
             self._forever += [one for given in inputs for one in self.of[given] if one is not None]
             self.of[node] = ()
         else:
             self.of[node] = self._computed(position, node)
             needed = temporary_bytes(node)
+            if (loop := loop_of(node)) is not None:
+                self.bodies[position] = inner = profile(loop.body.graph)
+                needed = sum(inner.own()[0].values())
             if needed:
                 self.temporary[position] = needed
         if node.target is aten.copy_.default:
@@ -212,6 +241,9 @@ class _Walk:
             if not isinstance(source.meta["val"], Tensor):
                 assert isinstance(index, int)
                 return [self.of[source][index]]
+        if (loop := loop_of(node)) is not None:
+            kinds: list[MemoryKind] = ["activations" if one.gradient is None else "gradients" for one in loop.results]
+            return [self._new(position, kind, value) for kind, value in zip(kinds, node.meta["val"], strict=True)]
         kind = self._kind(node)
         sources = shared_arguments(node)
         made: list[Storage | None] = []
@@ -285,7 +317,7 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
 
     The last entry stands for all further results.
     """
-    if node.op == "call_module":
+    if node.op == "call_module" and loop_of(node) is None:
         # The update of a dealt bucket returns the bucket's shard, which it wrote.
         return node.all_input_nodes[:1]
     if not isinstance(node.target, OpOverload):

@@ -27,7 +27,8 @@ _BLOCK_ON_CPU, _BLOCK = 2**17, 2**24
 
 _library = torch.library.Library("zerograph", "DEF")
 _library.define(
-    "uniform(Tensor seed, int number, int[] size, int[] start, int[] whole, ScalarType dtype, Device device) -> Tensor",
+    "uniform(Tensor seed, int number, int[] size, int[] start, int[] whole, ScalarType dtype, Device device, "
+    "Tensor? turn=None, int along=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 uniform = torch.ops.zerograph.uniform.default
@@ -41,8 +42,15 @@ def _uniform(
     whole: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    turn: Tensor | None = None,
+    along: int = 0,
 ) -> Tensor:
-    """Numbers in [0, 1): the piece of ``size`` that begins at ``start`` in a global tensor of the shape ``whole``."""
+    """Numbers in [0, 1): the piece of ``size`` that begins at ``start`` in a global tensor of the shape ``whole``.
+
+    With ``turn`` it is the piece that lies so many pieces further along dimension ``along``.
+    """
+    if turn is not None:
+        start = [one + int(turn) * size[along] * (dim == along) for dim, one in enumerate(start)]
     first = _mix(int(seed) + number * _GAMMA)
     second = _signed(_mix(first ^ _M1))
     result = torch.empty(size, dtype=dtype, device=device)
@@ -108,6 +116,8 @@ def _uniform_fake(
     whole: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    turn: Tensor | None = None,
+    along: int = 0,
 ) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 

@@ -13,6 +13,7 @@ Keys that zerograph puts into ``node.meta``:
 ``boxing`` :class:`Boxing` of a node that changes an SBP
 ``local``  True for a node inside a local region, from ``localize`` on: it is nothing globally
 ``own``    positions of the arguments that are this rank's own; all others are equal on all ranks
+``loop``   the :class:`zerograph.loop.Loop` of a node that runs one, whose body is a graph with the same keys
 ========== ================================================================================================
 """
 
@@ -26,12 +27,26 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from zerograph.loop import loop_of
 from zerograph.region import Region
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
 RoleKind = Literal[
-    "input", "parameter", "buffer", "bucket", "state", "hyperparameter", "seed", "scaler", "output", "gradient"
+    "input",
+    "parameter",
+    "buffer",
+    "bucket",
+    "state",
+    "hyperparameter",
+    "seed",
+    "scaler",
+    "output",
+    "gradient",
+    # Of a loop's body: what was computed before the loop, what it yields, and the number of the micro-batch.
+    "value",
+    "result",
+    "turn",
 ]
 
 
@@ -169,6 +184,20 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
         for node in graph.nodes
         if isinstance(node.meta.get("boxing"), Boxing) and node.meta["boxing"].kind != "slice"
     ]
+
+
+def collective_runs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
+    """The nodes that send something, those in bodies of loops among them, each with how often it runs in a step."""
+    found: list[tuple[fx.Node, int]] = []
+    own = set(collective_nodes(graph))
+    for node in graph.nodes:
+        loop = loop_of(node)
+        if node in own:
+            found.append((node, 1))
+        elif loop is not None:
+            inner = collective_runs(loop.body.graph)
+            found += [(one, times * loop.micro_batches) for one, times in inner]
+    return found
 
 
 def value(node: fx.Node) -> Any:

@@ -1,0 +1,236 @@
+"""loop: the flat graph is cut where time begins and ends: before, the body of one micro-batch, and after.
+
+What no micro-batch differs in and the body reads stands before the loop, once; what follows from a sum over the
+micro-batches stands behind it. Views are made again in the body, where they cost nothing and say what they are views
+of; so is, where the stage frees gathered parameters between their uses, all that comes of a bucket.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import _torch
+from zerograph._torch import OpOverload
+from zerograph.loop import Loop, Result, accumulate, collect
+from zerograph.passes.context import Context
+from zerograph.passes.edit import emit, fake
+from zerograph.passes.in_time import change_sbps, enter, leave, sbps
+from zerograph.passes.rules import Signature
+from zerograph.random import uniform
+from zerograph.sbp import NdSbp, broadcast
+from zerograph.step_graph import Boxing, Origin, Role, origin, role
+
+NAME = "micro_batches"
+
+
+def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """All micro-batches are one node, whose body is the graph of one; no SBP has time any more."""
+    if not context.timed:
+        return module
+    graph = module.graph
+    within = _within(graph)
+    if within:
+        _cut(module, within, context)
+    for node in graph.nodes:
+        _forget_time(node)
+    return module
+
+
+def _within(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that are another for each micro-batch."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is leave:
+            continue
+        timed = any(sbp[-1] != broadcast for sbp in sbps(node))
+        if node.target is enter or timed or "advances" in node.meta or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None:
+    graph = module.graph
+    leaving = graph.find_nodes(op="call_function", target=leave)
+    making = _Body(graph, context, within)
+    inner = [node for node in graph.nodes if node in within and node.target is not enter]
+    for node in (*inner, *leaving):
+        making.need(node)
+    making.begin(leaving)
+    for node in inner:
+        making.put(node)
+    results = [making.result(node, place) for node, place in zip(leaving, making.results, strict=True)]
+    found = Loop(making.end(), context.micro_batches, making.cuts, results)
+    module.add_submodule(NAME, found)
+    # What needs a result, and what nobody needs before, stands behind the loop.
+    before = _ancestors(making.operands)
+    behind = [node for node in graph.nodes if _is_computed(node) and node not in before and node not in within]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        ran = graph.call_module(NAME, tuple(making.operands))
+        ran.meta |= {"loop": found, "origin": Origin("backward"), "val": tuple(node.meta["val"] for node in leaving)}
+        for index, (node, result) in enumerate(zip(leaving, results, strict=True)):
+            taken = emit(graph, operator.getitem, (ran, index), origin(node))
+            taken.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
+            if result.gradient is not None:
+                taken.meta["accumulated"] = result.gradient
+            node.replace_all_uses_with(taken)
+    for node in behind:
+        output.prepend(node)
+    for node in reversed(list(graph.nodes)):
+        if node in within or node.target is leave or (node in making.remade and not node.users):
+            graph.erase_node(node)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output") and node.target is not leave
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set(nodes)
+    stack = list(nodes)
+    while stack:
+        for given in stack.pop().all_input_nodes:
+            if given not in found:
+                found.add(given)
+                stack.append(given)
+    return found
+
+
+@dataclass
+class _Body:
+    """The body in the making.
+
+    Attributes:
+        within: the nodes that are copied into it.
+        operands: what it reads of the graph around it, in order; ``cuts``: the dimension along which it is given a
+            part of each, or None.
+        remade: nodes around it that it has copies of.
+    """
+
+    outer: fx.Graph
+    context: Context
+    within: set[fx.Node]
+    operands: list[fx.Node] = field(default_factory=list)
+    cuts: list[int | None] = field(default_factory=list)
+    remade: set[fx.Node] = field(default_factory=set)
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    results: list[fx.Node] = field(default_factory=list)
+    _known: dict[fx.Node, None] = field(default_factory=dict)
+    _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _of_buckets: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def need(self, node: fx.Node) -> None:
+        """Note the operands that the node needs."""
+        for given in node.all_input_nodes:
+            if given in self._known:
+                continue
+            self._known[given] = None
+            if given.target is enter:
+                source, along, _ = given.args
+                assert isinstance(source, fx.Node)
+                assert isinstance(along, int)
+                self.operands.append(source)
+                self.cuts.append(along)
+                self._copies[given] = given
+            elif given in self.within:
+                continue
+            elif self._is_remade(given):
+                self.remade.add(given)
+                self.need(given)
+            else:
+                self.operands.append(given)
+                self.cuts.append(None)
+                self._copies[given] = given
+
+    def begin(self, leaving: Sequence[fx.Node]) -> None:
+        """Make the body's inputs: the operands, a place for each of ``leaving``, the number of the micro-batch."""
+        # In the order of the operands: what was noted for each was noted with it.
+        for given in list(self._copies):
+            placeholder = self.graph.placeholder(given.name)
+            found = role(given.all_input_nodes[0] if given.target is enter else given)
+            placeholder.meta = {**given.meta, "role": found or Role("value", given.name)}
+            placeholder.meta.pop("boxing", None)
+            placeholder.meta.pop("signature", None)
+            self._copies[given] = placeholder
+        self.results = [self.graph.placeholder(f"{NAME}_{index}") for index in range(len(leaving))]
+        for placeholder, node in zip(self.results, leaving, strict=True):
+            placeholder.meta |= {key: node.meta[key] for key in ("val", "sbp", "global") if key in node.meta}
+            placeholder.meta["role"] = Role("result", placeholder.name)
+        self.turn = self.graph.placeholder("turn")
+        self.turn.meta |= {
+            "role": Role("turn", "turn"),
+            "val": fake(self.outer, (), torch.int64, torch.device("cpu")),
+            "sbp": (broadcast,) * self.context.mesh.dims,
+        }
+
+    def put(self, node: fx.Node) -> None:
+        """Copy a node, and before it what is made again for it."""
+        for given in node.all_input_nodes:
+            if given not in self._copies:
+                self.put(given)
+        copy = self.graph.node_copy(node, self._copies.__getitem__)
+        if "advances" in node.meta:
+            assert copy.target is uniform
+            copy.args = (*copy.args, self.turn, copy.meta.pop("advances"))
+            # Of the operator without the number of the micro-batch.
+            copy.meta.pop("signature", None)
+        self._copies[node] = copy
+
+    def result(self, node: fx.Node, place: fx.Node) -> Result:
+        """What a node that leaves the loop is; the body writes it to ``place``."""
+        source, along, _ = node.args
+        assert isinstance(source, fx.Node)
+        assert along is None or isinstance(along, int)
+        part = self._copies[source]
+        if along is None:
+            emit(self.graph, accumulate, (place, part, self.turn), origin(node))
+        else:
+            emit(self.graph, collect, (place, part, self.turn, along), origin(node))
+        value: Tensor = node.meta["val"]
+        boxing = node.meta.get("boxing")
+        name = boxing.tensor.removeprefix("gradient of ") if isinstance(boxing, Boxing) else None
+        gradient = name if isinstance(boxing, Boxing) and name != boxing.tensor else None
+        return Result(tuple(value.shape), value.dtype, value.device, along, gradient)
+
+    def end(self) -> fx.GraphModule:
+        self.graph.output(())
+        for node in self.graph.nodes:
+            _forget_time(node)
+        return _torch.graph_module(torch.nn.Module(), self.graph)
+
+    def _is_remade(self, node: fx.Node) -> bool:
+        """Whether the body makes it again rather than be given it."""
+        if node.op != "call_function":
+            return False
+        if isinstance(node.target, OpOverload) and node.target.is_view:
+            return True
+        return self.context.policy.regather and self._comes_from_bucket(node)
+
+    def _comes_from_bucket(self, node: fx.Node) -> bool:
+        if node not in self._of_buckets:
+            if node.op == "placeholder":
+                found = role(node)
+                self._of_buckets[node] = found is not None and found.kind == "bucket"
+            else:
+                given = node.all_input_nodes
+                self._of_buckets[node] = bool(given) and all(map(self._comes_from_bucket, given))
+        return self._of_buckets[node]
+
+
+def _forget_time(node: fx.Node) -> None:
+    """Outside of the loop as in its body there are ranks only."""
+    change_sbps(node, lambda sbp: sbp[:-1])
+    signature: tuple[Signature, ...] | None = node.meta.get("signature")
+    if signature is not None:
+        node.meta["signature"] = signature[:-1]
+    found = node.meta.get("boxing")
+    if isinstance(found, Boxing):
+        node.meta["boxing"] = replace(found, source=found.source[:-1], target=found.target[:-1])
+    if "needs" in node.meta:
+        needs: list[NdSbp] = node.meta["needs"]
+        node.meta["needs"] = [one[:-1] for one in needs]
