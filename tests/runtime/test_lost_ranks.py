@@ -52,7 +52,7 @@ def stall() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def lost_in_a_step(kind: str, lose: Callable[[], None]) -> tuple[str, str, float]:
+def lost_in_a_step(kind: str, lose: Callable[[], None], micro_batches: int) -> tuple[str, str, float]:
     """What a step fails with on rank 0, if rank 1 is lost in the middle of it."""
     model = make("gpt")
 
@@ -61,6 +61,7 @@ def lost_in_a_step(kind: str, lose: Callable[[], None]) -> tuple[str, str, float
         return graph.forward if dist.get_rank() == 0 else _Failing(graph, kind, lose).run
 
     step = TrainStep(model, adamw(model), 3, timeout=TIMEOUT, backend=backend)
+    step.config.set_gradient_accumulation_steps(micro_batches)
     return failure(step, *batches("gpt", 1)[0])
 
 
@@ -84,10 +85,12 @@ def lost_between_steps(lose: Callable[[], None]) -> tuple[str, str, float]:
     return failure(step, x, y)
 
 
-@pytest.mark.parametrize("lose", [die, stall])
+@pytest.mark.parametrize(("lose", "micro_batches"), [(die, 1), (stall, 2)])
 @pytest.mark.parametrize(("kind", "name"), [("reduce-scatter", "reduce-scatter of gradient of bucket")])
-def test_a_rank_lost_in_a_step(doomed: Pool, lose: Callable[[], None], kind: str, name: str) -> None:
-    error, message, seconds = doomed.run_first(2, lost_in_a_step, kind, lose)
+def test_a_rank_lost_in_a_step(
+    doomed: Pool, lose: Callable[[], None], micro_batches: int, kind: str, name: str
+) -> None:
+    error, message, seconds = doomed.run_first(2, lost_in_a_step, kind, lose, micro_batches)
     assert error == "CommunicationError"
     assert name in message
     assert "step 1" in message

@@ -1,0 +1,156 @@
+"""Micro-batches one after another compute what the whole batch at once computes, at every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.equivalence.test_stages import check
+from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
+from tests.pool import Pool
+from tests.zerograph import test_local as routing
+
+STEPS = 3
+Case = tuple[int, int]  # stage, micro-batches
+
+
+def masked(name: str, dtype: torch.dtype) -> list[Batch]:
+    """Batches in which each micro-batch has another number of targets that count."""
+    found = batches(name, STEPS, 8, dtype)
+    for _, y in found:
+        y.view(8, -1)[1, ::2] = -100
+        y.view(8, -1)[4] = -100
+    return found
+
+
+def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
+    """Losses and the final state of the model for each case: run on every rank. One graph, so captured once."""
+    model = make(name, dtype)
+    step = TrainStep(model, adamw(model))
+    initial = step.state_dict()
+    results = []
+    for stage, micro_batches in cases:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.config.set_gradient_accumulation_steps(micro_batches)
+        step.load_state_dict(initial)
+        losses = [step(part(x), part(y)) for x, y in masked(name, dtype)]
+        results.append((losses, step.state_dict()["modules"]["model"]))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance", "cases"),
+    [
+        ("mlp", torch.float32, 1e-6, [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4), (3, 2)]),
+        ("gpt_tied", torch.float64, 1e-12, [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)]),
+    ],
+)
+def test_accumulation_changes_no_number(
+    pool: Pool, name: str, dtype: torch.dtype, tolerance: float, cases: list[Case]
+) -> None:
+    results, others = pool.run(2, train, name, cases, dtype)
+    model = make(name, dtype)
+    losses = train_plainly(model, adamw(model), masked(name, dtype))
+    found = dict(zip(cases, results, strict=True))
+    for result, other in zip(results, others, strict=True):
+        check(result, (losses, model.state_dict()), tolerance)
+        assert same(result, other)
+    # Sums over micro-batches, then ranks, are other sums than over ranks, then micro-batches: bitwise equal are the
+    # stages that add up in the same order.
+    assert same(found[0, 2], found[1, 2])
+    assert same(found[2, 2], found[3, 2])
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(map(torch.equal, one[0], other[0])) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+class Everything(nn.Module):
+    """What depends on more than its own sample: random numbers, batch norm, class weights, a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 5))
+        self.register_buffer("positive", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.dropout(F.gelu(self.first(x))))
+        self.positive += (x > 0).sum()
+        return self.last(hidden + 0.1 * torch.randn_like(hidden))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, micro_batches: int, stage: int, outputs: str = "whole") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Everything().double()
+        self.add_optimizer(adamw(self.model))
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.seed, self.config.batch_norm = 3, "local"
+        self.config.gradient_accumulation_steps = micro_batches
+        self.config.accumulation_outputs = outputs
+
+    def build(self, x: Tensor, y: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        logits = self.model(x)
+        loss = F.cross_entropy(logits, y, weight=self.model.weights) * scale
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        return {"loss": loss, "logits": logits, "norm": norm, "right": (logits.argmax(1) == y).sum(), "sq": loss * loss}
+
+
+def step_with_everything(micro_batches: int, stage: int, outputs: str = "whole") -> tuple[Any, dict[str, Tensor]]:
+    step = Step(micro_batches, stage, outputs)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(16, 6, generator=generator).double(), torch.randint(5, (16,), generator=generator)
+    y[3:6] = -100
+    for _ in range(STEPS):
+        found = step(part(x), part(y), torch.tensor(2.0).double())
+    return found, step.state_dict()["modules"]["model"]
+
+
+def test_a_micro_batch_is_to_time_what_a_ranks_part_is_to_ranks(pool: Pool) -> None:
+    """Four ranks, two ranks with two micro-batches each, and one with four: the same draws, statistics and clipping."""
+    wanted = pool.run(4, step_with_everything, 1, 1)
+    two = pool.run(2, step_with_everything, 2, 2)
+    one = [step_with_everything(4, 0)]
+    logits = torch.cat([outputs["logits"] for outputs, _ in wanted])
+    for results in (two, one):
+        outputs, state = results[0]
+        for name in ("loss", "norm", "right", "sq"):
+            torch.testing.assert_close(outputs[name], wanted[0][0][name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.cat([o["logits"] for o, _ in results]), logits, rtol=1e-12, atol=1e-12)
+        for name, value in wanted[0][1].items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_outputs_have_an_entry_for_each_micro_batch(pool: Pool) -> None:
+    whole = pool.run(2, step_with_everything, 2, 1)
+    packed = pool.run(2, step_with_everything, 2, 1, "packed")
+    for (found, _), (wanted, _) in zip(packed, whole, strict=True):
+        assert found["loss"].shape == found["right"].shape == (2,)
+        assert torch.equal(found["logits"].flatten(0, 1), wanted["logits"])
+        torch.testing.assert_close(found["loss"].mean(), wanted["loss"], rtol=1e-12, atol=0)
+        assert found["right"].sum() == 2 * wanted["right"]
+        # What exists once.
+        assert torch.equal(found["norm"], wanted["norm"])
+        assert torch.equal(found["sq"], wanted["sq"])
+
+
+def routed(micro_batches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    step = routing.Step(routing.Model(routing.as_region).double(), 0)
+    step.config.gradient_accumulation_steps = micro_batches
+    losses = [step(part(x.double())) for x in routing.data()]
+    return losses, step.state_dict()["modules"]["model"]
+
+
+def test_a_local_region_sees_one_micro_batch(pool: Pool) -> None:
+    wanted, found = pool.run(2, routed, 1)[0], routed(2)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,154 @@
+"""``config.gradient_accumulation_steps`` and what a graph then takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make
+from tests.pool import Pool
+from zerograph.runtime import pieces
+
+
+def indivisible() -> tuple[str, str, int, bool]:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2)
+    step.config.set_gradient_accumulation_steps(2)
+    (x, y), *_ = batches("mlp", 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    # Five samples on rank 0 only.
+    samples = 5 if dist.get_rank() == 0 else 4
+    try:
+        step(x[:samples], y[:samples])
+    except zg.ZeroGraphError as error:
+        same = all(map(torch.equal, before, model.parameters()))
+        return type(error).__name__, str(error), step.steps_done, same
+    return "nothing", "", step.steps_done, True
+
+
+def test_samples_that_do_not_divide_are_refused_on_every_rank(pool: Pool) -> None:
+    (kind, text, steps, same), (other, others, more, too) = pool.run(2, indivisible)
+    assert kind == "InputError"
+    assert other == "RankMismatchError"
+    for message in (text, others):
+        assert "args[0] has 5 samples on this rank" in message
+        assert "gradient_accumulation_steps = 2" in message
+    assert "Give every rank a multiple of it" in text
+    assert steps == more == 0
+    assert same
+    assert too
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, train: bool = True, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 4)
+        if train:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        for name, value in {"gradient_accumulation_steps": 2, **options}.items():
+            setattr(self.config, name, value)
+
+    def build(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.model(x)
+        loss = F.cross_entropy(logits, y, weights)
+        if self._optimizers:
+            loss.backward()
+        return {"loss": loss, "logits": logits}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 3, generator=generator), torch.tensor([0, 1, 2, 3, -100, 0])
+
+
+def test_there_must_be_something_to_cut() -> None:
+    step = Step()
+    step.add_optimizer(step.optimizer)
+    with pytest.raises(zg.InputError, match="no input has one that is split"):
+        step(*(torch.tensor(1.0) for _ in range(2)))
+
+
+def test_replicated_global_inputs_stay_whole() -> None:
+    step, plain = Step(gradient_accumulation_steps=3), Step(gradient_accumulation_steps=1)
+    step.add_optimizer(step.optimizer)
+    plain.add_optimizer(plain.optimizer)
+    (x, y), weights = data(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    mesh = zg.placement("cpu", ranks=[0])
+    found = step(
+        distribute_tensor(x, mesh, [Shard(0)]),
+        distribute_tensor(y, mesh, [Shard(0)]),
+        distribute_tensor(weights, mesh, [Replicate()]),
+    )
+    # Four class weights do not divide by three: as a plain tensor they would be taken for a batch.
+    wanted = F.cross_entropy(plain.model(x), y, weights)
+    torch.testing.assert_close(found["loss"], wanted.detach())
+    assert found["logits"].shape == (6, 4)
+    with pytest.raises(zg.InputError, match=r"args\[2\] has 4 samples"):
+        step(x, y, weights)
+
+
+def test_a_graph_that_only_predicts_takes_any_number_of_samples() -> None:
+    step = Step(train=False, gradient_accumulation_steps=4)
+    x, y = data()
+    torch.testing.assert_close(step(x, y)["logits"], step.model(x).detach())
+
+
+def test_a_scheduler_watches_the_mean_of_packed_losses() -> None:
+    step = Step(accumulation_outputs="packed")
+    watched: list[float] = []
+
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            watched.append(metrics)
+
+    step.add_optimizer(step.optimizer, Watching(step.optimizer))
+    losses = step(*data())["loss"]
+    assert losses.shape == (2,)
+    assert watched == pytest.approx([float(losses.double().mean())])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gradient_accumulation_steps", 0), ("gradient_accumulation_steps", 2.0), ("accumulation_outputs", "mean")],
+)
+def test_other_values_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(zg.ConfigError, match=name):
+        setattr(zg.Config(), name, value)
+
+
+def losses(backend: Any) -> tuple[list[Tensor], TrainStep]:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, backend=backend)
+    step.config.set_gradient_accumulation_steps(2)
+    return [step(x, y) for x, y in batches("mlp", 2)], step
+
+
+def test_a_backend_is_given_the_body_and_what_stands_around_it() -> None:
+    given: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        assert len(example_inputs) == len(graph.graph.find_nodes(op="placeholder"))
+        assert not graph.graph.find_nodes(op="call_module")
+        given.append(graph)
+        return graph.forward
+
+    found, _ = losses(backend)
+    assert all(map(torch.equal, found, losses("eager")[0]))
+    # Before, body and behind, of the first step and of the later ones.
+    assert [sum("log_softmax" in str(node.target) for node in graph.graph.nodes) for graph in given] == [0, 2, 0]
+
+
+def test_inductor_compiles_pieces_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SMALLEST", 0)
+    found, step = losses("inductor")
+    torch.testing.assert_close(found, losses("eager")[0])
+    body = step._latest.executor.function.__self__.get_submodule("micro_batches").body
+    assert any("inductor" in str(node.target) for node in body.graph.nodes)
