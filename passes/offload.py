@@ -19,6 +19,7 @@ from torch import fx
 
 from zerograph.buckets import Bucket
 from zerograph.errors import VerificationError
+from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile, shared_arguments
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, fake, positions
@@ -33,10 +34,10 @@ def offload(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """What rests in files is in memory for its bucket's turns only, moved while other buckets compute."""
     graph = module.graph
     turns = sorted(_turns(graph, context), key=lambda turn: turn.first)
-    if not turns:
-        return module
     _check_order(turns)
     about = _make_handles(graph, turns, context)
+    if not turns:
+        return module
     fetched = [_fetch(graph, turns[0], turns[0].first, about)]
     leaving: Sequence[fx.Node] = ()
     for index, turn in enumerate(turns):
@@ -75,6 +76,9 @@ def _turns(graph: fx.Graph, context: Context) -> Iterator[_Turn]:
         if bucket.rest.parameters is not None and bucket.name in inputs:
             flat = inputs[bucket.name]
             for user in flat.users:
+                if loop_of(user) is not None:
+                    # Its body, a graph by itself, fetches what it gathers by the handle that it is given.
+                    continue
                 if origin(user).phase == "update":
                     changed.setdefault(flat, []).append(user)
                 else:
@@ -88,7 +92,8 @@ def _state(bucket: Bucket, inputs: Mapping[str, fx.Node], context: Context) -> l
     update = context.updates.get(bucket.name)
     if bucket.rest.state is None or update is None:
         return []
-    return [entry for name in update.layouts if (entry := inputs[f"{bucket.name}.{name}"]).users]
+    found = (inputs.get(f"{bucket.name}.{name}") for name in update.layouts)
+    return [entry for entry in found if entry is not None and entry.users]
 
 
 def _turn(users: Mapping[fx.Node, Sequence[fx.Node]], *, writes: bool) -> _Turn:
@@ -124,11 +129,19 @@ def _check_order(turns: Sequence[_Turn]) -> None:
 def _make_handles(graph: fx.Graph, turns: Sequence[_Turn], context: Context) -> dict[fx.Node, dict[str, Any]]:
     """The placeholders become handles; what they said of themselves, for what is fetched by them."""
     about = {}
-    for handle in dict.fromkeys(handle for turn in turns for handle in turn.users):
+    fetched = dict.fromkeys(handle for turn in turns for handle in turn.users)
+    for handle in fetched | dict.fromkeys(_fetched_in_bodies(graph, context)):
         about[handle] = {key: handle.meta[key] for key in ("val", "sbp", "global")}
         handle.meta["val"] = fake(graph, (), torch.int64, torch.device("cpu"))
         handle.meta |= {"sbp": whole(context.mesh.dims), "global": ()}
     return about
+
+
+def _fetched_in_bodies(graph: fx.Graph, context: Context) -> Iterator[fx.Node]:
+    in_files = {bucket.name for bucket in context.buckets if bucket.rest.parameters is not None}
+    for node in placeholders(graph, "bucket"):
+        if node.meta["role"].name in in_files and any(loop_of(user) is not None for user in node.users):
+            yield node
 
 
 def _fetch(graph: fx.Graph, turn: _Turn, place: fx.Node, about: Mapping[fx.Node, Mapping[str, Any]]) -> list[fx.Node]:

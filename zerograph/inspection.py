@@ -142,19 +142,23 @@ def _collectives(step: CompiledStep) -> list[str]:
 
 def _recompute(step: CompiledStep) -> list[str]:
     """What backward makes again, of what it reads of forward's."""
-    found = profile(step.executor.graph.graph)
-    again = {one for node in found.nodes if node.meta.get("recomputed") for one in found.of[node] if one is not None}
-    made = sum(one.bytes for one in again if one.kind == "activations")
-    kept = sum(
-        one.bytes
-        for one in found.storages
-        if one.kind == "activations"
-        and origin(found.nodes[one.born]).phase == "forward"
-        and origin(found.nodes[one.dies]).phase == "backward"
-    )
+    whole = profile(step.executor.graph.graph)
+    made = kept = 0
+    where: set[str] = set()
+    for found in (whole, *whole.bodies.values()):
+        remade = [node for node in found.nodes if node.meta.get("recomputed")]
+        again = {one for node in remade for one in found.of[node] if one is not None}
+        where |= {origin(node).module for node in remade}
+        made += sum(one.bytes for one in again if one.kind == "activations")
+        kept += sum(
+            one.bytes
+            for one in found.storages
+            if one.kind == "activations"
+            and origin(found.nodes[one.born]).phase == "forward"
+            and origin(found.nodes[one.dies]).phase == "backward"
+        )
     if not made:
         return []
-    where = {origin(node).module for node in found.nodes if node.meta.get("recomputed")}
     blocks = sum(any(f"{one}.".startswith(f"{block}.") for one in where) for block in step.context.blocks)
     share = f"{made / (made + kept):.0%} of the activations that backward reads are made again"
     sizes = f"{show_bytes(made)}; {show_bytes(kept)} are kept"
