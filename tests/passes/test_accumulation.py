@@ -105,8 +105,8 @@ def test_only_stage_3_gathers_for_every_micro_batch(pool: Pool) -> None:
     three = seen(pool)[3, 2]
     # Forward and backward; embeddings and biases alone in a bucket have no use in backward.
     assert buckets < three.body["all-gather"] <= 2 * buckets
-    # Embedded positions are the same for all micro-batches.
-    assert sum(three.before.values()) <= 1
+    # Embedded positions are the same for all micro-batches: better embedded again than gathered for before the loop.
+    assert not three.before
 
 
 def test_a_collective_in_the_body_is_listed_for_every_micro_batch(pool: Pool) -> None:
