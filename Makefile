@@ -1,12 +1,13 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
+# make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
 BENCH_READY := .venv/.bench-ready
 
-.PHONY: train test bench clean
+.PHONY: train test bench bench-memory clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -19,6 +20,9 @@ test: $(READY)
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+bench-memory: $(BENCH_READY)
+	$(BIN)/python benchmarks/features.py $(ARGS)
 
 # Both build with the torch that is here: isolated builds would fetch another. A peer that does not install is left out.
 $(BENCH_READY): $(READY)

@@ -66,6 +66,7 @@ def trained_within_a_limit(folder: str) -> dict[str, Any]:
         found: dict[str, Any] = {"plain": plainly(theirs, x, 1)}
     except (RuntimeError, MemoryError) as error:
         found = {"plain": str(error)}
+    found |= {"state": 2 * PARAMETERS, "left": limit - used}
     theirs.zero_grad()
     step = Step(ours, folder)
     found["ours"] = [step(x).item() for _ in range(3)]
@@ -75,13 +76,18 @@ def trained_within_a_limit(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_state_that_does_not_fit_rests_in_files(tmp_path: Path) -> None:
-    script = f"import json; from {__name__} import *; print(json.dumps(trained_within_a_limit({str(tmp_path)!r})))"
+def trained_apart(folder: Path) -> dict[str, Any]:
+    """The same in a process of its own."""
+    script = f"import json; from {__name__} import *; print(json.dumps(trained_within_a_limit({str(folder)!r})))"
     # The limit counts address space: what is freed is to be given back, and no more set aside than is used.
     settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16), "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **settings}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **settings})
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def test_state_that_does_not_fit_rests_in_files(tmp_path: Path) -> None:
+    found = trained_apart(tmp_path)
     assert "can't allocate memory" in found["plain"]
     torch.testing.assert_close(found["ours"], found["wanted"])
