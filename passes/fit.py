@@ -254,6 +254,9 @@ def _helps(least: Memory, context: Context) -> list[str]:
     if context.recompute != "auto":
         found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
     at_rest = count("parameters", "optimizer state"), "parameters and optimizer state"
+    if any(bucket.rest.state is None for bucket in context.buckets):
+        in_files = "config.offload_optimizer('nvme', ...), which lets it rest in files"
+        found.append((count("optimizer state"), "optimizer state", in_files))
     if policy.split:
         found.append((*at_rest, "more ranks, which share them"))
         if not policy.regather:

@@ -7,7 +7,7 @@ optimizer reads and writes its state once where they do so many times.
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zerograph._torch import overloads
 from zerograph.passes.context import Context
@@ -61,6 +61,9 @@ def _put(
                 kwargs = {**kwargs, "found_inf": found}
             with graph.inserting_before(before):
                 copies[node] = emit(graph, node.target, args, Origin("update"), **kwargs)
+            if isinstance(copies[node].meta["val"], Tensor):
+                # A step count, where an accelerator's kernel reads it.
+                _like(copies[node].all_input_nodes[0], copies[node])
 
 
 # The fused operators that leave everything as it is where they are told of an overflow.

@@ -325,9 +325,7 @@ class Compiler:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        device, whole = members.device(parameter), stays_whole(parameter, self.config)
-                        rests = resting_device(self.config.optimizer_offload, device, whole=whole)
-                        program = self._program(number, index, parameter, rests or device)
+                        program = self._program(number, index, parameter, members.device(parameter))
                         found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 
@@ -335,6 +333,9 @@ class Compiler:
         optimizer = self.optimizers[number]
         group = optimizer.param_groups[index]
         lifted = self._lifted.get((number, index), {})
+        # It is updated where it rests.
+        whole = stays_whole(parameter, self.config)
+        device = resting_device(self.config.optimizer_offload, device, whole=whole) or device
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
         # Numbers that the update compared a hyperparameter with are known to this graph only.
         which, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
@@ -344,7 +345,7 @@ class Compiler:
         if kind in traced:
             return traced[kind]
         if key not in traced:
-            known = list(traced.values())
+            known = [program for other, program in traced.items() if other[: len(kind)] == kind]
             program = traced[key] = trace_update(
                 optimizer, group, parameter.shape, parameter.dtype, device, known, tuple(lifted)
             )

@@ -180,7 +180,7 @@ class ZeroGraph:
         return inspection.placements(self._compiled(), self._members())
 
     def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank holds between steps."""
+        """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files."""
         plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 

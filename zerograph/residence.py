@@ -27,12 +27,13 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
     left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
     for one in layout:
         if one.updates:
-            bytes_here = math.prod(local_shape(one.bucket.shape, one.bucket.sbp, mesh)) * one.bucket.dtype.itemsize
-            stays = one.bucket.is_whole or bytes_here <= left
-            left -= bytes_here if stays and not one.bucket.is_whole else 0
-            parameters = None if stays else _folder(config.parameter_offload)
-            rest = replace(one.bucket.rest, parameters=parameters, state=_folder(config.optimizer_offload))
-            one = replace(one, bucket=replace(one.bucket, rest=rest))
+            bucket, rest = one.bucket, one.bucket.rest
+            shard = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
+            parameters = None if bucket.is_whole or shard <= left else _folder(config.parameter_offload)
+            left -= 0 if bucket.is_whole or parameters is not None else shard
+            # Whole buckets of an accelerator are updated there.
+            state = _folder(config.optimizer_offload) if bucket.home.type == "cpu" else None
+            one = replace(one, bucket=replace(bucket, rest=replace(rest, parameters=parameters, state=state)))
         found.append(one)
     return tuple(found)
 

@@ -136,6 +136,24 @@ def test_files_are_read_into_the_cpus_memory(tmp_path: Any) -> None:
         assert min(order[user] for user in read.users if user.target is LANDED) < order[node]
 
 
+def test_what_is_whole_on_each_rank_stays_on_the_accelerator(tmp_path: Any) -> None:
+    step = Step(layers("meta"), adamw, 2)
+    # Biases are smaller.
+    step.config.shard_min_size = 100
+    step.config.offload_optimizer("nvme", nvme_path=tmp_path)
+    prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
+    whole = {bucket.name for bucket in prepared.context.buckets if bucket.is_whole}
+    assert whole
+    for node in placeholders(prepared.graph.graph, "bucket", "state"):
+        value, name = node.meta["val"], role(node).name
+        if value.dim():
+            assert value.device == (ACCELERATOR if name.split(".")[0] in whole else CPU)
+    assert not any(
+        role(node.args[0]).name.split(".")[0] in whole
+        for node in prepared.graph.graph.find_nodes(op="call_function", target=FETCH)
+    )
+
+
 class OnTwoPools(fx.Interpreter):
     """Runs a graph with the CPU in place of the accelerator: what is carried goes to other memory all the same."""
 

@@ -367,6 +367,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
         "unfuse",
         "reorder",
         "flatten",
+        "guard",
         "place",
         "lookup",
         "box",
@@ -377,8 +378,11 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
         "release",
         "schedule",
         "exchange",
+        "spill",
         "reinplace",
         "overwrite",
+        "carry",
+        "offload",
         "fit",
     ]
     assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])

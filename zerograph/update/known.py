@@ -20,7 +20,7 @@ class Programs:
         separate: those of which it is proved that they read no other parameter.
     """
 
-    traced: dict[Hashable, UpdateProgram] = field(default_factory=dict)
+    traced: dict[tuple[Hashable, ...], UpdateProgram] = field(default_factory=dict)
     separate: set[Hashable] = field(default_factory=set)
 
 
