@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import zerograph as zg
 from tests.liveness import most_alive_bytes
@@ -56,10 +57,8 @@ def run(step: zg.ZeroGraph, count: int = 3, first: int = 0) -> list[Tensor]:
 
 
 def tensors(state: Any) -> list[Tensor]:
-    found: list[Any] = torch.utils._pytree.tree_leaves(
-        [state["modules"], [one["state"] for one in state["optimizers"]]]
-    )
-    return [one for one in found if isinstance(one, Tensor)]
+    optimizers = [one["state"] for one in state["optimizers"]]
+    return [one for one in pytree.tree_leaves([state["modules"], optimizers]) if isinstance(one, Tensor)]
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -89,11 +88,11 @@ def same_with_and_without(folder: Path, optimizer: Optimizer, stages: list[int],
 @pytest.mark.parametrize(
     ("optimizer", "stages", "options"),
     [
-        (fused_adamw, [0, 2, 3], {"clip_grad_norm": 1.0}),
+        (fused_adamw, [0, 3], {"clip_grad_norm": 1.0}),
         (torch.optim.Adam, [1], {"shard_min_size": 32}),
         (fused_adamw, [3], {"amp_dtype": torch.float16, "grad_scaler": zg.GradScaler(init_scale=2.0**40)}),
-        (momentum, [1, 3], {}),
-        (matrices_by_muon, [2, 3], {}),
+        (momentum, [2], {}),
+        (matrices_by_muon, [3], {}),
     ],
 )
 def test_training_is_bitwise_the_same(
