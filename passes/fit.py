@@ -237,6 +237,7 @@ def _refuse(least: Memory, budget: int, context: Context) -> None:
         f"What would help: {'; '.join(_helps(least, context))}.",
         least.peak - budget,
         least.kinds.get("activations", 0),
+        least.kinds.get("gathered", 0) + least.kinds.get("gradients", 0),
     )
 
 

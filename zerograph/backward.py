@@ -42,6 +42,10 @@ class Backward:
             yield
 
     def _run(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _torch.backward_sequence_number() is not None:
+            # A reentrant checkpoint calls it inside of it: the gradients that it goes on from are scaled already.
+            original(tensors, *args, **kwargs)
+            return
         if self._scale is not None:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             tensors = [root * self._scale for root in roots]

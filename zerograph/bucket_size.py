@@ -37,8 +37,9 @@ def fitting(lay: Callable[[int], Step], usual: int) -> Step:
     while True:
         try:
             found = lay(size)
-        except MemoryBudgetError:
-            if size // 2 < _LEAST:
+        except MemoryBudgetError as error:
+            # Buckets of any size hold no less than nothing.
+            if size // 2 < _LEAST or error.missing > error.in_buckets:
                 raise
             size //= 2
         else:

@@ -21,11 +21,12 @@ class MemoryBudgetError(ZeroGraphError):
     Attributes:
         missing: bytes that it needs more.
         activations: bytes of activations at its peak.
+        in_buckets: bytes of gathered parameters and of gradients there.
     """
 
-    def __init__(self, message: str, missing: int = 0, activations: int = 0) -> None:
+    def __init__(self, message: str, missing: int = 0, activations: int = 0, in_buckets: int = 0) -> None:
         super().__init__(message)
-        self.missing, self.activations = missing, activations
+        self.missing, self.activations, self.in_buckets = missing, activations, in_buckets
 
 
 class OffloadError(ZeroGraphError):

@@ -33,4 +33,4 @@ def giving_up(lay: Callable[[int], Step]) -> Step:
             most = most or error.activations
             if forgone >= most:
                 raise
-            forgone += max(error.missing, -(-most // _SHARE))
+            forgone += max(error.missing, -(-most // _SHARE)) if forgone else error.missing

@@ -2,19 +2,20 @@
 
 Keys that zerograph puts into ``node.meta``:
 
-========== ================================================================================================
-``val``    fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
-``role``   :class:`Role` of a placeholder
-``origin`` :class:`Origin`: phase, module path and source line
+============== ============================================================================================
+``val``        fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
+``role``       :class:`Role` of a placeholder
+``origin``     :class:`Origin`: phase, module path and source line
 ``recomputed`` true where backward makes a value of forward again
-``edit``   true where ``build()`` computed the node from gradients, after the last ``backward()``
-``sbp``    tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
-``global`` global shape, from ``localize`` on
-``boxing`` :class:`Boxing` of a node that changes an SBP
-``local``  True for a node inside a local region, from ``localize`` on: it is nothing globally
-``own``    positions of the arguments that are this rank's own; all others are equal on all ranks
-``loop``   the :class:`zerograph.loop.Loop` of a node that runs one, whose body is a graph with the same keys
-========== ================================================================================================
+=======
+``edit``       true where ``build()`` computed the node from gradients, after the last ``backward()``
+``sbp``        tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
+``global``     global shape, from ``localize`` on
+``boxing``     :class:`Boxing` of a node that changes an SBP
+``local``      True for a node inside a local region, from ``localize`` on: it is nothing globally
+``own``        positions of the arguments that are this rank's own; all others are equal on all ranks
+``loop``       the :class:`zerograph.loop.Loop` of a node that runs one, whose body is a graph with the same keys
+============== ============================================================================================
 """
 
 from __future__ import annotations

@@ -117,6 +117,18 @@ def test_what_is_computed_again_keeps_its_module_and_line(way: str) -> None:
     assert {one.phase for one in found.values()} == {"backward"}
 
 
+def test_a_loss_is_scaled_once() -> None:
+    """Of a reentrant checkpoint, whose backward is a call of its own within the step's."""
+    losses = []
+    for way in ("plain", "reentrant"):
+        torch.manual_seed(0)
+        model = Net(way)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=1)
+        step.config.enable_amp(True, dtype=torch.float16)
+        losses.append(torch.stack([step(*batch) for batch in batches("mlp", 2, 64)]))
+    assert torch.equal(losses[0], losses[1])
+
+
 class Watched(nn.Module):
     """Counts in forward, and notes in backward how large the gradient was."""
 
