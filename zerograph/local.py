@@ -175,7 +175,8 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any, inputs: Sbps | N
             here.drawn.seed = before
         return [value for value in returned if isinstance(value, Tensor)], spec
 
-    with _torch.no_modes(), here.mode:
+    # Its forward and backward are traced here and now: a checkpoint around it keeps nothing of their inside.
+    with _torch.no_modes(), here.mode, torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         parts = [_part(tensor, sbp, here.ranks) for tensor, sbp in zip(tensors, sbps, strict=True)]
         count = here.drawn.count
         results, spec = run(*parts)
@@ -185,6 +186,10 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any, inputs: Sbps | N
         )
     found = iter(_Run.apply(plan, *tensors, *constants))
     return pytree.tree_unflatten([next(found) if isinstance(value, Tensor) else value for value in returned], spec)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _listed(sbps: Sbps) -> Sequence[Sbp]:

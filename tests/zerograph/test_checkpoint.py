@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
+import zerograph as zg
 from tests.models import TrainStep, adamw, batches
+from zerograph.region import local
 from zerograph.step_graph import origin
 
 aten = torch.ops.aten
@@ -127,6 +129,31 @@ def test_a_loss_is_scaled_once() -> None:
         step.config.enable_amp(True, dtype=torch.float16)
         losses.append(torch.stack([step(*batch) for batch in batches("mlp", 2, 64)]))
     assert torch.equal(losses[0], losses[1])
+
+
+class Regional(nn.Module):
+    """A local region between two layers, inside a checkpoint or not."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.up, self.down = again, nn.Linear(7, 14), nn.Linear(14, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._forward, x, use_reentrant=False) if self.again else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.down(zg.local(lambda h: nn.functional.dropout(h.exp(), 0.2))(self.up(x)))
+
+
+def test_a_local_region_is_computed_again() -> None:
+    losses = []
+    for repeated in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), Regional(repeated))
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=1)
+        losses.append(torch.stack([step(*batch) for batch in batches("mlp", 2, 64)]))
+    assert torch.equal(losses[0], losses[1])
+    assert any(node.target is local for node in again(step))
 
 
 class Watched(nn.Module):
