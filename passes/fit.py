@@ -252,7 +252,7 @@ def _helps(least: Memory, context: Context) -> list[str]:
         (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
         (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
     ]
-    if context.recompute != "auto":
+    if context.recompute != "auto" and context.updates:
         found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
     at_rest = count("parameters", "optimizer state"), "parameters and optimizer state"
     if any(bucket.rest.state is None for bucket in context.buckets):

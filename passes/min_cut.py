@@ -71,7 +71,6 @@ def pose(segment: Segment, read: Mapping[fx.Node, bool], mesh: Mesh) -> tuple[Pr
     Args:
         read: every value of forward, and whether backward reads it.
     """
-    numbers: dict[fx.Node, int] = {}
     stack = [value for value in segment.values if read[value] and value in segment.makeable]
     wanted = set(stack)
     while stack:
@@ -88,7 +87,7 @@ def pose(segment: Segment, read: Mapping[fx.Node, bool], mesh: Mesh) -> tuple[Pr
         Value(
             0 if read[node] and node not in makers else local_bytes(node, mesh),
             read[node] and node in makers,
-            operators.get(makers.get(node)) if node in makers else None,  # type: ignore[arg-type]
+            operators[makers[node]] if node in makers else None,
         )
         for node in nodes
     ]

@@ -431,11 +431,17 @@ def _write_once(graph: fx.Graph, state: int) -> None:
         if held.isdisjoint(written):
             if node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] in held:
                 held.add(node)
-        elif node.meta.get("custom", {}).get("recomputed"):
+        elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
             node.replace_all_uses_with(written[0])
             graph.erase_node(node)
         else:
             held.add(node)
+
+
+def _only_writes(node: fx.Node) -> bool:
+    """Whether what the operator returns, if anybody reads it, is what it wrote."""
+    assert isinstance(node.target, _torch.OpOverload)
+    return not node.users or all(result.alias_info is not None for result in _torch.returns(node.target))
 
 
 def _strip_detaches(graph: fx.Graph) -> None:

@@ -146,17 +146,13 @@ def _recompute(step: CompiledStep) -> list[str]:
     made = kept = 0
     where: set[str] = set()
     for found in (whole, *whole.bodies.values()):
-        remade = [node for node in found.nodes if node.meta.get("recomputed")]
-        again = {one for node in remade for one in found.of[node] if one is not None}
-        where |= {origin(node).module for node in remade}
-        made += sum(one.bytes for one in again if one.kind == "activations")
-        kept += sum(
-            one.bytes
-            for one in found.storages
-            if one.kind == "activations"
-            and origin(found.nodes[one.born]).phase == "forward"
-            and origin(found.nodes[one.dies]).phase == "backward"
-        )
+        where |= {origin(node).module for node in found.nodes if node.meta.get("recomputed")}
+        for one in found.storages:
+            born, dies = found.nodes[one.born], found.nodes[one.dies]
+            if one.kind == "activations" and born.meta.get("recomputed"):
+                made += one.bytes
+            elif one.kind == "activations" and origin(born).phase == "forward" and origin(dies).phase == "backward":
+                kept += one.bytes
     if not made:
         return []
     blocks = sum(any(f"{one}.".startswith(f"{block}.") for one in where) for block in step.context.blocks)

@@ -7,7 +7,6 @@ Keys that zerograph puts into ``node.meta``:
 ``role``       :class:`Role` of a placeholder
 ``origin``     :class:`Origin`: phase, module path and source line
 ``recomputed`` true where backward makes a value of forward again
-=======
 ``edit``       true where ``build()`` computed the node from gradients, after the last ``backward()``
 ``sbp``        tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
 ``global``     global shape, from ``localize`` on

@@ -24,7 +24,7 @@ from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 STAGES = (0, 1, 2, 3)
-OTHERS = ((0, "checkpoint"), (1, "auto"), (3, "auto"), (3, "checkpoint"))
+OTHERS = ((0, "checkpoint"), (3, "auto"), (3, "checkpoint"))
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 
