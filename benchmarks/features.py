@@ -4,13 +4,13 @@ python benchmarks/features.py                  # everything, a quarter of an hou
 python benchmarks/features.py bf16 recompute   # these beside "none" only, shown but not written
 make bench-memory                              # the first, in the project's own environment
 
-Two ranks over gloo, a pair of processes for each row, one compute thread each, AdamW(fused=True), backend eager; MiB on
-rank 0. At rest: parameters and optimizer state between steps. Predicted: `step.memory`, from the graph alone. Live: the
-bytes of all tensors alive at an operator of a running step, at most; the columns behind are what the prediction consists
-of. Process: VmHWM over the steps less what the process had before it made the model; glibc gives freed blocks back
-(`MALLOC_MMAP_THRESHOLD_`). Step: median of the last half of 20 steps. Deviation: the largest difference of a loss from
-that of the same step without features, over these 20 steps. The last table: a model whose optimizer state alone is more
-than a limit on the process leaves (RLIMIT_AS), trained plainly and with its state in files.
+Two ranks over gloo, a pair of processes for each row, one compute thread each, AdamW(fused=True), backend eager; MiB
+on rank 0. At rest: parameters and optimizer state between steps. Predicted: `step.memory`, from the graph alone. Live:
+the bytes of all tensors alive at an operator of a running step, at most; the columns behind are what the prediction
+consists of. Process: VmHWM over the steps less what the process had before it made the model; glibc gives freed blocks
+back (`MALLOC_MMAP_THRESHOLD_`). Step: median of the last half of 20 steps. Deviation: the largest difference of a loss
+from that of the same step without features, over these 20 steps. The last table: a model whose optimizer state alone
+is more than a limit on the process leaves (RLIMIT_AS), trained plainly and with its state in files.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def in_own_processes(feature: str, stage: int) -> dict[str, Any]:
             files.mkdir()
             command = [sys.executable, __file__, "--row", feature, str(stage), str(files), str(out)]
             processes.append(subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        if any([one.wait() for one in processes]):
+        statuses = [one.wait() for one in processes]
+        if any(statuses):
             raise SystemExit(f"{feature} at stage {stage} failed: see above")
         row: dict[str, Any] = json.loads(out.read_text())
         return row
