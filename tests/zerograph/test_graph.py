@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zerograph as zg
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
+from zerograph.passes.pipeline import PIPELINE
 
 
 class Nested(zg.ZeroGraph):
@@ -361,30 +362,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
     assert seen["compiled"] == 0
     assert seen["done"] == 1
     names = [name for name, *_ in seen["passes"]]
-    assert names == [
-        "capture",
-        "simplify",
-        "unfuse",
-        "reorder",
-        "flatten",
-        "guard",
-        "place",
-        "lookup",
-        "box",
-        "remake",
-        "regather",
-        "localize",
-        "fuse",
-        "release",
-        "schedule",
-        "exchange",
-        "spill",
-        "reinplace",
-        "overwrite",
-        "carry",
-        "offload",
-        "fit",
-    ]
+    assert names == ["capture", *(rewrite.__name__ for rewrite in PIPELINE)]
     assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])
     assert seen["sbp"]
     assert "boxing" in seen["readable"]
