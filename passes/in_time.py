@@ -108,7 +108,7 @@ def follow_from_batch(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-_AT_HAND = ("input", "buffer", "seed")
+_AT_HAND = ("input", "buffer", "seed", "scaler")
 
 
 def sbps(node: fx.Node) -> Sequence[NdSbp]:

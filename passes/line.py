@@ -59,7 +59,7 @@ class Line:
 
     def returned(self, have: Sbp) -> Sbp:
         """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
-        if self.is_time and isinstance(have, Split):
+        if self.is_time:
             return have
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
 

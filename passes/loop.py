@@ -25,6 +25,7 @@ from zerograph.random import uniform
 from zerograph.sbp import NdSbp, broadcast
 from zerograph.step_graph import Boxing, Origin, Role, origin, role
 
+aten = torch.ops.aten
 NAME = "micro_batches"
 
 
@@ -66,24 +67,54 @@ def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None
     results = [making.result(node, place) for node, place in zip(leaving, making.results, strict=True)]
     found = Loop(making.end(), context.micro_batches, making.cuts, results)
     module.add_submodule(NAME, found)
-    # What needs a result, and what nobody needs before, stands behind the loop.
     before = _ancestors(making.operands)
-    behind = [node for node in graph.nodes if _is_computed(node) and node not in before and node not in within]
+    # What needs a result, and what nobody needs before, stands behind the loop.
+    moving = {node for node in graph.nodes if _is_computed(node) and node not in before and node not in within}
     output = graph.output_node()
     with graph.inserting_before(output):
         ran = graph.call_module(NAME, tuple(making.operands))
-        ran.meta |= {"loop": found, "origin": Origin("backward"), "val": tuple(node.meta["val"] for node in leaving)}
+        ran.meta |= {
+            "loop": found,
+            "origin": Origin("backward"),
+            "val": tuple(one.meta["val"] for one in making.results),
+        }
         for index, (node, result) in enumerate(zip(leaving, results, strict=True)):
-            taken = emit(graph, operator.getitem, (ran, index), origin(node))
-            taken.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
-            if result.gradient is not None:
-                taken.meta["accumulated"] = result.gradient
+            taken = _like(emit(graph, operator.getitem, (ran, index), origin(node)), node, result)
+            _narrow(graph, node, taken, result)
             node.replace_all_uses_with(taken)
-    for node in behind:
-        output.prepend(node)
+    for node in list(graph.nodes):
+        if node in moving:
+            output.prepend(node)
     for node in reversed(list(graph.nodes)):
-        if node in within or node.target is leave or (node in making.remade and not node.users):
+        if node in within or node.target is leave:
             graph.erase_node(node)
+    # What the body makes for itself may be needed by nobody else; it stands behind the loop by now.
+    for node in reversed(list(graph.nodes)):
+        if node in making.remade and not node.users:
+            graph.erase_node(node)
+
+
+def _like(made: fx.Node, node: fx.Node, result: Result) -> fx.Node:
+    made.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
+    if result.gradient is not None:
+        made.meta["accumulated"] = result.gradient
+    return made
+
+
+def _narrow(graph: fx.Graph, node: fx.Node, taken: fx.Node, result: Result) -> None:
+    """A gradient that travels in a low precision, but was summed in fp32, is cast for those who read it so."""
+    dtype = node.meta["val"].dtype
+    if dtype is result.dtype:
+        return
+    narrow: fx.Node | None = None
+    for reader in list(node.users):
+        if reader.target is aten._to_copy.default and reader.meta["val"].dtype is result.dtype:
+            reader.replace_all_uses_with(taken)
+            graph.erase_node(reader)
+            continue
+        if narrow is None:
+            narrow = _like(emit(graph, aten._to_copy.default, (taken,), origin(node), dtype=dtype), node, result)
+        reader.replace_input_with(node, narrow)
 
 
 def _is_computed(node: fx.Node) -> bool:
@@ -159,8 +190,8 @@ class _Body:
             self._copies[given] = placeholder
         self.results = [self.graph.placeholder(f"{NAME}_{index}") for index in range(len(leaving))]
         for placeholder, node in zip(self.results, leaving, strict=True):
-            placeholder.meta |= {key: node.meta[key] for key in ("val", "sbp", "global") if key in node.meta}
-            placeholder.meta["role"] = Role("result", placeholder.name)
+            placeholder.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
+            placeholder.meta |= {"role": Role("result", placeholder.name), "val": _summed(self.outer, node)}
         self.turn = self.graph.placeholder("turn")
         self.turn.meta |= {
             "role": Role("turn", "turn"),
@@ -191,14 +222,11 @@ class _Body:
             emit(self.graph, accumulate, (place, part, self.turn), origin(node))
         else:
             emit(self.graph, collect, (place, part, self.turn, along), origin(node))
-        value: Tensor = node.meta["val"]
-        boxing = node.meta.get("boxing")
-        name = boxing.tensor.removeprefix("gradient of ") if isinstance(boxing, Boxing) else None
-        gradient = name if isinstance(boxing, Boxing) and name != boxing.tensor else None
-        return Result(tuple(value.shape), value.dtype, value.device, along, gradient)
+        value: Tensor = place.meta["val"]
+        return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node))
 
     def end(self) -> fx.GraphModule:
-        self.graph.output(())
+        self.graph.output(()).meta["roles"] = []
         for node in self.graph.nodes:
             _forget_time(node)
         return _torch.graph_module(torch.nn.Module(), self.graph)
@@ -217,9 +245,23 @@ class _Body:
                 found = role(node)
                 self._of_buckets[node] = found is not None and found.kind == "bucket"
             else:
-                given = node.all_input_nodes
-                self._of_buckets[node] = bool(given) and all(map(self._comes_from_bucket, given))
+                self._of_buckets[node] = any(map(self._comes_from_bucket, node.all_input_nodes))
         return self._of_buckets[node]
+
+
+def _gradient_of(node: fx.Node) -> str | None:
+    """The bucket whose gradient a boxing node moves."""
+    found = node.meta.get("boxing")
+    name = found.tensor if isinstance(found, Boxing) else ""
+    return name.removeprefix("gradient of ") if name.startswith("gradient of ") else None
+
+
+def _summed(graph: fx.Graph, node: fx.Node) -> Tensor:
+    """What holds the result: gradients of a low precision add up in fp32, as they do in ``.grad`` under autocast."""
+    value: Tensor = node.meta["val"]
+    if _gradient_of(node) is None or value.dtype.itemsize >= torch.float32.itemsize:
+        return value
+    return fake(graph, tuple(value.shape), torch.float32, value.device)
 
 
 def _forget_time(node: fx.Node) -> None:

@@ -72,7 +72,10 @@ PIPELINE: tuple[Pass, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class PassRecord:
-    """What a pass left: what is then true, how many nodes there are, the seconds it took, and the graph itself."""
+    """What a pass left: what is then true, how many nodes there are, the seconds it took, and the graph itself.
+
+    Nodes of a loop's body count once.
+    """
 
     name: str
     summary: str

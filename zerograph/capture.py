@@ -71,7 +71,8 @@ def capture(
         aliases: further names of the same tensors (tied weights), to the name above.
         inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
         train: optimizers are registered, so some parameter must get a gradient.
-        ranks: how many compute the step together; only local regions depend on it.
+        ranks: into how many parts the batch is cut, on ranks beside each other or micro-batches one after another;
+            only local regions depend on it.
         groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
         clip_grad_norm: clip all gradients together to this norm after ``build()``.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.

@@ -75,7 +75,9 @@ class Config:
         gradient_accumulation_steps: into how many micro-batches each rank's part of the batch is cut, along dimension
             0. They are computed one after another, so that only one's activations are in memory, and one update is made
             of all; the numbers are those of the whole batch at once. Means nothing for a graph without optimizer.
-            Default 1.
+            Default 1. Data parallel and stage 1 sum a rank's gradients and reduce them once; stages 2 and 3 reduce each
+            micro-batch's and keep the sum of the shards. That is another order of summation: bitwise, only these two
+            and those two agree. Gradients narrower than fp32 are summed in fp32.
         accumulation_outputs: what tensors that ``build()`` computes from the batch are returned as, where there are
             several micro-batches: ``"whole"`` (default), as with one: a loss is that of the whole batch, split tensors
             have all samples; or ``"packed"``: one entry for each micro-batch, stacked in a new dimension in front. Of a

@@ -99,7 +99,8 @@ class ZeroGraph:
         """One step on this rank's part of the batch: tensors in any nesting of lists, tuples and dicts.
 
         Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Returns what
-        ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks.
+        ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks (with several
+        micro-batches as ``config.accumulation_outputs`` says).
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
@@ -149,6 +150,8 @@ class ZeroGraph:
     def graph(self, name: str | None = None) -> fx.GraphModule:
         """The graph after the pass of that name, or the last one, of the step compiled last.
 
+        That of one micro-batch, where there are several, is ``graph().micro_batches.body``.
+
         Raises:
             ConfigError: no such pass, or nothing compiled yet.
         """
@@ -164,7 +167,7 @@ class ZeroGraph:
         return self._compiled().passes
 
     def collectives(self) -> list[inspection.Collective]:
-        """The collectives of the step compiled last: kind, bytes, tensors, phase."""
+        """The collectives of the step compiled last: kind, bytes, tensors, phase; each as often as it runs."""
         return inspection.collectives(self._compiled())
 
     @property

@@ -38,6 +38,8 @@ def local(region: F, *, inputs: Sbps | None = ..., outputs: Sbps = ...) -> F: ..
 def local(region: Any, *, inputs: Sbps | None = None, outputs: Sbps = Split(0)) -> Any:  # noqa: B008
     """``region``, to be called in ``build()`` with this rank's parts; in plain PyTorch it is what it was.
 
+    With several micro-batches a part is a rank's part of one of them.
+
     Parameters and buffers that it uses, its own or others of the graph, are whole, and their gradients are summed
     over the ranks. Every other tensor that it reads must be among its arguments. Random numbers differ between ranks.
 

@@ -90,7 +90,7 @@ class Loop(nn.Module):
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
         results = tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in self.results)
-        turn = torch.zeros((), dtype=torch.int64)
+        turn = torch.zeros((), dtype=torch.int64, device="cpu")
         # Not body(): GraphModule's __call__ drops the traceback that tells which node failed.
         run = self._function or self.body.forward
         for number in range(self.micro_batches):

@@ -14,6 +14,8 @@ from tests.equivalence.test_stages import check
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from tests.zerograph import test_local as routing
+from zerograph.loop import loops
+from zerograph.step_graph import collective_nodes
 
 STEPS = 3
 Case = tuple[int, int]  # stage, micro-batches
@@ -154,3 +156,33 @@ def test_a_local_region_sees_one_micro_batch(pool: Pool) -> None:
     wanted, found = pool.run(2, routed, 1)[0], routed(2)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-12, atol=1e-12)
+
+
+def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
+    """At stages 1 and 2: losses, dtypes that gradients are summed in over micro-batches, and that they travel in."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model))
+    step.config.enable_amp(True, dtype=torch.bfloat16)
+    step.config.set_gradient_accumulation_steps(4)
+    initial = step.state_dict()
+    found = []
+    for stage in (1, 2):
+        step.set_zero_mode("distributed_split", stage=stage)
+        step.load_state_dict(initial)
+        losses = [step(part(x), part(y)) for x, y in masked("mlp", torch.float32)]
+        graph = step.graph().graph
+        (loop,) = loops(graph)
+        sums = {one.dtype for one in loop.results if one.gradient is not None}
+        moved = [node for one in (graph, loop.body.graph) for node in collective_nodes(one)]
+        wire = {one.meta["val"].dtype for one in moved if one.meta["boxing"].tensor == "gradient of bucket0"}
+        found.append((losses, sums, wire))
+    return found
+
+
+def test_gradients_of_a_low_precision_are_summed_in_fp32(pool: Pool) -> None:
+    model = make("mlp")
+    wanted = train_plainly(model, adamw(model), masked("mlp", torch.float32))
+    for losses, sums, wire in pool.run(2, in_bf16)[0]:
+        torch.testing.assert_close(losses, wanted, rtol=0.01, atol=0)
+        assert sums == {torch.float32}
+        assert wire == {torch.bfloat16}
