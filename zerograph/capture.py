@@ -148,6 +148,11 @@ def capture(
     with mode, plain, kept, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
         inputs_of_step = [*state.values(), seed, *scale, *batch]
         traced = _torch.trace(step, inputs_of_step, table)
+        if scaled and gradients and not backwards[-1]:
+            raise CaptureError(
+                "the loss is to be scaled, but build() makes gradients without calling backward()\n"
+                "Call loss.backward(), or set config.grad_scaler to None."
+            )
         if scaled and backwards[-1] > 1:
             # Gradients were unscaled behind the first backward() of several.
             for noted in (gradients, returned, output_spec, regions):

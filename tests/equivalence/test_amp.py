@@ -240,6 +240,28 @@ def test_what_build_does_to_gradients_sees_them_unscaled() -> None:
     assert deviation(clipped(True), clipped(False)) < 1e-6
 
 
+class ByHand(TrainStep):
+    """Gradients that no backward() made."""
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss_fn(self.model(x), y)
+        parameters = list(self.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        return loss
+
+
+def test_gradients_made_by_hand_are_not_taken_for_scaled() -> None:
+    model = make("mlp")
+    step = ByHand(model, sgd(model))
+    step.config.grad_scaler = zg.GradScaler()
+    x, y = batches("mlp", 1)[0]
+    with pytest.raises(zg.CaptureError, match=r"without calling backward\(\)"):
+        step(x, y)
+    step.config.grad_scaler = None
+    step(x, y)
+
+
 def counted(stage: int) -> dict[str, float]:
     """Bytes per parameter: at rest, of each kind that is held in a step at most, and on the wire."""
     torch.manual_seed(0)
