@@ -455,8 +455,9 @@ class Compiler:
             for update in one.updates
             for short, name in update.numbers().items()
         }
-        needs = graph.graph.output_node().meta["needs"]
-        outputs = tuple(zip(needs, (node.meta["global"] for node in output_nodes(graph.graph)), strict=True))
+        about = graph.graph.output_node().meta
+        returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
+        outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
             prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs
         )

@@ -261,6 +261,8 @@ class ZeroGraph:
             f"  modules: {modules or 'none'}",
             f"  optimizers: {optimizers}",
         ]
+        if self.config.scaler is not None:
+            lines.append(f"  loss scale: {self.config.scaler.get_scale():g}")
         if self._latest is None:
             return "\n".join([*lines, "  not compiled yet: call it, or compile(*inputs)"])
         job = self._latest.executor.job
