@@ -1,6 +1,6 @@
 """What each feature saves: one GPT with every one alone and with all, written to benchmarks/results/features.*.
 
-python benchmarks/features.py                  # everything, a quarter of an hour
+python benchmarks/features.py                  # everything, ten minutes
 python benchmarks/features.py bf16 recompute   # these beside "none" only, shown but not written
 make bench-memory                              # the first, in the project's own environment
 
