@@ -196,21 +196,25 @@ class Compiler:
 
         blocks = self._blocks(members) if captured.gradients else ()
 
-        def lay(bucket_size: int | None, forgone: int) -> Prepared:
+        def lay(bucket_size: int | None, forgone: int, spills: bool) -> Prepared:
             config = replace(self.config, bucket_size=bucket_size)
             layout = plan_layout(mesh, members, config, captured, updates, train=bool(self.optimizers))
             layout = assign(layout, config, mesh)
-            context = self._context(mesh, members, batch, layout, exchanges or {}, blocks, forgone)
+            context = self._context(mesh, members, batch, layout, exchanges or {}, blocks, forgone, spills=spills)
             return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
 
-        def sized(forgone: int) -> Prepared:
+        def sized(forgone: int, spills: bool) -> Prepared:
             if self.config.memory_budget is None or self.config.bucket_size is not None:
-                return lay(self.config.bucket_size, forgone)
-            return fitting(lambda bucket_size: lay(bucket_size, forgone), default_bytes(total))
+                return lay(self.config.bucket_size, forgone, spills)
+            return fitting(lambda bucket_size: lay(bucket_size, forgone, spills), default_bytes(total))
 
         specs = members.specs(members.parameters)
         total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
-        return giving_up(sized) if self.config.recompute == "auto" and captured.gradients else sized(0)
+        spills = self.config.offload_activations
+        if self.config.recompute != "auto" or not captured.gradients:
+            return sized(0, spills)
+        accelerated = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
+        return giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=accelerated and not spills)
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """The blocks that the model repeats, if the configuration needs to know."""
@@ -234,6 +238,8 @@ class Compiler:
         exchanges: Mapping[str, OpOverload],
         blocks: tuple[str, ...],
         forgone: int,
+        *,
+        spills: bool,
     ) -> Context:
         return Context(
             mesh=mesh,
@@ -263,7 +269,7 @@ class Compiler:
             recompute=self.config.recompute,
             blocks=blocks,
             forgone=forgone,
-            offload_activations=self.config.offload_activations,
+            offload_activations=spills,
             warn=self._warn,
         )
 

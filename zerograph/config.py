@@ -65,8 +65,9 @@ class Config:
             number. ``"none"`` (default): what one pass over memory makes, activation functions and norms. ``"blocks"``:
             of the blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``),
             all but what enters them. ``"auto"``: what costs the least work, matrix products last, and only as much as
-            ``memory_budget`` asks for; without a budget the same as ``"none"``. No collective is sent twice but, at
-            stage 3, the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
+            ``memory_budget`` asks for; without a budget the same as ``"none"``. Of an accelerator, activations whose
+            way to the CPU and back hides behind forward wait there first. No collective is sent twice but, at stage 3,
+            the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
         optimizer_offload: set by :meth:`offload_optimizer`. Default None: on the device.
         parameter_offload: set by :meth:`offload_parameters`. Default None: on the device.
         offload_activations: let activations of an accelerator wait for backward in the CPU's memory: of the first

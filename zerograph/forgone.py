@@ -13,23 +13,29 @@ Step = TypeVar("Step")
 _SHARE = 16
 
 
-def giving_up(lay: Callable[[int], Step]) -> Step:
+def giving_up(lay: Callable[[int, bool], Step], *, may_spill: bool) -> Step:
     """The step that gives up no more activations than the budget asks for.
+
+    First those that may wait elsewhere for backward at no cost of time, if there are any, then others.
 
     What is missing is given up next. Where that lowers the peak by less, because it is another place of the step then
     that holds the most, it takes several rounds, at most as many as there are sixteenths of the activations.
 
     Args:
-        lay: makes the step that gives up at least so many bytes on a rank.
+        lay: makes the step that gives up at least so many bytes on a rank, with spilling or without.
+        may_spill: activations can wait in the CPU's memory.
 
     Raises:
         MemoryBudgetError: not even a step that gives up all that it can fits.
     """
-    forgone, most = 0, 0
+    forgone, most, spills = 0, 0, False
     while True:
         try:
-            return lay(forgone)
+            return lay(forgone, spills)
         except MemoryBudgetError as error:
+            if may_spill and not spills:
+                spills = True
+                continue
             most = most or error.activations
             if forgone >= most:
                 raise

@@ -275,6 +275,28 @@ def most_activations(graph: fx.Graph) -> int:
     return max(sum(one.bytes for one in found if one.born <= at <= one.dies) for at in range(len(graph.nodes)))
 
 
+def within(budget: int | None) -> tuple[int, int, int]:
+    """(peak, activations that wait on the CPU, nodes that compute again) of a step with ``recompute="auto"``."""
+    step = Step(Blocks("meta"), adamw, 2)
+    step.config.recompute, step.config.memory_budget = "auto", budget
+    graph = step.prepare(line(1, 0, "ranks"), torch.empty(512, 31, device="meta"), device="meta").graph.graph
+    return profile(graph).peak, len(carried(graph, CPU)), sum("recomputed" in node.meta for node in graph.nodes)
+
+
+def test_auto_spills_what_is_hidden_before_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "FLOPS_PER_BYTE", 30.0)
+    most, spilled, again = within(None)
+    assert (spilled, again) == (0, 0)
+    less, spilled, again = within(most - 1)
+    assert spilled
+    assert not again
+    # All that is hidden waits there already.
+    least, still, again = within(less - 1)
+    assert still == spilled
+    assert again
+    assert least < less < most
+
+
 def test_they_are_not_held_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, spilled = (most_activations(spilling("meta", link, monkeypatch).graph.graph) for link in (None, 0.0))
     # Of six layers' one that is computed, one that is read, one on its way, one ahead; and numbers.
