@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import deviation
@@ -262,35 +263,43 @@ def test_gradients_made_by_hand_are_not_taken_for_scaled() -> None:
     step(x, y)
 
 
-def counted(stage: int) -> dict[str, float]:
-    """Bytes per parameter: at rest, of each kind that is held in a step at most, and on the wire."""
+def most_held(graph: fx.Graph) -> dict[str, int]:
+    """The most bytes of gathered parameters, of gradients as backward makes them, and of those that were reduced."""
+    found = profile(graph)
+    changes = {kind: [0] * (len(found.nodes) + 1) for kind in ("gathered", "gradients", "reduced")}
+    for one in found.storages:
+        from_others = one.kind == "gradients" and "boxing" in found.nodes[one.born].meta
+        if one.kind in changes:
+            changed = changes["reduced" if from_others else one.kind]
+            changed[one.born] += one.bytes
+            changed[one.dies + 1] -= one.bytes
+    return {kind: max(itertools.accumulate(changed)) for kind, changed in changes.items()}
+
+
+def counted() -> list[dict[str, float]]:
+    """Of each stage bytes per parameter: at rest, of each kind that is held in a step at most, and on the wire."""
     torch.manual_seed(0)
     model = Gpt(False, 64, 96, 6)
-    every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "exchanges", lambda job: every)
-        step = TrainStep(model, adamw(model), stage, bucket_size=2**16)
-        step.config.enable_amp()
-        tokens = torch.arange(2 * 17).view(2, 17)
-        step(tokens[:, :-1], tokens[:, 1:])
-    with sent() as bytes_sent:
-        step(tokens[:, :-1], tokens[:, 1:])
-    found = profile(step.graph().graph)
-    held = {"gathered": 0, "gradients": 0, "reduced": 0}
-    for at in range(len(found.nodes)):
-        now = dict.fromkeys(held, 0)
-        for one in found.storages:
-            if one.born <= at <= one.dies and one.kind in held:
-                from_others = one.kind == "gradients" and "boxing" in found.nodes[one.born].meta
-                now["reduced" if from_others else one.kind] += one.bytes
-        held = {kind: max(count, now[kind]) for kind, count in held.items()}
-    planned = {
-        kind: sum(one.bytes for one in step.collectives() if one.kind == kind and one.bytes > 8)
-        for kind in ("all-gather", "reduce-scatter", "all-reduce")
-    }
     psi = sum(parameter.numel() for parameter in model.parameters())
-    numbers = {"rest": step.state_bytes(), **held, **planned, "sent": sum(bytes_sent)}
-    return {name: number / psi for name, number in numbers.items()}
+    step = TrainStep(model, adamw(model), bucket_size=2**16)
+    step.config.enable_amp()
+    tokens = torch.arange(2 * 17).view(2, 17)
+    every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
+    results = []
+    for stage in range(4):
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "exchanges", lambda job: every)
+            step.compile(tokens[:, :-1], tokens[:, 1:])
+        with sent() as bytes_sent:
+            step(tokens[:, :-1], tokens[:, 1:])
+        planned = {
+            kind: sum(one.bytes for one in step.collectives() if one.kind == kind and one.bytes > 8)
+            for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        }
+        numbers = {"rest": step.state_bytes(), **most_held(step.graph().graph), **planned, "sent": sum(bytes_sent)}
+        results.append({name: number / psi for name, number in numbers.items()})
+    return results
 
 
 def test_bytes_per_parameter_are_those_of_the_paper(pool: Pool) -> None:
@@ -299,8 +308,7 @@ def test_bytes_per_parameter_are_those_of_the_paper(pool: Pool) -> None:
     At rest 4 of master and 8 of moments; in a step 2 of the compute copy and 2 of the gradient, whole until stage 1,
     2 / N from stage 2 on. At stage 3 there is less of the copy than the paper's 2 / N: shards are cast when gathered.
     """
-    found = [pool.run(RANKS, counted, stage)[0] for stage in range(4)]
-    for stage, bytes_of in enumerate(found):
+    for stage, bytes_of in enumerate(pool.run(RANKS, counted)[0]):
         gradients = bytes_of["gradients" if stage < 2 else "reduced"]
         total = bytes_of["rest"] + bytes_of["gathered"] + gradients
         paper = (16, 4 + 12 / RANKS, 2 + 14 / RANKS, 16 / RANKS)[stage]
