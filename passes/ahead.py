@@ -16,6 +16,7 @@ from zerograph.errors import PlacementError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
+from zerograph.passes.edit import ancestors
 from zerograph.passes.in_time import along_time, change_sbps, follow_from_batch, sbps
 from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, broadcast, partial_sum
@@ -45,7 +46,7 @@ def _check_gradients(graph: fx.Graph, context: Context) -> None:
     for joined in graph.nodes:
         if "gradient" not in joined.meta or joined.meta["sbp"][-1] != broadcast:
             continue
-        cone = _ancestors(joined)
+        cone = ancestors([joined])
         sums = any((found := along_time(one, context)) and found.source[-1] == partial_sum for one in cone)
         model = cone - known
         fed = [one for one in graph.nodes if one in model and not known.isdisjoint(one.all_input_nodes)]
@@ -56,16 +57,6 @@ def _check_gradients(graph: fx.Graph, context: Context) -> None:
 def _is_input(node: fx.Node) -> bool:
     found = role(node)
     return found is not None and found.kind == "input" and bool(node.meta["val"].dim())
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
-        found.update(fresh)
-        stack += fresh
-    return found
 
 
 def _within(graph: fx.Graph, context: Context) -> set[fx.Node]:

@@ -18,7 +18,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.loop import Loop, Result, accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, fake
+from zerograph.passes.edit import ancestors, emit, fake
 from zerograph.passes.in_time import change_sbps, enter, leave, sbps
 from zerograph.passes.rules import Signature
 from zerograph.random import uniform
@@ -67,7 +67,7 @@ def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None
     results = [making.result(node, place) for node, place in zip(leaving, making.results, strict=True)]
     found = Loop(making.end(), context.micro_batches, making.cuts, results)
     module.add_submodule(NAME, found)
-    before = _ancestors(making.operands)
+    before = ancestors(making.operands).union(making.operands)
     # What needs a result, and what nobody needs before, stands behind the loop.
     moving = {node for node in graph.nodes if _is_computed(node) and node not in before and node not in within}
     output = graph.output_node()
@@ -119,17 +119,6 @@ def _narrow(graph: fx.Graph, node: fx.Node, taken: fx.Node, result: Result) -> N
 
 def _is_computed(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output") and node.target is not leave
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set(nodes)
-    stack = list(nodes)
-    while stack:
-        for given in stack.pop().all_input_nodes:
-            if given not in found:
-                found.add(given)
-                stack.append(given)
-    return found
 
 
 @dataclass

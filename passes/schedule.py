@@ -9,7 +9,7 @@ from torch import fx
 
 from zerograph.loop import accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import positions
+from zerograph.passes.edit import ancestors, positions
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import bucket_behind, placeholders, role
 
@@ -61,7 +61,7 @@ def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:
         looked_up = "looked_up" in start.all_input_nodes[0].meta
         if start.meta["val"].dim() and not looked_up:
             continue
-        cone = sorted(_ancestors(start), key=order.__getitem__)
+        cone = sorted(ancestors([start]), key=order.__getitem__)
         if all(_leads_to_rows(node) if looked_up else _follows_from_batch(node) for node in cone):
             for node in [*cone, start]:
                 if node.op == "placeholder" or node in moved:
@@ -71,16 +71,6 @@ def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:
                 place = node
                 moved.add(node)
     return place
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
-        found.update(fresh)
-        stack += fresh
-    return found
 
 
 def _follows_from_batch(node: fx.Node) -> bool:
