@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph._torch import OpOverload
 from zerograph.loop import Loop, Result, accumulate, collect
 from zerograph.passes.context import Context
 from zerograph.passes.edit import ancestors, emit, fake
@@ -23,7 +22,7 @@ from zerograph.passes.in_time import change_sbps, enter, leave, sbps
 from zerograph.passes.rules import Signature
 from zerograph.random import uniform
 from zerograph.sbp import NdSbp, broadcast
-from zerograph.step_graph import Boxing, Origin, Role, origin, role
+from zerograph.step_graph import Boxing, Origin, Role, is_view, origin, role
 
 aten = torch.ops.aten
 NAME = "micro_batches"
@@ -224,7 +223,7 @@ class _Body:
         """Whether the body makes it again rather than be given it."""
         if node.op != "call_function":
             return False
-        if isinstance(node.target, OpOverload) and node.target.is_view:
+        if is_view(node):
             return True
         return self.context.policy.regather and self._comes_from_bucket(node)
 

@@ -66,10 +66,10 @@ def _uses(gather: fx.Node) -> set[fx.Node]:
 
 
 def _is_form(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _COPIES)
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in COPIES)
 
 
-_COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
+COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
 
 
 def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list[int]) -> list[fx.Node]:

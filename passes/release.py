@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import bucket_behind, origin
+from zerograph.step_graph import bucket_behind, is_view, origin
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -36,7 +35,7 @@ _PRODUCTS = {aten.mm.default, aten.bmm.default}
 
 def _is_gathered(node: fx.Node) -> bool:
     """Whether it is a view of a bucket that a collective gathered."""
-    while isinstance(node.target, OpOverload) and node.target.is_view:
+    while is_view(node):
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
         return False

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
-from zerograph.step_graph import nbytes, origin
+from zerograph.step_graph import is_view, nbytes, origin
 
 aten = torch.ops.aten
 
@@ -52,14 +52,10 @@ def _is_cheap(made: fx.Node, node: fx.Node) -> bool:
     return torch.Tag.pointwise in made.target.tags
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """What computes with the node's value: its users, and those of its views."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -97,6 +93,6 @@ def _make_again(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> None:
 
 def _source(node: fx.Node) -> fx.Node:
     """What the node is a view of, or itself."""
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node

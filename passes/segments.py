@@ -22,6 +22,7 @@ from zerograph._torch import OpOverload, is_mutable
 from zerograph.memory import shared_arguments
 from zerograph.passes.boxing import boxing
 from zerograph.passes.lookup import is_apart
+from zerograph.passes.regather import COPIES
 from zerograph.region import local
 from zerograph.step_graph import origin, role
 
@@ -85,13 +86,10 @@ def made_by(value: fx.Node) -> fx.Node:
 def is_weight(value: fx.Node) -> bool:
     """Whether it is a parameter or a bucket, gathered or cast: backward has it, or gathers it again."""
     node = value
-    while node.op == "call_function" and (node.target is boxing or node.target in _FORMS or _shown(node) is not None):
+    while node.op == "call_function" and (node.target is boxing or node.target in COPIES or _shown(node) is not None):
         node = node.all_input_nodes[0]
     found = role(node)
     return found is not None and found.kind in ("bucket", "parameter")
-
-
-_FORMS: set[Any] = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
 
 
 def _labels(forward: Sequence[fx.Node], blocks: frozenset[str]) -> dict[fx.Node, Label]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
-from zerograph._torch import OpOverload
 from zerograph.memory import WAIT, Profile, Storage, profile
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit
-from zerograph.step_graph import origin, value
+from zerograph.passes.work import flops
+from zerograph.step_graph import is_view, origin, value
 
 aten = torch.ops.aten
 
@@ -79,7 +77,7 @@ def _kept(found: Profile) -> Iterator[_Kept]:
         ends = {user for start in users for user in start.users if user.target is WAIT}
         readers = [user for user in users if not _in_forward(user)]
         last = max([made, *views, *(user for user in (users | ends) if _in_forward(user))])
-        plain = _in_forward(made) and value(made).is_contiguous() and all(map(_is_view, views))
+        plain = _in_forward(made) and value(made).is_contiguous() and all(map(is_view, views))
         if plain and readers and last < min(readers) and all(user.op != "output" for user in readers):
             yield _Kept(made, views, storage.bytes, last, readers)
 
@@ -88,15 +86,11 @@ def _in_forward(node: fx.Node) -> bool:
     return node.op != "output" and origin(node).phase == "forward"
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
 def _hidden(kept: Sequence[_Kept], found: Profile, position: dict[fx.Node, int]) -> list[_Kept]:
     """Those that are down, one after the other, before forward is over."""
     clock = [0]
     for node in found.nodes:
-        clock.append(clock[-1] + (_flops(node) if _in_forward(node) else 0))
+        clock.append(clock[-1] + (flops(node) if _in_forward(node) else 0))
     free, chosen = 0, []
     for one in kept:
         done = max(free, clock[position[one.made] + 1]) + one.bytes * FLOPS_PER_BYTE
@@ -104,15 +98,6 @@ def _hidden(kept: Sequence[_Kept], found: Profile, position: dict[fx.Node, int])
             chosen.append(one)
             free = done
     return chosen
-
-
-def _flops(node: fx.Node) -> int:
-    """Of this rank; 0 for what is no product."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    args: Any
-    kwargs: Any
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=value(node)))
 
 
 def _spill(graph: fx.Graph, one: _Kept, place: fx.Node) -> fx.Node:

@@ -34,11 +34,11 @@ def work(node: fx.Node, mesh: Mesh) -> int:
     written = sum(math.prod(shape) * one.element_size() for shape, one in zip(made, outputs, strict=True))
     read = sum(local_bytes(given, mesh) for given in rules.tensor_arguments(node))
     share = math.prod(made[0]) / max(outputs[0].numel(), 1) if made else 1
-    return 1 + written + read + round(_flops(node) * share / _FLOPS_PER_BYTE)
+    return 1 + written + read + round(flops(node) * share / _FLOPS_PER_BYTE)
 
 
-def _flops(node: fx.Node) -> int:
-    """Of all ranks together; 0 for what is no product."""
+def flops(node: fx.Node) -> int:
+    """Floating-point operations, in the shapes that the graph has; 0 for what is no product."""
     target: Any = node.target
     args: Any
     kwargs: Any

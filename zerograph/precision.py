@@ -9,14 +9,11 @@ is added in fp32. Parameters that an operator reads in fp32 (the scale of a norm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from zerograph._torch import OpOverload
 from zerograph.gradients import edited_gradients, is_edit
-from zerograph.step_graph import placeholders, role
+from zerograph.step_graph import is_view, placeholders
 
 aten = torch.ops.aten
 
@@ -44,7 +41,7 @@ def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
     return bool(readers) and all(
         is_cast(user, dtype)
         or picks_rows(user, node)
-        or (_is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
+        or (is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
         for user in readers
     )
 
@@ -63,8 +60,3 @@ _ANY_LAYOUT = (None, torch.preserve_format)
 def picks_rows(node: fx.Node, table: fx.Node) -> bool:
     """Whether the node looks rows up in ``table``: whatever these are cast to can be cast before as well."""
     return node.target is aten.embedding.default and node.args[0] is table
-
-
-def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and target.is_view and role(node) is None

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from zerograph._torch import OpOverload
 from zerograph.loop import loop_of
 from zerograph.region import Region
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
@@ -137,6 +138,11 @@ def take_origins(graph: fx.Graph) -> None:
 def role(node: fx.Node) -> Role | None:
     found = node.meta.get("role")
     return found if isinstance(found, Role) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value lies in the memory of its first argument, as the operator says of itself."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def bucket_behind(node: fx.Node) -> Role | None:
