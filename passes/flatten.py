@@ -215,6 +215,9 @@ def _bucket_gradient(
         joined.meta["gradient"] = bucket.name
         reduced = emit(graph, boxing, (joined, show(target)), backward)
     reduced.meta["target_sbp"] = target
+    if bucket.by_user:
+        # No stage decides on it, so what it takes to get there may count in choosing placements.
+        reduced.meta["by_user"] = True
     reduced.meta["tensor"] = f"gradient of {bucket.name}"
     return reduced
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class Line:
         zero_dim: the mesh dimension that ZeRO splits along.
         batch_is_split: whether the ranks along this dimension give different parts of the batch.
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
+        given: SBP of what the graph returns as it follows from the batch's, where parameters that the user has split
+            along this dimension may make another of it.
         ahead: along time, what can be had of the whole batch before the first micro-batch.
         values: of every node the tensors that it yields, as large as the ranks along this dimension hold them together.
     """
@@ -52,15 +54,18 @@ class Line:
     values: dict[fx.Node, tuple[Tensor, ...]]
     is_time: bool = False
     ahead: frozenset[fx.Node] = frozenset()
+    given: Mapping[Made, Sbp] = field(default_factory=dict)
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
     _inputs: dict[fx.Node, list[Made]] = field(default_factory=dict)
     _readers: dict[Made, list[fx.Node]] = field(default_factory=dict)
 
-    def returned(self, have: Sbp) -> Sbp:
+    def returned(self, made: Made, have: Sbp) -> Sbp:
         """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
         if self.is_time:
             return have
+        if made in self.given:
+            have = self.given[made]
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
 
     def choose(self, node: fx.Node, signature: Signature) -> None:
@@ -113,13 +118,16 @@ class Line:
             if reader is but:
                 continue
             if reader.target is boxing:
+                if reader.meta.get("by_user"):
+                    yield reader.meta["target_sbp"][self.dim]
+                    continue
                 # Along ZeRO's dimension a partial gradient is reduced, in whichever way the stage says, and placement
                 # must not depend on the stage. Along any other it is one more all-reduce.
                 summed = isinstance(have, PartialSum) and self.dim != self.zero_dim and not self.is_time
                 if isinstance(have, Split) or summed:
                     yield broadcast
             elif reader.op == "output":
-                yield self.returned(have)
+                yield self.returned(made, have)
             elif reader in self.signature:
                 yield from self.needed_by(reader, self.signature[reader], made)
 

@@ -50,8 +50,8 @@ def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _is_table(bucket: Bucket, ranks: int) -> bool:
     """A matrix alone in its bucket, so that each rank's piece of the bucket is some of its rows."""
     shape = bucket.slots[0].shape
-    alone = len(bucket.slots) == 1 and bucket.padded == bucket.slots[0].numel and not bucket.dealt
-    return alone and len(shape) == 2 and shape[0] % ranks == 0
+    alone = len(bucket.slots) == 1 and bucket.padded == bucket.slots[0].numel
+    return alone and not bucket.dealt and bucket.rows is None and len(shape) == 2 and shape[0] % ranks == 0
 
 
 def _keep_apart(table: fx.Node, context: Context) -> None:

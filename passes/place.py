@@ -15,13 +15,14 @@ from types import MappingProxyType
 
 from torch import Tensor, fx
 
+from zerograph.buckets import Bucket
 from zerograph.errors import CaptureError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import PACKET
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.line import Line, open_line
+from zerograph.passes.line import Line, Made, open_line
 from zerograph.passes.rules import Signature
 from zerograph.passes.rules.discover import discover
 from zerograph.passes.solve import improve
@@ -37,7 +38,7 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for node in module.graph.nodes:
         _write_down(node, lines)
     module.graph.output_node().meta["needs"] = [
-        tuple(broadcast if line.is_time else line.returned(line.have(node)) for line in lines)
+        tuple(broadcast if line.is_time else line.returned(line.made(node), line.have(node)) for line in lines)
         for node in output_nodes(module.graph)
     ]
     return module
@@ -57,6 +58,8 @@ def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
 
 
 def _place_along(line: Line, context: Context) -> Line:
+    if line.batch_is_split and not line.is_time and any(_by_user(bucket, line) for bucket in context.buckets):
+        line = replace(line, given=_given_by_batch(line, context))
     free = _choose_greedily(line, context)
     if line.ranks == 1:
         # One placement is as good as another.
@@ -73,6 +76,21 @@ def _place_along(line: Line, context: Context) -> Line:
     if line.is_time:
         _put_behind(line, free)
     return line
+
+
+def _by_user(bucket: Bucket, line: Line) -> bool:
+    return bucket.by_user and bucket.zero_dim == line.dim
+
+
+def _given_by_batch(line: Line, context: Context) -> dict[Made, Sbp]:
+    """What the graph returns would be placed so if every rank held the parameters whole."""
+    whole_ones = tuple(
+        replace(one, sbp=whole(context.mesh.dims)) if _by_user(one, line) else one for one in context.buckets
+    )
+    other = replace(line, sbp={}, signature={})
+    _choose_greedily(other, replace(context, buckets=whole_ones, warn=lambda message: None))
+    made = [line.made(node) for node in output_nodes(line.graph)]
+    return {(node, index): other.sbp[node][index] for node, index in made}
 
 
 def _put_behind(line: Line, free: dict[fx.Node, tuple[Signature, ...]]) -> None:

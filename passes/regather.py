@@ -43,13 +43,20 @@ def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 
 def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that gather a split bucket whole, in order."""
+    """The nodes that gather a split bucket whole, or a parameter that the user has split, in order."""
     return [
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
-        if bucket_behind(node.all_input_nodes[0]) is not None
+        if _rests(node.all_input_nodes[0])
         and any(isinstance(one, Split) for one in node.all_input_nodes[0].meta["sbp"])
     ]
+
+
+def _rests(node: fx.Node) -> bool:
+    """Whether the node is only another form of what rests in a bucket."""
+    while _is_form(node):
+        node = node.all_input_nodes[0]
+    return bucket_behind(node) is not None
 
 
 def _uses(gather: fx.Node) -> set[fx.Node]:

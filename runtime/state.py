@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from zerograph.buckets import Bucket, Slot, from_rows, to_rows
+from zerograph.buckets import Bucket, Parameter, Slot, from_rows, plan_buckets, to_rows
 from zerograph.errors import InputError
 from zerograph.mesh import local_part, local_shape
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, write
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
+from zerograph.sbp import NdSbp, Split
 from zerograph.step_graph import nbytes
 from zerograph.update import StateSpec
 
@@ -52,6 +54,8 @@ class Store:
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
         dissolved: the parameters live elsewhere by now.
+        adopted: it holds one parameter as the user split it, until a step that trains lays it into a bucket. The state
+            that an optimizer has for it is the optimizer's still.
     """
 
     job: Job
@@ -67,6 +71,7 @@ class Store:
     serial: int
     opened: bool = False
     dissolved: bool = False
+    adopted: bool = False
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
         return zip(self.parameters, self.layout.slots, strict=True)
@@ -155,9 +160,29 @@ def settle(
     return store
 
 
+def adopt(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSbp) -> None:
+    """Let a parameter of which each rank has a piece live in a store of its own. Nothing is sent.
+
+    Args:
+        parameter: of the global shape; its data are dropped.
+        piece: this rank's part.
+        sbp: split along one mesh dimension, broadcast along the others.
+    """
+    cut = next(dim for dim, one in enumerate(sbp) if isinstance(one, Split))
+    about = Parameter(name, tuple(parameter.shape), parameter.dtype, piece.device, None, sbp)
+    (layout,) = plan_buckets([about], mesh=job.mesh, zero_dim=cut, split=True, min_split_numel=0, bucket_bytes=None)
+    flat = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
+    flat[0, : piece.numel()] = piece.reshape(-1)
+    store = Store(job, layout, (parameter,), flat, {}, {}, {}, True, False, None, next(_serials), adopted=True)
+    parameter._zerograph_store = store  # type: ignore[attr-defined]
+    lend(store)
+
+
 def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     for slot, part in zip(layout.slots, parts, strict=True):
+        # State that an optimizer made for a global tensor is one too.
+        part = part.full_tensor() if isinstance(part, DTensor) else part
         whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
     broadcast_from_first(job, [whole])
     return whole if layout.is_whole else _at_home(whole[local_part(whole.shape, layout.sbp, job.mesh)], layout)

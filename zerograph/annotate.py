@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Placement
 
 from zerograph.errors import PlacementError
 from zerograph.mesh import Mesh
-from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, nd, show, whole
+from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, from_dtensor, nd, show, whole
 
 _ATTRIBUTE = "_zerograph_sbp"
 
@@ -17,8 +18,9 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
     """Place a parameter, for instance for tensor parallelism; every rank must do the same.
 
     ``zg.annotate(model.up.weight, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))`` splits the rows of a weight along the
-    second dimension of the graph's placement. Along ZeRO's own dimension it must be broadcast: the stage decides
-    there. A later annotation replaces an earlier one.
+    second dimension of the graph's placement. Along that dimension it rests split and is computed with as is cheapest,
+    at every stage; ZeRO splits it further along its own dimension, if that is another one (``config.zero_dim`` tells
+    which). A later annotation replaces an earlier one.
 
     Raises:
         PlacementError: not a parameter, not SBPs, a partial sum, or a dimension that the parameter lacks.
@@ -35,12 +37,20 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
 
 
 def annotation(parameter: nn.Parameter) -> NdSbp | None:
-    """What :func:`annotate` said of the parameter."""
+    """What :func:`annotate` said of the parameter, or, of a global tensor that is split, how that is placed."""
+    if isinstance(parameter, DTensor) and any(map(Placement.is_shard, parameter.placements)):
+        return from_dtensor(parameter.placements)
     found: NdSbp | None = getattr(parameter, _ATTRIBUTE, None)
     return found
 
 
-def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh, zero_dim: int) -> NdSbp:
+def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Annotate the parameter that takes another's place as that one was."""
+    if (found := annotation(old)) is not None:
+        annotate(new, sbp=found)
+
+
+def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
     """How the user placed the parameter on this mesh; broadcast where nothing was said.
 
     Raises:
@@ -54,15 +64,11 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh, zero_dim: int)
             f"{name} is annotated {show(found)}, but the graph's placement has {mesh.dims} dimension(s)\n"
             "Give one SBP for each, and set config.placement."
         )
-    if found[zero_dim] != broadcast:
-        raise PlacementError(
-            f"{name} is annotated {show(found)}, but mesh dimension {zero_dim} is the one that ZeRO splits along\n"
-            "Annotate it broadcast there, or choose another dimension with config.zero_dim."
-        )
     split = [(dim, one) for dim, one in enumerate(found) if isinstance(one, Split)]
     if len(split) > 1:
         raise PlacementError(
-            f"{name} is annotated {show(found)}: this version splits a parameter along one mesh dimension"
+            f"{name} is annotated {show(found)}: this version splits a parameter along one mesh dimension\n"
+            "Leave it broadcast along the other; ZeRO can split it there."
         )
     for dim, one in split:
         if parameter.shape[one.dim] % mesh.shape[dim]:

@@ -4,9 +4,9 @@ Where the update is elementwise they lie end to end, and the ranks' shards cut t
 *dealt*: each lies whole within the shard of one rank, its owner, which alone updates it. Gathering and reducing such a
 bucket is the same collective, the update needs none, and any operator whatever sees the whole parameter.
 
-Parameters that the user has split along another mesh dimension than ZeRO's (tensor parallelism) lie in buckets of
-rows: row r is the flat bucket of rank r along that dimension, so that rows are S(0) there, and their elements S(1)
-along ZeRO's.
+Parameters that the user has split (tensor parallelism) lie in buckets of rows: row r is the flat bucket of rank r along
+the mesh dimension that they are split along, so that rows are S(0) there, and their elements S(1) along ZeRO's. Where
+that is ZeRO's own, they are split already: no stage has anything to say of them.
 """
 
 from __future__ import annotations
@@ -103,8 +103,15 @@ class Bucket:
         return self.owners is not None
 
     @property
+    def by_user(self) -> bool:
+        """Whether the user has split it along ZeRO's own dimension: it rests, and enters the step, just so."""
+        return self.rows is not None and self.sbp[self.zero_dim] == Split(0)
+
+    @property
     def split_sbp(self) -> NdSbp:
         """Split along ZeRO's dimension, whether or not it rests so."""
+        if self.by_user:
+            return self.sbp
         split = Split(0 if self.rows is None else 1)
         return tuple(split if dim == self.zero_dim else one for dim, one in enumerate(self.sbp))
 
@@ -127,12 +134,21 @@ class Bucket:
     @property
     def gathered(self) -> NdSbp:
         """The SBP in which the step computes with its parameters."""
+        if self.by_user:
+            return self.sbp
         return tuple(broadcast if dim == self.zero_dim else one for dim, one in enumerate(self.sbp))
+
+    def sbp_of(self, slot: Slot) -> NdSbp:
+        """The SBP of one of its parameters, in dimensions of that; S(0) where shards of the bucket cut through it."""
+        if self.rows is None or slot.split is None:
+            return self.sbp
+        seen = {Split(0): Split(slot.split), Split(1): Split(0)}
+        return tuple(seen[one] if isinstance(one, Split) else one for one in self.sbp)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What bucketing needs to know of a parameter; ``sbp`` is how the user placed it (ZeRO's dimension left B)."""
+    """What bucketing needs to know of a parameter; ``sbp`` is how the user placed it."""
 
     name: str
     shape: tuple[int, ...]
@@ -238,7 +254,7 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     ranks = mesh.shape[zero_dim]
     padded = -(-offset // ranks) * ranks
     sbp = [broadcast if one == broadcast else Split(0) for one in first.sbp]
-    if not whole:
+    if not whole and cut != zero_dim:
         sbp[zero_dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.dealt:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from zerograph import capture as capturing
 from zerograph import hyperparameters
 from zerograph._torch import OpOverload
+from zerograph.annotate import annotation
 from zerograph.batch import Batch
 from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
@@ -192,15 +193,18 @@ class Compiler:
             )
         began = time.perf_counter()
         updates = self._updates(members, captured)
+        placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
+        zero_dim = self.config.zero_dim_on(mesh.dims, batch.sbp, placed)
         update_seconds = time.perf_counter() - began
 
         blocks = self._blocks(members) if captured.gradients else ()
 
         def lay(bucket_size: int | None, forgone: int, spills: bool) -> Prepared:
             config = replace(self.config, bucket_size=bucket_size)
-            layout = plan_layout(mesh, members, config, captured, updates, train=bool(self.optimizers))
+            layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
             layout = assign(layout, config, mesh)
-            context = self._context(mesh, members, batch, layout, exchanges or {}, blocks, forgone, spills=spills)
+            facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
+            context = self._context(*facts, spills=spills)
             return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
 
         def sized(forgone: int, spills: bool) -> Prepared:
@@ -232,6 +236,7 @@ class Compiler:
     def _context(
         self,
         mesh: Mesh,
+        zero_dim: int,
         members: Members,
         batch: Batch,
         layout: Sequence[Planned],
@@ -262,7 +267,7 @@ class Compiler:
             on_missing_rule=self.config.on_missing_rule,
             exchanges=exchanges,
             node_by_node=self._backend(members)[1] is backends.eager,
-            zero_dim=self.config.zero_dim_on(mesh.dims),
+            zero_dim=zero_dim,
             reduce_dtype=self.config.reduce_dtype,
             scaler=self.config.scaler if self.optimizers else None,
             memory_budget=self.config.memory_bytes,
@@ -417,14 +422,14 @@ class Compiler:
             for one in layout
             if one.store is None
         }
-        moving = dict.fromkeys(store_of(parameter) for parameters in new.values() for parameter in parameters)
-        for store in moving:
-            if store is not None:
-                dissolve(store)
         stores: dict[str, Store] = {}
         for one in layout:
             name, bucket = one.bucket.name, one.bucket
             if one.store is None:
+                # Only now: what its parameters lived in is whole on every rank until they are settled.
+                for store in dict.fromkeys(map(store_of, new[name])):
+                    if store is not None:
+                        dissolve(store)
                 kept = one.specs, one.layouts, one.first_differs, one.keeper
                 stores[name] = settle(job, bucket, new[name], *kept, places[name])
             elif one.store.layout.rest != bucket.rest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,7 +60,8 @@ class Config:
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
             part, or ``broadcast``, where ranks give the same. Default None: ``split(0)`` along all.
         zero_dim: the mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None:
-            the last one along which the batch is split.
+            the last one along which inputs are split and no parameter is; if there is none, the last one along which
+            inputs are split. What the user has split along it stays as it is: ZeRO splits the other parameters.
         recompute: what backward makes again instead of keeping it from forward, with no change to the model and to no
             number. ``"none"`` (default): what one pass over memory makes, activation functions and norms. ``"blocks"``:
             of the blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``),
@@ -241,15 +242,20 @@ class Config:
         """
         return (Split(0),) * mesh_dims if self.batch_sbp is None else nd(self.batch_sbp, mesh_dims)
 
-    def zero_dim_on(self, mesh_dims: int) -> int:
+    def zero_dim_on(self, mesh_dims: int, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
         """The mesh dimension along which ZeRO splits.
+
+        Args:
+            inputs: how the tensors of the batch are placed; where none is split, ``batch_sbp`` counts.
+            parameters: how the user placed parameters.
 
         Raises:
             PlacementError: the mesh has no such dimension.
         """
         if self.zero_dim is None:
-            split = [dim for dim, one in enumerate(self.batch_on(mesh_dims)) if isinstance(one, Split)]
-            return split[-1] if split else mesh_dims - 1
+            split = _dims_split(inputs) or _dims_split([self.batch_on(mesh_dims)])
+            free = split - _dims_split(parameters)
+            return max(free or split, default=mesh_dims - 1)
         if self.zero_dim >= mesh_dims:
             raise PlacementError(f"config.zero_dim is {self.zero_dim}, but the placement has {mesh_dims} dimension(s)")
         return self.zero_dim
@@ -263,6 +269,11 @@ class Config:
         names = (field.name for field in fields(self))
         values = {name: getattr(self, name) for name in names}
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
+
+
+def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
+    """The mesh dimensions along which any of them is split."""
+    return {dim for sbp in sbps for dim, one in enumerate(sbp) if isinstance(one, Split)}
 
 
 def _offload(device: Any, nvme_path: Any, *rest: Any) -> Offload | None:

@@ -17,7 +17,7 @@ from zerograph.batch import Batch, give_back, read_batch
 from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
-from zerograph.members import Members, adopt_global, capture_facts, find_members, layout_facts
+from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
 from zerograph.memory import Memory, profile
 from zerograph.mesh import Mesh
 from zerograph.passes.pipeline import PassRecord
@@ -196,7 +196,7 @@ class ZeroGraph:
         """
         self._check_closed()
         return {
-            "modules": state_dict.modules_state(self._members()),
+            "modules": state_dict.modules_state(self._adopted()),
             "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
             "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
             "steps_done": self.steps_done,
@@ -223,7 +223,7 @@ class ZeroGraph:
             raise ConfigError(f"the graph has {len(self._optimizers)} optimizers, the state {len(state['optimizers'])}")
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             state_dict.check_optimizer_state(optimizer, saved)
-        state_dict.load_modules(self._members(), state["modules"])
+        state_dict.load_modules(self._adopted(), state["modules"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             state_dict.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self._schedulers, state["lr_schedulers"], strict=True):
@@ -242,7 +242,7 @@ class ZeroGraph:
 
         Every rank must enter it, and make the same changes.
         """
-        stores = self._stores()
+        stores = self._stores(self._adopted())
         opened = [store for store in stores if not store.opened]
         for store in opened:
             open_whole(store)
@@ -294,9 +294,7 @@ class ZeroGraph:
             return {**batch.facts(), **self._shown(known), "the compiled step": "missing" if step is None else "there"}
 
         try:
-            members = self._members()
-            if adopt_global(members, self._optimizers):
-                members = self._members()
+            members = self._adopted()
             self._check_usable(members)
             plain = self.config.batch_on(job.mesh.dims)
             batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
@@ -360,6 +358,14 @@ class ZeroGraph:
 
     def _members(self) -> Members:
         return find_members(self._attributes())
+
+    def _adopted(self) -> Members:
+        """The members, once the graph has taken over those of them that are global tensors."""
+        members = self._members()
+        if not has_global(members):
+            return members
+        adopt_global(members, self._optimizers, self._join())
+        return self._members()
 
     def _stores(self, members: Members | None = None) -> list[Store]:
         """The distinct stores of the graph's parameters, in the same order on all ranks."""

@@ -62,11 +62,14 @@ def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
     everywhere = whole(step.context.mesh.dims)
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
-        found[name] = everywhere if store is None else store.layout.sbp
-        if store is not None:
-            for state in store.specs:
-                layout = store.layouts.get(state)
-                found[f"{name}.{state}"] = everywhere if layout is None else layout.sbp
+        if store is None:
+            found[name] = everywhere
+            continue
+        index = next(index for index, one in enumerate(store.parameters) if one is parameter)
+        found[name] = store.layout.sbp_of(store.layout.slots[index])
+        for state in store.specs:
+            layout = store.layouts.get(state)
+            found[f"{name}.{state}"] = everywhere if layout is None else layout.sbp_of(layout.slots[index])
     found |= dict.fromkeys(members.buffers, everywhere)
     found |= {alias: found[name] for alias, name in members.aliases.items()}
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
@@ -104,7 +107,8 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
         update = step.context.updates.get(bucket.name)
         how = "no update" if update is None else _how(update.program)
         dtype = str(bucket.dtype) if bucket.compute_dtype is None else f"{bucket.dtype} as {bucket.compute_dtype}"
-        lines.append(f"{bucket.name} {show(bucket.sbp)}  {bucket.numel:,} elements, {dtype}{_rests(bucket)}  ({how})")
+        numel = bucket.numel * (bucket.rows or 1)
+        lines.append(f"{bucket.name} {show(bucket.sbp)}  {numel:,} elements, {dtype}{_rests(bucket)}  ({how})")
         owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {one}" for one in bucket.owners]
         lines += [
             f"  {slot.name} {_shape(slot.shape)}{owner}" for slot, owner in zip(bucket.slots, owners, strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.annotate import annotated_sbp
-from zerograph.buckets import Bucket, Parameter, Rest, plan_buckets, split_dim, state_layout
+from zerograph.buckets import Bucket, Parameter, Rest, Slot, plan_buckets, split_dim, state_layout
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
@@ -69,11 +69,19 @@ class Planned:
 
 
 def plan_layout(
-    mesh: Mesh, members: Members, config: Config, captured: Captured, updates: Mapping[str, Update], *, train: bool
+    mesh: Mesh,
+    zero_dim: int,
+    members: Members,
+    config: Config,
+    captured: Captured,
+    updates: Mapping[str, Update],
+    *,
+    train: bool,
 ) -> tuple[Planned, ...]:
     """The step's buckets in order of first use. Touches no state.
 
     Args:
+        zero_dim: the mesh dimension that ZeRO splits along.
         updates: by parameter name, for those that the step updates.
         train: lay parameters that live in no store into buckets; a forward graph leaves them whole and plain.
 
@@ -88,7 +96,11 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif _usable(store, names, members, config, updates, mesh) and _alike(names, edits, copies, train=train):
+        elif store.adopted and train:
+            loose += names
+        elif _usable(store, names, members, config, updates, mesh, zero_dim) and _alike(
+            names, edits, copies, train=train
+        ):
             store.job.check_alive()
             dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
             layout = replace(store.layout, slots=_named_here(store, members), compute_dtype=dtype)
@@ -97,7 +109,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(mesh, members, config, updates, edits, copies, loose)]
+    planned = [*kept, *_new(mesh, zero_dim, members, config, updates, edits, copies, loose)]
     planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
     return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
 
@@ -130,7 +142,13 @@ def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, 
 
 
 def _usable(
-    store: Store, names: Sequence[str], members: Members, config: Config, updates: Mapping[str, Update], mesh: Mesh
+    store: Store,
+    names: Sequence[str],
+    members: Members,
+    config: Config,
+    updates: Mapping[str, Update],
+    mesh: Mesh,
+    zero_dim: int,
 ) -> bool:
     """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
     found = [updates.get(name) for name in names]
@@ -139,14 +157,14 @@ def _usable(
         return not any(found)
     complete = len(names) == len(store.parameters)
     alike = all(one is not None and one.key() == first.key() for one in found)
-    zero_dim = config.zero_dim_on(mesh.dims)
     whole = {stays_whole(members.parameters[name], config) for name in names}
     fits = (
         complete
         and alike
         and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
-        and whole == {store.layout.sbp == store.layout.gathered}
+        and len(whole) == 1
+        and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.rest.device == _rest(store.layout, config).device
         and store.specs == first.program.state
     )
@@ -158,9 +176,10 @@ def _usable(
     return store.layout.dealt == dealt and store.layouts == _layouts(store.layout, store.specs, shapes)
 
 
-def stays_whole(parameter: nn.Parameter, config: Config) -> bool:
-    """Whether each rank holds all of the parameter between steps."""
-    return not config.policy.split or parameter.numel() < config.shard_min_size
+def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
+    """Whether ZeRO leaves the parameter as the user placed it between steps, or whole."""
+    numel = torch.Size(parameter.shape).numel()
+    return not config.policy.split or numel < config.shard_min_size
 
 
 def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
@@ -171,6 +190,7 @@ def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
 
 def _new(
     mesh: Mesh,
+    zero_dim: int,
     members: Members,
     config: Config,
     updates: Mapping[str, Update],
@@ -179,7 +199,6 @@ def _new(
     names: Sequence[str],
 ) -> list[Planned]:
     tied = set(members.aliases.values())
-    zero_dim = config.zero_dim_on(mesh.dims)
     parameters, holdings = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
@@ -190,11 +209,11 @@ def _new(
             # One edit, and one part in each norm, for the whole bucket.
             edits.get(name),
             # Two graphs that want different buckets of the same parameters settle on what suits both.
-            None if (store := store_of(parameter)) is None else store.serial,
+            None if (store := store_of(parameter)) is None or store.adopted else store.serial,
             # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
             name if name in tied else None,
         )
-        sbp = annotated_sbp(name, parameter, mesh, zero_dim)
+        sbp = annotated_sbp(name, parameter, mesh)
         if holding.dealt and split_dim(sbp) is not None:
             raise CaptureError(
                 f"{name} is split {show(sbp)}, but its update needs it whole"
@@ -218,7 +237,7 @@ def _new(
 def _rest(bucket: Bucket, config: Config) -> Rest:
     """In whose memory the bucket rests; which files it may rest in is for ``residence`` to say."""
     option = config.optimizer_offload
-    device = resting_device(option, bucket.device, whole=bucket.sbp == bucket.gathered)
+    device = resting_device(option, bucket.device, whole=any(stays_whole(slot, config) for slot in bucket.slots))
     return Rest(device, option is None or option.pin_memory)
 
 
@@ -279,7 +298,7 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.keeper if store is not None else None
     held: Mapping[str, Any]
-    if store is not None:
+    if store is not None and not store.adopted:
         held = {} if store.fresh else {name: store.state[name] for name in store.specs}
     else:
         held = {} if keeper is None else held_state(keeper, parameter)

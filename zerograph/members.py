@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph.annotate import annotation
+from zerograph.annotate import annotated_sbp, annotation, carry_over
 from zerograph.capture import TensorSpec
 from zerograph.errors import ConfigError, PlacementError
-from zerograph.runtime.state import store_of
+from zerograph.placement import to_local
+from zerograph.runtime.process_group import Job
+from zerograph.runtime.state import adopt, store_of
+from zerograph.sbp import broadcast, from_dtensor, partial_sum, show
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -78,26 +81,28 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
     return Members(root, parameters, buffers, aliases)
 
 
-def adopt_global(members: Members, optimizers: Optimizers) -> bool:
-    """Replace parameters and buffers that are global tensors, whole on every rank, by plain ones.
+def has_global(members: Members) -> bool:
+    """Whether any parameter or buffer is a global tensor."""
+    return any(isinstance(one, DTensor) for one in (*members.parameters.values(), *members.buffers.values()))
 
-    In the modules and in the optimizers: from here on the graph places them. Returns whether there were any.
+
+def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
+    """Replace parameters and buffers that are global tensors by plain ones; of what is split each rank keeps its piece.
+
+    In the modules and in the optimizers: from here on the graph places them, split parameters as annotated parameters.
+    Nothing is sent.
 
     Raises:
-        PlacementError: one is split or partial; nothing is changed then.
+        PlacementError: one is partial, or split in a way that the graph cannot keep; nothing is changed then.
     """
     held: dict[str, Tensor] = {**members.parameters, **members.buffers}
     found = {name: tensor for name, tensor in held.items() if isinstance(tensor, DTensor)}
     for name, tensor in found.items():
-        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
-            raise PlacementError(
-                f"{name} is a global tensor placed {tensor.placements}, which a graph does not take over yet\n"
-                "Make the module global with sbp=zg.sbp.broadcast; set_zero_mode() is what splits parameters."
-            )
+        _check_global(name, tensor, job)
     plain: dict[int, Tensor] = {}
-    for tensor in found.values():
-        local = tensor.to_local().detach()
-        plain[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+    for name, tensor in found.items():
+        local = to_local(tensor.detach())
+        plain[id(tensor)] = _plain_parameter(name, tensor, local, job) if isinstance(tensor, nn.Parameter) else local
     for module in members.root.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -109,7 +114,34 @@ def adopt_global(members: Members, optimizers: Optimizers) -> bool:
             group["params"] = [plain.get(id(parameter), parameter) for parameter in group["params"]]
         for old in [parameter for parameter in optimizer.state if id(parameter) in plain]:
             optimizer.state[plain[id(old)]] = optimizer.state.pop(old)
-    return bool(found)
+
+
+def _check_global(name: str, tensor: DTensor, job: Job) -> None:
+    sbp = from_dtensor(tensor.placements)
+    if all(one == broadcast for one in sbp):
+        return
+    about = f"{name} of shape {tuple(tensor.shape)} is a global tensor placed {show(sbp)}"
+    if partial_sum in sbp:
+        raise PlacementError(f"{about}: between steps nothing is a partial sum\nMake it broadcast or split(d).")
+    if not isinstance(tensor, nn.Parameter):
+        raise PlacementError(f"{about}, but each rank holds the whole of a buffer\nMake it broadcast.")
+    if tensor.device_mesh.mesh.tolist() != job.grid:
+        raise PlacementError(
+            f"{about} on the ranks {tensor.device_mesh.mesh.tolist()}, the graph runs on {job.grid}\n"
+            "Set config.placement to the placement of the module."
+        )
+    annotated_sbp(name, tensor, job.mesh)
+
+
+def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -> nn.Parameter:
+    sbp = annotation(tensor)
+    whole = tensor.shape == local.shape
+    data = local if whole else local.new_zeros(()).expand(tensor.shape)
+    parameter = nn.Parameter(data, tensor.requires_grad)
+    carry_over(tensor, parameter)
+    if sbp is not None and not whole:
+        adopt(job, name, parameter, local, sbp)
+    return parameter
 
 
 def check_optimizers(members: Members, optimizers: Optimizers) -> None:

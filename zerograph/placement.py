@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zerograph.annotate import carry_over
 from zerograph.errors import PlacementError
 from zerograph.runtime.process_group import initialise
 from zerograph.runtime.process_group import mesh as mesh_of_all
@@ -104,12 +106,24 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
         if any(isinstance(one, Split) and one.dim >= tensor.dim() for one in sbp):
             raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
     placements = to_dtensor(sbp)
+    # Tied weights stay one tensor.
+    made: dict[Tensor, Tensor] = {}
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            value = tensor.detach()
+            moves = value.redistribute if isinstance(value, DTensor) else partial(distribute_tensor, value)
+            made[tensor] = moves(placement, placements)
+            if isinstance(tensor, nn.Parameter):
+                made[tensor] = new = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+                carry_over(tensor, new)
+        return made[tensor]
+
     for owner in module.modules():
-        for key, parameter in owner.named_parameters(recurse=False):
-            cut = distribute_tensor(parameter.detach(), placement, placements)
-            owner.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        for key, buffer in owner.named_buffers(recurse=False):
-            setattr(owner, key, distribute_tensor(buffer, placement, placements))
+        for key, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            owner.register_parameter(key, cut(parameter))  # type: ignore[arg-type]
+        for key, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(owner, key, cut(buffer))
     return module
 
 

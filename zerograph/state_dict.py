@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerograph import _torch
 from zerograph.errors import ConfigError
@@ -66,7 +67,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
     for parameter in parameters:
         if id(parameter) not in states:
-            states[id(parameter)] = {name: value.clone() for name, value in held_state(optimizer, parameter).items()}
+            held = held_state(optimizer, parameter)
+            states[id(parameter)] = {
+                # What it made for a global tensor is one too.
+                name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+                for name, value in held.items()
+            }
     groups, start = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(start, start + len(group["params"])))

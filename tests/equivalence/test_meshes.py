@@ -95,7 +95,9 @@ def test_tensor_parallelism_moves_activations_only_along_its_own_dimension(pool:
     # Per block one all-reduce of what the two halves of the MLP sum to, and one of its gradient.
     assert {(one.kind, one.mesh_dim) for one in activations} == {("all-reduce", 1)}
     assert Counter(one.phase for one in activations) == {"forward": 2, "backward": 2}
-    assert placements["model.blocks.0.up.weight"] == "(S(1), S(0))"
+    # Along the first dimension shards cut through the bucket, along the second the user has split rows or columns.
+    assert placements["model.blocks.0.up.weight"] == "(S(0), S(0))"
+    assert placements["model.blocks.0.down.weight"] == "(S(0), S(1))"
     weights = [one for one in collectives if one.tensors[0].startswith("model.")]
     assert {one.mesh_dim for one in weights} == {0}
 
@@ -118,7 +120,7 @@ def refusals() -> list[str]:
 
     grid = zg.placement("cpu", ranks=GRID)
     attempt(sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
-    attempt(placement=grid, sbp=(zg.sbp.split(0), zg.sbp.broadcast), zero_dim=0)
+    attempt(placement=grid, sbp=(zg.sbp.split(1), zg.sbp.split(1)), zero_dim=0)
     attempt(placement=grid, sbp=(zg.sbp.broadcast, zg.sbp.split(1)), zero_dim=0)
     attempt(placement=grid, batch_sbp=(zg.sbp.split(0),))
     attempt(placement=grid, zero_dim=2)
@@ -130,7 +132,7 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
     found = pool.run(4, refusals)[0]
     words = [
         "but the graph's placement has 1 dimension(s)",
-        "mesh dimension 0 is the one that ZeRO splits along",
+        "this version splits a parameter along one mesh dimension",
         "model.0.weight of shape (15, 7) is annotated S(1) over 2 ranks",
         "has 1 SBPs for a placement of 2 dimension(s)",
         "config.zero_dim is 2, but the placement has 2 dimension(s)",

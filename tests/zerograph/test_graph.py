@@ -296,17 +296,6 @@ def test_a_module_of_global_tensors_trains(pool: Pool) -> None:
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
-def split_module() -> None:
-    model = nn.Linear(3, 4)
-    zg.to_global(model, placement=zg.placement("cpu", ranks=[0, 1]), sbp=zg.sbp.split(0))
-    with pytest.raises(zg.PlacementError, match="sbp=zg"):
-        Predict(model)(torch.ones(2, 3))
-
-
-def test_a_module_split_by_hand_is_refused(pool: Pool) -> None:
-    pool.run(2, split_module)
-
-
 def to_global_and_back() -> None:
     mesh = zg.placement("cpu", ranks=[0, 1])
     rank = zg.rank()

@@ -1,0 +1,365 @@
+"""Modules made global, one layer whole and one split: ZeRO takes the whole one, and leaves the split one as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import zerograph as zg
+from tests.pool import Pool
+
+LINE, GRID = [0, 1], [[0, 1], [2, 3]]
+STEPS, SAMPLES, INPUTS, HIDDEN, OUTPUTS = 3, 8, 8, 6, 4
+S0, S1, B = zg.sbp.split(0), zg.sbp.split(1), zg.sbp.broadcast
+
+# The mesh, the SBP of the first layer, that of the second, that of the batch.
+LAYOUTS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "line": (LINE, B, S0, S0),
+    "grid": (GRID, (B, B), (B, S0), (S0, B)),
+    "rows of the grid": (GRID, (B, B), (S0, B), (S0, B)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.split = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.split(F.gelu(self.whole(x)))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        if stage:
+            self.set_zero_mode("distributed_split", stage=stage)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((SAMPLES, INPUTS), (SAMPLES, OUTPUTS))
+    return [tuple(torch.randn(*one, generator=generator).double() for one in shapes) for _ in range(STEPS)]  # type: ignore[misc]
+
+
+def plain(clip: float | None = None) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+    """One device, whole batches."""
+    model = net()
+    optimizer, losses = adamw(model), []
+    for x, y in data():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, model, optimizer
+
+
+def placed(layout: str) -> tuple[Net, Any, Callable[[Tensor], Tensor]]:
+    """The model on its mesh, the mesh, and what makes a whole batch global."""
+    ranks, first, second, batch = LAYOUTS[layout]
+    mesh, model = zg.placement("cpu", ranks=ranks), net()
+    zg.to_global(model.whole, placement=mesh, sbp=first)
+    zg.to_global(model.split, placement=mesh, sbp=second)
+    everybody = zg.sbp.broadcast if ranks == LINE else (B, B)
+
+    def given(x: Tensor) -> Tensor:
+        return zg.to_global(zg.to_global(x, placement=mesh, sbp=everybody), placement=mesh, sbp=batch)
+
+    return model, mesh, given
+
+
+def trained(layout: str, stage: int, **options: Any) -> tuple[Step, list[Tensor]]:
+    model, mesh, given = placed(layout)
+    step = Step(model, adamw(model), stage)
+    step.config.placement = mesh
+    for name, value in options.items():
+        setattr(step.config, name, value)
+    return step, [step(given(x), given(y)) for x, y in data()]
+
+
+def all_stages(layout: str) -> list[Any]:
+    found = []
+    for stage in (0, 1, 2, 3):
+        step, losses = trained(layout, stage)
+        sbps = {name: str(sbp) for name, sbp in step.placements().items()}
+        with step.full_parameters():
+            opened = step.model.split.weight.detach().clone()
+        found.append((losses, step.state_dict(), sbps, step.state_bytes(), opened, step.collectives()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def line(pool: Pool) -> list[list[Any]]:
+    return pool.run(2, all_stages, "line")
+
+
+def check(found: list[list[Any]]) -> None:
+    losses, model, optimizer = plain()
+    wanted = optimizer.state_dict()["state"]
+    for rank in found:
+        for own, state, _, _, opened, _ in rank:
+            torch.testing.assert_close(own, losses, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(state["modules"]["model"], dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(opened, model.split.weight.detach(), rtol=1e-12, atol=1e-12)
+            for number, entries in state["optimizers"][0]["state"].items():
+                torch.testing.assert_close(entries, wanted[number], rtol=1e-12, atol=1e-12)
+
+
+def test_a_whole_and_a_split_layer_on_a_line_train_as_on_one_device(line: list[list[Any]]) -> None:
+    check(line)
+
+
+@pytest.mark.parametrize("layout", ["grid", "rows of the grid"])
+def test_a_whole_and_a_split_layer_on_a_grid_train_as_on_one_device(pool: Pool, layout: str) -> None:
+    found = pool.run(4, all_stages, layout)
+    check(found)
+    rows = layout != "grid"
+    sbps = [one[2] for one in found[0]]
+    assert [one["model.split.weight"] for one in sbps] == (
+        ["(S(0), B)"] * 4 if rows else ["(B, S(0))", *["(S(0), S(0))"] * 3]
+    )
+    # The second layer takes nothing from the first: ZeRO goes along the batch's dimension.
+    assert [one["model.whole.weight"] for one in sbps] == ["(B, B)", *["(S(0), B)"] * 3]
+
+
+def test_the_stages_agree_bitwise_with_a_split_layer(line: list[list[Any]]) -> None:
+    for losses, state, *_ in line[0][1:]:
+        assert all(map(torch.equal, losses, line[0][0][0]))
+        for name, value in line[0][0][1]["modules"]["model"].items():
+            assert torch.equal(state["modules"]["model"][name], value), name
+
+
+def test_a_split_layer_and_its_optimizer_state_rest_split_at_every_stage(line: list[list[Any]]) -> None:
+    for stage, (_, _, sbps, *_) in enumerate(line[0]):
+        for name in ("model.split.weight", "model.split.weight.exp_avg", "model.split.bias.exp_avg_sq"):
+            assert sbps[name] == "S(0)"
+        assert sbps["model.whole.weight"] == ("S(0)" if stage else "B")
+    elements = sum(parameter.numel() for parameter in Net().parameters())
+    split = sum(parameter.numel() for parameter in Net().split.parameters())
+    # Parameters and two moments in fp64, a step count of 8 bytes for each bucket; buckets are padded to even lengths.
+    for stage, nbytes in enumerate(one[3] for one in line[0]):
+        held = elements / 2 if stage else elements - split / 2
+        assert nbytes == pytest.approx(3 * 8 * held + 16, abs=3 * 8)
+
+
+def test_what_the_step_gathers_of_a_split_layer_is_freed_after_forward_at_stage_3(line: list[list[Any]]) -> None:
+    for stage, times in ((2, 1), (3, 2)):
+        gathered = [one for one in line[0][stage][5] if one.kind == "all-gather" and one.tensor_bytes == 8 * 6 * 4]
+        assert len(gathered) == times
+
+
+def columns() -> tuple[str, Tensor, list[int]]:
+    """A bias cannot be split along dimension 1: weights by themselves."""
+    mesh, model = zg.placement("cpu", ranks=LINE), nn.Sequential(nn.Linear(INPUTS, 6, bias=False)).double()
+    torch.manual_seed(0)
+    nn.init.normal_(model[0].weight)
+    zg.to_global(model, placement=mesh, sbp=S1)
+    held = zg.to_local(model[0].weight).shape
+    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, INPUTS, generator=generator).double(), torch.randn(4, 6, generator=generator).double()
+    step(x.chunk(2)[zg.rank()], y.chunk(2)[zg.rank()])
+    return str(step.placements()["model.0.weight"]), step.state_dict()["modules"]["model"]["0.weight"], list(held)
+
+
+def test_a_weight_split_by_columns_says_so(pool: Pool) -> None:
+    sbp, weight, held = pool.run(2, columns)[0]
+    assert sbp == "S(1)"
+    assert held == [6, INPUTS // 2]
+    torch.manual_seed(0)
+    model = nn.Linear(INPUTS, 6, bias=False).double()
+    torch.manual_seed(0)
+    nn.init.normal_(model.weight)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, INPUTS, generator=generator).double(), torch.randn(4, 6, generator=generator).double()
+    F.mse_loss(model(x), y).backward()
+    torch.testing.assert_close(weight, (model.weight - 0.1 * model.weight.grad).detach(), rtol=1e-12, atol=1e-12)
+
+
+def before_and_after() -> dict[str, Any]:
+    """What can be done with a module that is split before it has trained, and with its state from another."""
+    model, _, given = placed("line")
+    (x, y), *_ = data()
+    predict = Predict(model)
+    step = Step(model, adamw(model), 2)
+    start = step.state_dict()["modules"]["model"]
+    hidden = type(model.split.weight).__name__
+    first = zg.to_local(predict(given(x)))
+    kept = predict.placements()["model.split.weight"]
+    step(given(x), given(y))
+    again, _ = trained("line", 3)
+    again.load_state_dict(step.state_dict())
+    losses = [again(given(x), given(y)) for x, y in data()[1:]]
+    return {"start": start, "hidden": hidden, "first": first, "kept": kept, "losses": losses}
+
+
+def test_a_split_module_predicts_saves_and_loads(pool: Pool) -> None:
+    found = pool.run(2, before_and_after)
+    losses, _, _ = plain()
+    for rank, one in enumerate(found):
+        for name, value in net().state_dict().items():
+            assert type(one["start"][name]) is Tensor
+            assert torch.equal(one["start"][name], value), name
+        assert one["hidden"] == "SplitParameter"
+        assert one["kept"] == S0
+        torch.testing.assert_close(one["first"], net()(data()[0][0]).chunk(2)[rank].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one["losses"], losses[1:], rtol=1e-12, atol=1e-12)
+
+
+def test_clipping_sees_the_norm_of_whole_and_split_layers_together(pool: Pool) -> None:
+    wanted = plain(clip=0.1)[0]
+    for stage in (0, 3):
+        _, losses = pool.run(2, trained_losses, stage, {"clip_grad_norm": 0.1})[0]
+        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+
+
+def trained_losses(stage: int, options: dict[str, Any]) -> tuple[int, list[Tensor]]:
+    step, losses = trained("line", stage, **options)
+    return step.steps_done, losses
+
+
+def test_micro_batches_add_up_with_a_split_layer(pool: Pool) -> None:
+    wanted = plain()[0]
+    for stage in (1, 3):
+        _, losses = pool.run(2, trained_losses, stage, {"gradient_accumulation_steps": 2})[0]
+        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+
+
+def eager_first() -> tuple[Tensor, Tensor]:
+    """Momentum that the optimizer made while the module was trained eagerly as global tensors."""
+    model, _, given = placed("line")
+    optimizer = adamw(model)
+    (x, y), (x2, y2), *_ = data()
+    (model(given(x)) - given(y)).square().mean().full_tensor().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step = Step(model, optimizer, 2)
+    saved = step.state_dict()["optimizers"][0]["state"][2]["exp_avg"]
+    step(given(x2), given(y2))
+    return saved, step.state_dict()["modules"]["model"]["split.weight"]
+
+
+def test_momentum_of_eager_global_training_goes_on_in_the_graph(pool: Pool) -> None:
+    saved, weight = pool.run(2, eager_first)[0]
+    model = net()
+    optimizer, moments = adamw(model), []
+    for x, y in data()[:2]:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        moments.append(optimizer.state[model.split.weight]["exp_avg"].clone())
+    assert type(saved) is Tensor
+    torch.testing.assert_close(saved, moments[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight, model.split.weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+def tied() -> tuple[bool, bool, Tensor]:
+    model = nn.ModuleDict({"tokens": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    zg.to_global(model, placement=zg.placement("cpu", ranks=LINE), sbp=S0)
+    one = model["head"].weight is model["tokens"].weight
+    zg.to_global(model, placement=zg.placement("cpu", ranks=LINE), sbp=S1)
+    return one, model["tokens"].weight.placements == (Shard(1),), zg.to_local(model["head"].weight.detach())
+
+
+def test_tied_weights_stay_one_in_a_global_module(pool: Pool) -> None:
+    for one, moved, held in pool.run(2, tied):
+        assert one
+        assert moved
+        assert held.shape == (6, 2)
+
+
+def refusals() -> list[str]:
+    found = []
+    line = zg.placement("cpu", ranks=LINE)
+
+    def attempt(module: nn.Module, change: Callable[[Any], object] | None = None) -> None:
+        predict = Predict(module)
+        if change is not None:
+            change(predict)
+        before = {name: type(one) for name, one in [*module.named_parameters(), *module.named_buffers()]}
+        try:
+            predict(torch.ones(2, *((3,) if isinstance(module, nn.BatchNorm1d) else (4,))))
+        except zg.ZeroGraphError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        assert before == {name: type(one) for name, one in [*module.named_parameters(), *module.named_buffers()]}
+
+    attempt(zg.to_global(nn.Linear(4, 3), placement=line, sbp=S0))
+    attempt(zg.to_global(nn.Linear(4, 4), placement=line, sbp=zg.sbp.partial_sum))
+    norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    norm.register_buffer("scale", torch.ones(4))
+    attempt(zg.to_global(norm, placement=line, sbp=S0))
+    square = zg.placement("cpu", ranks=[[0, 1]])
+    attempt(zg.to_global(nn.Linear(4, 4), placement=square, sbp=(B, S0)))
+    both = zg.to_global(nn.Linear(4, 4, bias=False), placement=square, sbp=(S0, S1))
+    attempt(both, lambda predict: setattr(predict.config, "placement", square))
+    muon = zg.to_global(nn.Linear(4, 4, bias=False), placement=line, sbp=S0)
+    step = Step(muon, torch.optim.Muon(muon.parameters()), 2)
+    try:
+        step(torch.ones(2, 4), torch.ones(2, 4))
+    except zg.ZeroGraphError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_what_a_graph_cannot_keep_split_is_refused_and_left_alone(pool: Pool) -> None:
+    words = [
+        "model.weight of shape (3, 4)",
+        "is a global tensor placed P: between steps nothing is a partial sum",
+        "model.scale of shape (4,) is a global tensor placed S(0), but each rank holds the whole of a buffer",
+        "on the ranks [[0, 1]], the graph runs on [0, 1]",
+        "this version splits a parameter along one mesh dimension",
+        "model.weight is split S(0), but its update needs it whole: Muon",
+    ]
+    found = pool.run(2, refusals)[0]
+    assert len(found) == len(words), found
+    for message, wanted in zip(found, words, strict=True):
+        assert wanted in message
+
+
+def test_zero_goes_where_the_batch_is_split_and_no_parameter_is() -> None:
+    config = zg.Config()
+    assert config.zero_dim_on(2, [(S0, S0)]) == 1
+    assert config.zero_dim_on(2, [(S0, S0)], [(B, S0)]) == 0
+    assert config.zero_dim_on(2, [(S0, B), (B, B)], [(B, S0)]) == 0
+    # None is left: what is split there already stays, ZeRO splits the others.
+    assert config.zero_dim_on(2, [(S0, B)], [(S0, B)]) == 0
+    assert config.zero_dim_on(1, [(S0,)], [(S1,)]) == 0
+    # No input is split: as plain ones would be.
+    assert config.zero_dim_on(2, [(B, B)]) == 1
+    config.zero_dim = 1
+    assert config.zero_dim_on(2, [(S0, B)], [(B, S0)]) == 1
