@@ -41,7 +41,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):
         with graph.inserting_before(graph.output_node()):
             final = _taken_home(graph, gradient.final(graph), gradient.bucket)
-        update = _dealt_update if gradient.bucket.dealt else _update
+        update = _dealt_update if gradient.bucket.one_by_one else _update
         update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
     drop_unread_edits(graph)
     named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
@@ -199,8 +199,8 @@ def _bucket_gradient(
     """The gradients as the bucket lays its parameters, reduced to its own SBP, right behind the last of ``ready``."""
     last = max(ready)
     backward = replace(origin(last), phase="backward")
-    # What is dealt out is reduced to its owners, whether or not all ranks keep the parameters.
-    target = bucket.split_sbp if bucket.dealt else bucket.sbp
+    # What is updated by its owner alone is reduced to that, whether or not all ranks keep the parameters.
+    target = bucket.split_sbp if bucket.one_by_one else bucket.sbp
     slots = sorted(bucket.slots, key=lambda slot: slot.offset)
     ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):

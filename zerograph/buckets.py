@@ -1,8 +1,9 @@
 """Buckets: parameters of one optimizer group and dtype in one flat tensor.
 
-Where the update is elementwise they lie end to end, and the ranks' shards cut through them. Where it is not, they are
-*dealt*: each lies whole within the shard of one rank, its owner, which alone updates it. Gathering and reducing such a
-bucket is the same collective, the update needs none, and any operator whatever sees the whole parameter.
+Where the update is elementwise they lie end to end, and the ranks' shards cut through them. Where it is not, or where
+the mode says so, they are *dealt*: each lies whole within the shard of one rank, its owner, which alone updates it.
+Gathering and reducing such a bucket is the same collective, the update needs none, and any operator whatever sees the
+whole parameter. Elementwise updates are made once over a whole shard either way, others *one by one*.
 
 Parameters that the user has split (tensor parallelism) lie in buckets of rows: row r is the flat bucket of rank r along
 the mesh dimension that they are split along, so that rows are S(0) there, and their elements S(1) along ZeRO's. Where
@@ -73,7 +74,8 @@ class Bucket:
 
     ``key`` is what its parameters have in common: optimizer, group, update program, whether they get gradients.
     ``zero_dim`` is the mesh dimension that ZeRO splits along, ``ranks`` its size, which the bucket is padded for.
-    ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one.
+    ``rows`` is None for a flat bucket. ``owners`` has the place along ``zero_dim`` of each slot in a dealt one;
+    ``one_by_one`` are its parameters updated whose update is not elementwise.
     ``compute_dtype`` is that of the copy which the step computes with; None for the bucket's own.
     ``rest`` is where it lies between steps.
     """
@@ -90,6 +92,7 @@ class Bucket:
     zero_dim: int = 0
     rows: int | None = None
     owners: tuple[int, ...] | None = None
+    one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
     rest: Rest = Rest()
 
@@ -157,6 +160,7 @@ class Parameter:
     key: Hashable
     sbp: NdSbp
     dealt: bool = False
+    one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
 
 
@@ -216,13 +220,13 @@ def default_bytes(total: int) -> int:
 def state_layout(
     bucket: Bucket, name: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> Bucket:
-    """The layout of one entry of the optimizer's state: in a dealt bucket of any shapes, next to their parameters.
+    """The layout of one entry of the optimizer's state: of any shapes where parameters are updated one by one.
 
-    State is S(0) in a dealt bucket even where the parameters are B: only the owner ever reads it.
+    It is S(0) there even where the parameters are B: only the owner ever reads it.
     """
     # It lies beside its bucket, and never leaves it: nothing copies from there. Step counts are on the CPU anyway.
     rest = Rest() if device != bucket.device else Rest(bucket.rest.device, pinned=False)
-    if bucket.owners is None:
+    if bucket.owners is None or not bucket.one_by_one:
         return replace(bucket, name=name, dtype=dtype, device=device, rest=rest)
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
@@ -260,8 +264,9 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     if first.dealt:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
         laid, padded = _dealt(slots, owners, ranks)
-        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners, first.compute_dtype)
-    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows, None, first.compute_dtype)
+        about = owners, first.one_by_one, first.compute_dtype
+        return Bucket(name, laid, offset, padded, *kind, ranks, zero_dim, rows, *about)
+    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows, None, False, first.compute_dtype)
 
 
 def split_dim(sbp: NdSbp) -> int | None:

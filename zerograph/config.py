@@ -25,7 +25,10 @@ class Config:
     """Options of one graph. Set them before the first call, or between calls: the step is then compiled again.
 
     Attributes:
-        mode: ``"distributed_split"`` (ZeRO) or ``"off"`` (plain data parallel, the default).
+        mode: ``"distributed_split"`` (ZeRO: shards cut through parameters), ``"non_distributed"`` (ZeRO: whole
+            parameters are dealt out to the ranks, balanced by size) or ``"off"`` (plain data parallel, the default).
+            Numbers do not depend on it. All shards of a bucket are as long as the longest: dealt out, a parameter that
+            is larger than all others together takes as much memory on every rank as on the one that it goes to.
         stage: 1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1; means nothing
             while the mode is off.
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
@@ -126,7 +129,7 @@ class Config:
         object.__setattr__(self, name, value)
 
     def enable_zero(self, mode: bool | str = True, *, stage: int = 1, shard_min_size: int = 0) -> None:
-        """Choose ZeRO's stage: True means ``"distributed_split"``, False means ``"off"``.
+        """Choose ZeRO's mode and stage: True means ``"distributed_split"``, False means ``"off"``.
 
         Raises:
             ConfigError: no such mode or stage; nothing is changed then.

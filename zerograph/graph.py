@@ -88,7 +88,9 @@ class ZeroGraph:
         _guard(optimizer)
 
     def set_zero_mode(self, mode: str, stage: int = 1) -> None:
-        """``"distributed_split"`` with stage 1, 2 or 3, or ``"off"``; the same as ``config.enable_zero``.
+        """``"distributed_split"``, or ``"non_distributed"``, with stage 1, 2 or 3; or ``"off"``.
+
+        The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.
 
         Raises:
             ConfigError: no such mode or stage.
@@ -179,8 +181,19 @@ class ZeroGraph:
         return profile(self._compiled().executor.graph.graph).memory()
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
-        """SBP between steps of every parameter, optimizer state and buffer, by qualified name."""
+        """SBP between steps of every parameter, optimizer state and buffer, by qualified name.
+
+        What ZeRO shards is S(0), as its bucket is. Where whole parameters are dealt out, :meth:`owners` says to whom.
+        """
         return inspection.placements(self._compiled(), self._members())
+
+    def owners(self) -> dict[str, int]:
+        """The rank that keeps and updates each parameter that is dealt out whole, by qualified name; empty if none is.
+
+        Whole parameters are dealt out in the mode ``"non_distributed"``, and to optimizers that need them whole. On a
+        mesh of several dimensions the number is the rank's place along that which ZeRO splits along.
+        """
+        return inspection.owners(self._compiled(), self._members())
 
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from zerograph.buckets import Bucket
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.memory import profile, show_bytes
-from zerograph.runtime.state import bytes_at_rest, store_of
+from zerograph.runtime.state import Store, bytes_at_rest, store_of
 from zerograph.sbp import NdSbp, Sbp, show, whole
 from zerograph.step_graph import Boxing, Phase, collective_runs, origin, placeholders
 from zerograph.update import UpdateProgram
@@ -65,7 +65,7 @@ def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
         if store is None:
             found[name] = everywhere
             continue
-        index = next(index for index, one in enumerate(store.parameters) if one is parameter)
+        index = _slot(store, parameter)
         found[name] = store.layout.sbp_of(store.layout.slots[index])
         for state in store.specs:
             layout = store.layouts.get(state)
@@ -73,6 +73,20 @@ def placements(step: CompiledStep, members: Members) -> dict[str, Sbp | NdSbp]:
     found |= dict.fromkeys(members.buffers, everywhere)
     found |= {alias: found[name] for alias, name in members.aliases.items()}
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
+
+
+def owners(step: CompiledStep, members: Members) -> dict[str, int]:
+    """Which rank each parameter that is dealt out whole belongs to: its place along the dimension of ZeRO."""
+    found: dict[str, int] = {}
+    for name, parameter in members.parameters.items():
+        store = store_of(parameter)
+        if store is not None and store.layout.owners is not None:
+            found[name] = store.layout.owners[_slot(store, parameter)]
+    return found | {alias: found[name] for alias, name in members.aliases.items() if name in found}
+
+
+def _slot(store: Store, parameter: nn.Parameter) -> int:
+    return next(index for index, one in enumerate(store.parameters) if one is parameter)
 
 
 def describe(step: CompiledStep, members: Members) -> str:
@@ -105,7 +119,7 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
     lines = []
     for bucket in step.context.buckets:
         update = step.context.updates.get(bucket.name)
-        how = "no update" if update is None else _how(update.program)
+        how = "no update" if update is None else _how(update.program, bucket)
         dtype = str(bucket.dtype) if bucket.compute_dtype is None else f"{bucket.dtype} as {bucket.compute_dtype}"
         numel = bucket.numel * (bucket.rows or 1)
         lines.append(f"{bucket.name} {show(bucket.sbp)}  {numel:,} elements, {dtype}{_rests(bucket)}  ({how})")
@@ -127,7 +141,9 @@ def _rests(bucket: Bucket) -> str:
     )
 
 
-def _how(program: UpdateProgram) -> str:
+def _how(program: UpdateProgram, bucket: Bucket) -> str:
+    if program.mixes is None and bucket.dealt:
+        return f"{program.optimizer}, elementwise, whole parameters dealt out to ranks"
     if program.mixes is None:
         return f"{program.optimizer}, elementwise on the flat bucket"
     return f"{program.optimizer}, whole parameters dealt out to ranks: {program.mixes}"

@@ -19,7 +19,7 @@ from zerograph.mesh import Mesh
 from zerograph.offload import resting_device
 from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
-from zerograph.sbp import show
+from zerograph.sbp import broadcast, show
 from zerograph.step_graph import Captured, placeholders, role
 from zerograph.update import StateSpec, UpdateProgram
 
@@ -38,7 +38,7 @@ class Update:
         return {number: f"{self.group_name}.{number}" for number in self.program.numbers}
 
     def key(self) -> Hashable:
-        """Equal for parameters that one bucket can update: in a dealt one each has a program of its own."""
+        """Equal for parameters that one bucket can update: updated one by one, each has a program of its own."""
         program = self.program
         return (
             self.group_name,
@@ -172,14 +172,26 @@ def _usable(
         return False
     named = members.names()
     shapes = [updates[named[id(parameter)]].program.shapes for parameter in store.parameters]
-    dealt = first.program.mixes is not None
-    return store.layout.dealt == dealt and store.layouts == _layouts(store.layout, store.specs, shapes)
+    one_by_one = first.program.mixes is not None
+    dealt = _deals(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
+    alike = (store.layout.dealt, store.layout.one_by_one) == (dealt, one_by_one)
+    return alike and store.layouts == _layouts(store.layout, store.specs, shapes)
 
 
 def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
     """Whether ZeRO leaves the parameter as the user placed it between steps, or whole."""
     numel = torch.Size(parameter.shape).numel()
     return not config.policy.split or numel < config.shard_min_size
+
+
+def _deals(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
+    """Whether the parameter goes to one rank as a whole."""
+    return one_by_one or (config.policy.deals and not by_user and not stays_whole(parameter, config))
+
+
+def _stays_together(store: Store, *, dealt: bool) -> bool:
+    """Whether what lies in the store is only taken apart, not laid with others: unless it was laid in another way."""
+    return not store.adopted and store.layout.dealt == dealt
 
 
 def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
@@ -203,25 +215,28 @@ def _new(
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
         holdings[name] = holding = _holding(parameter, update)
+        sbp = annotated_sbp(name, parameter, mesh)
+        by_user = sbp[zero_dim] != broadcast
+        dealt = _deals(parameter, config, one_by_one=holding.one_by_one, by_user=by_user)
         key: Hashable = (
             None if update is None else update.key(),
             holding.key(),
             # One edit, and one part in each norm, for the whole bucket.
             edits.get(name),
             # Two graphs that want different buckets of the same parameters settle on what suits both.
-            None if (store := store_of(parameter)) is None or store.adopted else store.serial,
-            # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between.
-            name if name in tied else None,
+            store.serial if (store := store_of(parameter)) and _stays_together(store, dealt=dealt) else None,
+            # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between. Dealt out
+            # by itself, it would take as much memory on every rank as on its owner's.
+            name if name in tied and not config.policy.deals else None,
         )
-        sbp = annotated_sbp(name, parameter, mesh)
-        if holding.dealt and split_dim(sbp) is not None:
+        if holding.one_by_one and split_dim(sbp) is not None:
             raise CaptureError(
                 f"{name} is split {show(sbp)}, but its update needs it whole"
                 f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
                 "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        parameters.append(Parameter(name, *spec, key, sbp, holding.dealt, copies.get(name)))
+        parameters.append(Parameter(name, *spec, key, sbp, dealt, holding.one_by_one, copies.get(name)))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,
@@ -254,19 +269,19 @@ def _updates(bucket: Bucket, updates: Mapping[str, Update]) -> tuple[Update, ...
 def _layouts(
     bucket: Bucket, specs: Mapping[str, StateSpec], shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> dict[str, Bucket]:
-    """Where the state of the bucket's slots lies; 0-d entries of a bucket that is not dealt are one for all slots."""
+    """Where the state of the bucket's slots lies; 0-d entries are one for all slots, unless these go one by one."""
     return {
         name: state_layout(
             bucket,
             name,
             [_state_shape(slot.shape, one[name]) for slot, one in zip(bucket.slots, shapes, strict=True)]
-            if bucket.dealt
+            if bucket.one_by_one
             else (),
             spec.dtype,
             torch.device("cpu") if spec.scalar else bucket.device,
         )
         for name, spec in specs.items()
-        if bucket.dealt or not spec.scalar
+        if bucket.one_by_one or not spec.scalar
     }
 
 
@@ -279,13 +294,13 @@ def _state_shape(parameter: tuple[int, ...], state: tuple[int, ...]) -> tuple[in
 class _Holding:
     """The optimizer state that a parameter has now, wherever it lies, and what it is to be in a bucket.
 
-    ``shapes`` are those of its entries; asked for only where the bucket is dealt.
+    ``shapes`` are those of its entries; asked for only where it is updated ``one_by_one``.
     """
 
     keeper: Any
     specs: Mapping[str, StateSpec]
     shapes: Mapping[str, tuple[int, ...]]
-    dealt: bool
+    one_by_one: bool
     scalars: tuple[tuple[str, float], ...]
     fresh: bool
 
@@ -304,24 +319,24 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
         held = {} if keeper is None else held_state(keeper, parameter)
     if update is None:
         specs = {} if store is None else store.specs
-        dealt = store is not None and store.layout.dealt
-        shapes = _shapes_in(store, parameter) if store is not None and dealt else {}
-        return _Holding(keeper, specs, shapes, dealt, () if dealt else _scalars(held, specs), not held)
-    specs, dealt = update.program.state, update.program.mixes is not None
+        alone = store is not None and store.layout.one_by_one
+        shapes = _shapes_in(store, parameter) if store is not None and alone else {}
+        return _Holding(keeper, specs, shapes, alone, () if alone else _scalars(held, specs), not held)
+    specs, alone = update.program.state, update.program.mixes is not None
     if held and not set(specs) <= set(held):
         raise CaptureError(
             f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but "
             f"its update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
         )
-    if dealt:
-        return _Holding(keeper, specs, update.program.shapes, dealt, (), not held)
-    if store is not None and store.layout.dealt and held and any(spec.scalar for spec in specs.values()):
+    if alone:
+        return _Holding(keeper, specs, update.program.shapes, alone, (), not held)
+    if store is not None and store.layout.one_by_one and held and any(spec.scalar for spec in specs.values()):
         raise CaptureError(
             f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
             "own\nBuild the graph anew with these hyperparameters, and load_state_dict() what state_dict() of this one "
             "returns."
         )
-    return _Holding(keeper, specs, {}, dealt, _scalars(held, specs), not held)
+    return _Holding(keeper, specs, {}, alone, _scalars(held, specs), not held)
 
 
 def _shapes_in(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,14 @@ class ZeroPolicy:
         split: parameters, optimizer state and master weights at rest are S(0), else B.
         regather: gathered parameters are freed after forward and gathered again for backward.
         reduce_early: a bucket's gradient is reduced as soon as it is complete, else when backward has ended.
+        deals: shards do not cut through parameters: each is dealt out whole to one rank.
     """
 
     name: str
     split: bool
     regather: bool
     reduce_early: bool
+    deals: bool = False
 
 
 OFF = ZeroPolicy("off", split=False, regather=False, reduce_early=True)
@@ -27,9 +29,12 @@ STAGES = {
     2: ZeroPolicy("stage 2", split=True, regather=False, reduce_early=True),
     3: ZeroPolicy("stage 3", split=True, regather=True, reduce_early=True),
 }
-MODES = ("distributed_split", "off")
+MODES = ("distributed_split", "non_distributed", "off")
 
 
 def policy(mode: str, stage: int) -> ZeroPolicy:
     """The policy of a mode and stage that :class:`zerograph.config.Config` has let pass."""
-    return OFF if mode == "off" else STAGES[stage]
+    if mode == "off":
+        return OFF
+    found = STAGES[stage]
+    return replace(found, name=f"{found.name}, non-distributed", deals=True) if mode == "non_distributed" else found

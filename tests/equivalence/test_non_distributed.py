@@ -1,0 +1,240 @@
+"""The mode "non_distributed": whole parameters dealt out to the ranks, and the same numbers, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.equivalence.test_meshes import FIRST, GRID, annotate, own
+from tests.equivalence.test_stages import deviation, expected
+from tests.liveness import most_alive_bytes
+from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.pool import Pool
+from zerograph.runtime.state import in_memory, store_of
+
+NAME, STEPS = "gpt_tied", 2
+MODES = ("distributed_split", "non_distributed")
+
+
+def fused(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
+def runs(step: TrainStep, stages: tuple[int, ...]) -> dict[tuple[str, int], Any]:
+    """Cut through at the first stage, dealt out at all, from the same beginning; one graph: it is captured once."""
+    initial = step.state_dict()
+    found: dict[tuple[str, int], Any] = {}
+    for mode, stage in [(MODES[0], stages[0]), *((MODES[1], stage) for stage in stages)]:
+        step.set_zero_mode(mode, stage=stage)
+        step.load_state_dict(initial)
+        losses = [step(part(x), part(y)) for x, y in batches(NAME, STEPS)]
+        state = step.state_dict()
+        found[mode, stage] = (losses, state["modules"]["model"], state["optimizers"][0]["state"], step.steps_done)
+    return found
+
+
+def same(found: dict[tuple[str, int], Any]) -> None:
+    wanted = next(iter(found.values()))
+    for key, (losses, model, optimizer, steps) in found.items():
+        assert all(map(torch.equal, losses, wanted[0])), key
+        assert all(torch.equal(model[name], value) for name, value in wanted[1].items()), key
+        for number, entries in wanted[2].items():
+            assert all(torch.equal(optimizer[number][name], value) for name, value in entries.items()), (key, number)
+        assert steps == wanted[3]
+
+
+def plainly_and_clipped() -> tuple[dict[tuple[str, int], Any], dict[str, Any]]:
+    model = make(NAME)
+    step = TrainStep(model, adamw(model), clip_grad_norm=0.5, bucket_size=8192)
+    found = runs(step, (1, 2, 3))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    held = {}
+    for name, parameter in model.named_parameters():
+        store = store_of(parameter)
+        assert store is not None
+        slot = store.layout.slots[next(i for i, one in enumerate(store.parameters) if one is parameter)]
+        # Its values, where they lie on the rank that owns it.
+        start = slot.offset - zg.rank() * (store.layout.padded // 2)
+        if step.owners()[f"model.{name}"] == zg.rank():
+            held[name] = in_memory(store.flat)[start : start + slot.numel].clone().view(slot.shape)
+    return found, {
+        "owners": step.owners(),
+        "sizes": sizes,
+        "held": held,
+        "shown": str(step),
+        "bytes": step.state_bytes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> list[Any]:
+    return pool.run(2, plainly_and_clipped)
+
+
+def test_dealt_out_or_cut_through_the_numbers_are_the_same_bit_by_bit(trained: list[Any]) -> None:
+    for found, _ in trained:
+        same(found)
+
+
+def test_they_are_those_of_one_device(trained: list[Any]) -> None:
+    model = make(NAME)
+    optimizer = adamw(model)
+    for x, y in batches(NAME, STEPS):
+        optimizer.zero_grad()
+        TokenLoss()(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    state = trained[0][0]["non_distributed", 3][1]
+    for name, value in model.state_dict().items():
+        assert deviation(state[name], value) <= 1e-5, name
+
+
+def test_each_parameter_is_whole_on_one_rank(trained: list[Any]) -> None:
+    owners, state = trained[0][1]["owners"], trained[0][0]["non_distributed", 3][1]
+    assert owners == trained[1][1]["owners"]
+    # The head is the embedding: the owner is one.
+    assert owners["model.head.weight"] == owners["model.tokens.weight"]
+    for rank, (_, about) in enumerate(trained):
+        assert {f"model.{name}" for name in about["held"]} == {
+            name for name, owner in owners.items() if owner == rank and name != "model.head.weight"
+        }
+        for name, value in about["held"].items():
+            assert torch.equal(value, state[name]), name
+
+
+def test_ranks_get_parameters_of_about_one_size(trained: list[Any]) -> None:
+    about = trained[0][1]
+    loads = [0, 0]
+    for name, numel in about["sizes"].items():
+        loads[about["owners"][f"model.{name}"]] += numel
+    assert abs(loads[0] - loads[1]) <= 0.1 * sum(loads)
+    # Parameters and two moments of the longer shard of each bucket.
+    assert about["bytes"] == pytest.approx(3 * 4 * sum(loads) / 2, rel=0.15)
+
+
+def test_the_printed_step_says_whose_each_parameter_is(trained: list[Any]) -> None:
+    shown = trained[0][1]["shown"]
+    assert "ZeRO stage 3, non-distributed" in shown
+    assert "AdamW, elementwise, whole parameters dealt out to ranks" in shown
+    owner = trained[0][1]["owners"]["model.blocks.0.up.weight"]
+    assert f"model.blocks.0.up.weight (128, 32)  rank {owner}" in shown
+
+
+def with_the_rest(folder: Path) -> list[dict[tuple[str, int], Any]]:
+    model = make(NAME)
+    every = [runs(TrainStep(model, fused(model), gradient_accumulation_steps=2), (3,))]
+    model = make(NAME)
+    step = TrainStep(model, adamw(model), bucket_size=8192, shard_min_size=200)
+    step.config.offload_optimizer("nvme", nvme_path=folder)
+    every.append(runs(step, (2,)))
+    model = make(NAME)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    step.config.enable_amp(dtype=torch.bfloat16)
+    every.append(runs(step, (3,)))
+    return every
+
+
+def test_so_it_is_with_fused_updates_micro_batches_offload_and_mixed_precision(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, with_the_rest, tmp_path)[0]:
+        same(found)
+
+
+class Infinite(TrainStep):
+    """The gradients are infinite where the batch says so."""
+
+    def build(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
+        loss = TokenLoss()(self.model(x), y) * factor.max()
+        loss.backward()
+        return loss
+
+
+def skipped() -> dict[str, Any]:
+    found = {}
+    for mode in MODES:
+        model = make(NAME)
+        step = Infinite(model, adamw(model), grad_scaler=zg.GradScaler(init_scale=8.0))
+        step.set_zero_mode(mode, stage=2)
+        states = []
+        for number, (x, y) in enumerate(batches(NAME, 3)):
+            step(part(x), part(y), torch.full((1,), float("inf") if number == 1 else 1.0))
+            assert step.config.grad_scaler is not None
+            states.append((step.state_dict()["modules"]["model"], step.config.grad_scaler.get_scale(), step.steps_done))
+        found[mode] = states
+    return found
+
+
+def test_an_overflow_changes_nothing_that_is_dealt_out(pool: Pool) -> None:
+    found = pool.run(2, skipped)[0]
+    first, second, third = found["non_distributed"]
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    assert [one[1:] for one in (first, second, third)] == [(8.0, 1), (4.0, 1), (4.0, 2)]
+    for one, other in zip(found["non_distributed"], found["distributed_split"], strict=True):
+        assert one[1:] == other[1:]
+        assert all(torch.equal(one[0][name], value) for name, value in other[0].items())
+
+
+def foretold() -> list[tuple[int, int]]:
+    torch.manual_seed(0)
+    model = Gpt(tied=False, width=64)
+    step = TrainStep(model, adamw(model), bucket_size=16384)
+    (x, y), *_ = batches("gpt", 1)
+    found = []
+    for stage in (2, 3):
+        step.set_zero_mode("non_distributed", stage=stage)
+        for _ in range(2):
+            step(part(x), part(y))
+        found.append((step.memory.peak, most_alive_bytes(step, part(x), part(y))))
+    return found
+
+
+def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
+    for predicted, seen in pool.run(2, foretold)[0]:
+        assert predicted == pytest.approx(seen, rel=0.1)
+
+
+def on_a_grid() -> tuple[Any, dict[str, int]]:
+    model = make("gpt", torch.float64)
+    annotate(model)
+    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), batch_sbp=FIRST)
+    step.set_zero_mode("non_distributed", stage=3)
+    for x, y in batches("gpt", 2, 8, torch.float64):
+        step(own(x, FIRST), own(y, FIRST))
+    return step.state_dict()["modules"]["model"], step.owners()
+
+
+def test_what_is_split_along_another_mesh_dimension_is_dealt_out_too(pool: Pool) -> None:
+    state, owners = pool.run(4, on_a_grid)[0]
+    for name, value in expected("gpt", torch.float64, 8, 2)[1].items():
+        assert deviation(state[name], value) <= 1e-12, name
+    assert owners["model.blocks.0.up.weight"] in (0, 1)
+    assert set(owners) == {f"model.{name}" for name, _ in make("gpt").named_parameters()}
+
+
+def by_muon() -> tuple[dict[str, Tensor], dict[str, int]]:
+    model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.GELU(), nn.Linear(6, 3, bias=False)).double()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    step = TrainStep(model, torch.optim.Muon(model.parameters(), lr=0.02))
+    step.set_zero_mode("non_distributed", stage=2)
+    for x, y in batches("mlp", 2, 8, torch.float64):
+        step(part(x), part(y))
+    return step.state_dict()["modules"]["model"], step.owners()
+
+
+def test_updates_that_need_whole_parameters_are_as_they_were(pool: Pool) -> None:
+    state, owners = pool.run(2, by_muon)[0]
+    model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.GELU(), nn.Linear(6, 3, bias=False)).double()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    train_plainly(model, torch.optim.Muon(model.parameters(), lr=0.02), batches("mlp", 2, 8, torch.float64))
+    assert sorted(owners.values()) == [0, 1]
+    for name, value in model.state_dict().items():
+        # Muon's iteration runs in bf16.
+        assert deviation(state[name], value) <= 1e-3, name
