@@ -58,7 +58,7 @@ def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
 
 
 def _place_along(line: Line, context: Context) -> Line:
-    if line.batch_is_split and not line.is_time and any(_by_user(bucket, line) for bucket in context.buckets):
+    if line.batch_is_split and not line.is_time and any(_is_cut(bucket, line) for bucket in context.buckets):
         line = replace(line, given=_given_by_batch(line, context))
     free = _choose_greedily(line, context)
     if line.ranks == 1:
@@ -78,14 +78,15 @@ def _place_along(line: Line, context: Context) -> Line:
     return line
 
 
-def _by_user(bucket: Bucket, line: Line) -> bool:
-    return bucket.by_user and bucket.zero_dim == line.dim
+def _is_cut(bucket: Bucket, line: Line) -> bool:
+    """Whether the user has split the bucket's parameters along this dimension."""
+    return bucket.rows is not None and bucket.sbp[line.dim] == Split(0)
 
 
 def _given_by_batch(line: Line, context: Context) -> dict[Made, Sbp]:
     """What the graph returns would be placed so if every rank held the parameters whole."""
     whole_ones = tuple(
-        replace(one, sbp=whole(context.mesh.dims)) if _by_user(one, line) else one for one in context.buckets
+        replace(one, sbp=whole(context.mesh.dims)) if _is_cut(one, line) else one for one in context.buckets
     )
     other = replace(line, sbp={}, signature={})
     _choose_greedily(other, replace(context, buckets=whole_ones, warn=lambda message: None))

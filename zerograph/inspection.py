@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from zerograph.buckets import Bucket
+from zerograph.buckets import Bucket, Slot
 from zerograph.compiler import CompiledStep
 from zerograph.members import Members
 from zerograph.memory import profile, show_bytes
@@ -125,12 +125,18 @@ def _parameters(step: CompiledStep, members: Members) -> list[str]:
         lines.append(f"{bucket.name} {show(bucket.sbp)}  {numel:,} elements, {dtype}{_rests(bucket)}  ({how})")
         owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {one}" for one in bucket.owners]
         lines += [
-            f"  {slot.name} {_shape(slot.shape)}{owner}" for slot, owner in zip(bucket.slots, owners, strict=True)
+            f"  {slot.name} {_shape(slot.shape)}{_cut(bucket, slot)}{owner}"
+            for slot, owner in zip(bucket.slots, owners, strict=True)
         ]
     plain = [name for name, parameter in members.parameters.items() if store_of(parameter) is None]
     lines += [f"{name} {_shape(members.parameters[name].shape)} B" for name in plain]
     lines.append(f"{bytes_at_rest(step.stores.values()):,} bytes of parameters and optimizer state on this rank")
     return lines
+
+
+def _cut(bucket: Bucket, slot: Slot) -> str:
+    """How the user has split a parameter, which its bucket of rows does not tell."""
+    return "" if slot.split is None else f" {show(bucket.sbp_of(slot))}"
 
 
 def _rests(bucket: Bucket) -> str:

@@ -158,7 +158,7 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
                 raise ConfigError(
                     f"{_title(optimizers, number)} holds a parameter of shape {tuple(parameter.shape)} that no module "
                     "of the graph has\nAssign the module to an attribute of the graph in __init__, or build the "
-                    "optimizer from the module that is there."
+                    "optimizer from the module that is there, after zg.to_global() if you make it global."
                 )
             if owner.setdefault(id(parameter), number) != number:
                 raise ConfigError(f"{names[id(parameter)]} is in two optimizers: give each its own parameters")

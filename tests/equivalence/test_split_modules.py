@@ -58,6 +58,16 @@ class Predict(zg.ZeroGraph):
         return self.model(x)
 
 
+class Both(Step):
+    """Returns what it predicts as well, as tutorials do."""
+
+    def build(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        predicted = self.model(x)
+        loss = F.mse_loss(predicted, y)
+        loss.backward()
+        return predicted, loss
+
+
 def net() -> Net:
     torch.manual_seed(0)
     return Net().double()
@@ -285,6 +295,27 @@ def test_momentum_of_eager_global_training_goes_on_in_the_graph(pool: Pool) -> N
     assert type(saved) is Tensor
     torch.testing.assert_close(saved, moments[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weight, model.split.weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+def half_precision() -> list[tuple[Any, Any, Any]]:
+    found = []
+    for stage in (0, 3):
+        model, mesh, given = placed("line")
+        model.float()
+        step = Both(model, adamw(model), stage)
+        step.config.placement = mesh
+        step.config.enable_amp(dtype=torch.float16)
+        outputs = [step(given(x.float()), given(y.float())) for x, y in data()]
+        found.append(([loss for _, loss in outputs], step.state_dict(), [str(one.placements) for one, _ in outputs]))
+    return found
+
+
+def test_the_stages_agree_bitwise_in_half_precision_and_what_is_returned_lies_as_the_batch(pool: Pool) -> None:
+    (losses, state, _), (losses3, state3, placements) = pool.run(2, half_precision)[0]
+    assert all(map(torch.equal, losses, losses3))
+    for name, value in state["modules"]["model"].items():
+        assert torch.equal(state3["modules"]["model"][name], value), name
+    assert set(placements) == {str((Shard(0),))}
 
 
 def tied() -> tuple[bool, bool, Tensor]:
