@@ -46,8 +46,8 @@ def annotation(parameter: nn.Parameter) -> NdSbp | None:
 
 def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
     """Annotate the parameter that takes another's place as that one was."""
-    if (found := annotation(old)) is not None:
-        annotate(new, sbp=found)
+    if hasattr(old, _ATTRIBUTE):
+        setattr(new, _ATTRIBUTE, getattr(old, _ATTRIBUTE))
 
 
 def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:

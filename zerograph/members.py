@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph.annotate import annotated_sbp, annotation, carry_over
+from zerograph.annotate import annotate, annotated_sbp, annotation, carry_over
 from zerograph.capture import TensorSpec
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.placement import to_local
@@ -139,8 +139,10 @@ def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -
     data = local if whole else local.new_zeros(()).expand(tensor.shape)
     parameter = nn.Parameter(data, tensor.requires_grad)
     carry_over(tensor, parameter)
-    if sbp is not None and not whole:
-        adopt(job, name, parameter, local, sbp)
+    if sbp is not None:
+        annotate(parameter, sbp=sbp)
+        if not whole:
+            adopt(job, name, parameter, local, sbp)
     return parameter
 
 

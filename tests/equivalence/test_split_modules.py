@@ -231,8 +231,11 @@ def before_and_after() -> dict[str, Any]:
     first = zg.to_local(predict(given(x)))
     kept = predict.placements()["model.split.weight"]
     step(given(x), given(y))
-    again, _ = trained("line", 3)
+    fresh, _, _ = placed("line")
+    again = Step(fresh, adamw(fresh), 3)
     again.load_state_dict(step.state_dict())
+    # Loaded into the pieces: nobody holds the whole of it.
+    assert type(fresh.split.weight).__name__ == hidden
     losses = [again(given(x), given(y)) for x, y in data()[1:]]
     return {"start": start, "hidden": hidden, "first": first, "kept": kept, "losses": losses}
 
@@ -332,6 +335,18 @@ def test_tied_weights_stay_one_in_a_global_module(pool: Pool) -> None:
         assert one
         assert moved
         assert held.shape == (6, 2)
+
+
+def split_and_whole_again() -> bool:
+    line = zg.placement("cpu", ranks=LINE)
+    model = zg.to_global(nn.Linear(4, 4), placement=line, sbp=S0)
+    predict = Predict(zg.to_global(model, placement=line, sbp=B))
+    predict(torch.ones(2, 4))
+    return type(model.weight) is nn.Parameter
+
+
+def test_a_module_made_whole_again_is_whole_in_the_graph(pool: Pool) -> None:
+    assert all(pool.run(2, split_and_whole_again))
 
 
 def refusals() -> list[str]:
