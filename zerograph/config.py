@@ -27,8 +27,9 @@ class Config:
     Attributes:
         mode: ``"distributed_split"`` (ZeRO: shards cut through parameters), ``"non_distributed"`` (ZeRO: whole
             parameters are dealt out to the ranks, balanced by size) or ``"off"`` (plain data parallel, the default).
-            Numbers do not depend on it. All shards of a bucket are as long as the longest: dealt out, a parameter that
-            is larger than all others together takes as much memory on every rank as on the one that it goes to.
+            Numbers do not depend on it; only fused kernels may round a shard's last few elements otherwise. All shards
+            of a bucket are as long as the longest: dealt out, a parameter that is larger than all others together
+            takes as much memory on every rank as on the one that it goes to.
         stage: 1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1; means nothing
             while the mode is off.
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
