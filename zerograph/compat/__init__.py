@@ -1,0 +1,1 @@
+"""Front doors for scripts and configurations of other systems, each thin over the ordinary interface."""

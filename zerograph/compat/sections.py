@@ -1,0 +1,72 @@
+"""Reading sections of a configuration: unknown keys are refused, and what means nothing here is said once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zerograph.errors import ConfigError
+
+
+def section(value: Any, name: str, known: Iterable[str]) -> dict[str, Any]:
+    """A copy of a section, once all its keys are known.
+
+    Raises:
+        ConfigError: not a dict, or a key that does not exist; the message names it and the choices.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r:.60}: give a dict")
+    choices = tuple(known)
+    for key in value:
+        if key not in choices:
+            near = difflib.get_close_matches(str(key), choices, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name} has no key {key!r}{hint}\nKeys: {', '.join(choices)}.")
+    return dict(value)
+
+
+def number(value: Any, name: str, low: float = 0) -> float:
+    """A number that JSON, or a string such as ``"5e8"``, gives.
+
+    Raises:
+        ConfigError: no finite number, or one below ``low``.
+    """
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not low <= found < math.inf:
+        raise ConfigError(f"{name} = {value!r}: give a number, {low:g} or more")
+    return found
+
+
+def whole(value: Any, name: str, low: int = 0) -> int:
+    """A whole number, which may be written as ``5e8``.
+
+    Raises:
+        ConfigError: no whole number, or one below ``low``.
+    """
+    found = number(value, name, low)
+    if found != int(found):
+        raise ConfigError(f"{name} = {value!r}: give a whole number")
+    return int(found)
+
+
+def switch(value: Any, name: str) -> bool:
+    """True or False.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r}: give true or false")
+    return value
+
+
+def say_without_effect(keys: Iterable[str], where: str) -> None:
+    """One warning for all keys that were given and change nothing here."""
+    if found := tuple(keys):
+        warnings.warn(f"zerograph: without effect in {where}: {', '.join(found)}", stacklevel=3)
