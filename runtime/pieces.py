@@ -154,6 +154,8 @@ def _joining(graph: fx.Graph) -> set[fx.Node]:
         if not _on_tensors(node):
             continue
         target = node.target
+        if _is_scalar(node):
+            continue
         if _is_loop(node):
             found.add(node)
         elif target is getitem:
@@ -183,6 +185,16 @@ def _is_loop(node: fx.Node) -> bool:
     if target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return target in _LOOPS or torch.Tag.pointwise in target.tags
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    """Whether it makes 0-d values of 0-d values, on the CPU.
+
+    In a loop that reads them they would be made again for each element: Adam's powers of its betas took most of its
+    update's time so.
+    """
+    values = [one.meta["val"] for one in (node, *node.all_input_nodes)]
+    return all(isinstance(one, Tensor) and one.dim() == 0 and one.device.type == "cpu" for one in values)
 
 
 def _loops(node: fx.Node) -> int:

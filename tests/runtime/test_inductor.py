@@ -225,3 +225,25 @@ def test_a_process_that_is_stuck_holds_nobody_up(tmp_path: Path, monkeypatch: py
     (tmp_path / "zerograph").mkdir()
     with FileLock(tmp_path / "zerograph" / "first.lock"):
         assert compile_cache.share({"first": lambda: "1"}) == {"first": "1"}
+
+
+def numbers_made_in_pieces() -> list[str]:
+    torch.manual_seed(0)
+    model = Gpt(False, layers=1)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), 2, backend="eager", **OPTIONS)
+    (x, y), *_ = batches("gpt", 1)
+    step.compile(part(x), part(y))
+    graph = step.graph().graph
+    assert any(node.target is torch.ops.aten.pow.Scalar for node in graph.nodes)
+    return [
+        str(node.target)
+        for one in cut(graph)
+        if isinstance(one, Piece)
+        for node in one.nodes
+        if all(value.meta["val"].dim() == 0 for value in (node, *node.all_input_nodes))
+    ]
+
+
+@every_size
+def test_powers_of_adams_betas_are_made_once_not_in_the_loop_over_the_bucket(pool: Pool) -> None:
+    assert pool.run(2, numbers_made_in_pieces)[0] == []
