@@ -6,6 +6,8 @@
 
 from zerograph import sbp
 from zerograph.annotate import annotate
+from zerograph.compat.deepspeed import from_deepspeed
+from zerograph.compat.settings import Settings
 from zerograph.config import Config
 from zerograph.errors import (
     CaptureError,
@@ -44,12 +46,14 @@ __all__ = [
     "Operands",
     "PlacementError",
     "RankMismatchError",
+    "Settings",
     "SplitParameterError",
     "StaticGradScaler",
     "VerificationError",
     "ZeroGraph",
     "ZeroGraphError",
     "annotate",
+    "from_deepspeed",
     "local",
     "placement",
     "rank",

@@ -212,9 +212,13 @@ def plan_buckets(
     return tuple(found)
 
 
+# Larger ones take memory and begin late.
+MOST_BYTES = 2**25
+
+
 def default_bytes(total: int) -> int:
     """An eighth of the parameters, so that a few buckets overlap, within 1 MiB (latency) and 32 MiB (memory)."""
-    return max(2**20, min(2**25, total // 8))
+    return max(2**20, min(MOST_BYTES, total // 8))
 
 
 def state_layout(

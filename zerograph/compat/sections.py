@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from zerograph.buckets import MOST_BYTES
 from zerograph.errors import ConfigError
 
 
@@ -53,6 +54,15 @@ def whole(value: Any, name: str, low: int = 0) -> int:
     if found != int(found):
         raise ConfigError(f"{name} = {value!r}: give a whole number")
     return int(found)
+
+
+def bucket_bytes(elements: Iterable[int]) -> int | None:
+    """``bucket_size`` for buckets that hold at most so many elements of fp32, whichever is least; None: the default.
+
+    Published sizes are of hundreds of millions, for single collectives of a large model. Ours are smaller by default.
+    """
+    least = min((4 * one for one in elements), default=MOST_BYTES)
+    return None if least >= MOST_BYTES else least
 
 
 def switch(value: Any, name: str) -> bool:

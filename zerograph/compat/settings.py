@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.config import Config
 from zerograph.errors import ConfigError
+from zerograph.grad_scaler import GradScaler
 from zerograph.graph import ZeroGraph
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -43,7 +45,8 @@ class Settings:
     def configure(self, config: Config) -> None:
         """Set the options; others stay as they are."""
         for name, value in self.options.items():
-            setattr(config, name, value)
+            # It has a state, and the next graph that is configured so another.
+            setattr(config, name, copy.deepcopy(value) if isinstance(value, GradScaler) else value)
 
     def set_up(self, graph: ZeroGraph, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Configure the graph and register the optimizer, and the schedule, that the configuration names.

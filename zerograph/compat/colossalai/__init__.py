@@ -1,0 +1,1 @@
+"""ColossalAI's front door."""
