@@ -1,0 +1,191 @@
+"""A DeepSpeed configuration trains as plain PyTorch does with what it asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import TokenLoss, batches, make, part
+from tests.pool import Pool
+
+UPDATES = 6
+ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3, "warmup_type": "linear"}}
+FP32: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": ADAM,
+    "scheduler": WARMUP,
+    "steps_per_print": 100,
+}
+FP16: dict[str, Any] = {
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "adam_w_mode": False}},
+    "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1},
+    "gradient_clipping": 1.0,
+}
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, settings: zg.Settings) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, TokenLoss()
+        settings.set_up(self, model.parameters())
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+def trained(config: dict[str, Any], stages: list[int]) -> list[tuple[list[float], dict[str, Tensor], float]]:
+    """For each stage: losses, parameters, and the loss scale in the end."""
+    found = []
+    for stage in stages:
+        settings = zg.from_deepspeed({**config, "zero_optimization": {"stage": stage, "overlap_comm": True}})
+        step = Step(make("gpt"), settings)
+        losses = [float(step(part(x), part(y))) for x, y in batches("gpt", UPDATES)]
+        scaler = step.config.grad_scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        found.append((losses, step.state_dict()["modules"]["model"], scale))
+    return found
+
+
+def test_clipping_accumulation_and_warm_up_are_those_of_plain_pytorch_at_every_stage(pool: Pool) -> None:
+    model = make("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for number, (x, y) in enumerate(batches("gpt", UPDATES)):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, max(0, number - 1) / 3)
+        optimizer.zero_grad()
+        loss = TokenLoss()(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    for ours, parameters, _ in pool.run(2, trained, FP32, [0, 1, 2, 3])[0]:
+        assert ours == pytest.approx(losses, abs=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), atol=2e-5, rtol=0)
+
+
+def test_fp16_scales_skips_and_clips_as_torchs_grad_scaler_does(pool: Pool) -> None:
+    model = make("gpt")
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+    losses = []
+    for x, y in batches("gpt", UPDATES):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = TokenLoss()(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert scaler.get_scale() < 2.0**24  # some were skipped
+    (ours, _, scale), *_ = pool.run(2, trained, FP16, [3])[0]
+    assert scale == scaler.get_scale()
+    assert ours == pytest.approx(losses, abs=2e-3)
+
+
+def test_a_file_says_what_the_dict_says(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FP32))
+    assert zg.from_deepspeed(path).options == zg.from_deepspeed(FP32).options
+
+
+def test_a_rank_gives_all_micro_batches_of_an_update() -> None:
+    assert zg.from_deepspeed(FP32).samples == 4
+
+
+def test_persistent_parameters_stay_whole_and_large_buckets_keep_to_the_default() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1e4, "stage3_prefetch_bucket_size": 5e7}
+    options = zg.from_deepspeed({"zero_optimization": zero}).options
+    assert options["shard_min_size"] == 10001
+    assert options["bucket_size"] is None
+    small = zg.from_deepspeed({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}).options
+    assert small["bucket_size"] == 4000
+
+
+def test_each_graph_gets_a_loss_scale_of_its_own() -> None:
+    settings = zg.from_deepspeed(FP16)
+    first, second = zg.Config(), zg.Config()
+    settings.configure(first)
+    settings.configure(second)
+    assert first.grad_scaler is not second.grad_scaler
+
+
+def test_adam_decouples_weight_decay_unless_told_not_to_as_deepspeeds_kernel_does() -> None:
+    kinds = {
+        mode: type(
+            zg.from_deepspeed({"optimizer": {"type": "Adam", "params": params}}).make_optimizer([nn.Parameter(x)])
+        )
+        for mode, params, x in ((True, {}, torch.ones(1)), (False, {"adam_w_mode": False}, torch.ones(1)))
+    }
+    assert kinds == {True: torch.optim.AdamW, False: torch.optim.Adam}
+
+
+def test_files_go_where_the_configuration_says(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 1000}}
+    options = zg.from_deepspeed({"zero_optimization": zero}).options
+    assert options["optimizer_offload"].nvme_path == str(tmp_path)
+    assert options["parameter_offload"].max_in_cpu == 4000  # elements there, bytes here
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"zero": {"stage": 1}}, "no key 'zero'"),
+        ({"zero_optimization": {"stages": 1}}, "did you mean 'stage'"),
+        ({"zero_optimization": {"stage": 4}}, "choose 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "it changes the numbers"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "needs offload_optimizer"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "lacks nvme_path"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
+        ({"sparse_gradients": True}, "gradients are dense"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "there is no optimizer 'OneBitAdam'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "no parameter 'learning_rate'"),
+        ({"scheduler": {"type": "Cosine"}}, "choose one of LRRangeTest"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size = 7 is not"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_that_names_the_key(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(zg.ConfigError, match=says):
+        zg.from_deepspeed(config)
+
+
+def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "stage3_max_live_parameters": 1e9}
+    config = {"zero_optimization": zero, "wall_clock_breakdown": True, "tensorboard": {"enabled": False}}
+    with pytest.warns(UserWarning, match="without effect") as said:
+        zg.from_deepspeed(config)
+    assert [str(one.message) for one in said] == [
+        "zerograph: without effect in the DeepSpeed configuration: wall_clock_breakdown, "
+        "zero_optimization.stage3_max_live_parameters"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zg.from_deepspeed({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 10})
+
+
+def test_static_loss_scale_and_its_options() -> None:
+    static = zg.from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128}}).options["grad_scaler"]
+    assert isinstance(static, zg.StaticGradScaler)
+    assert static.get_scale() == 128
+    dynamic = zg.from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 10}}).options["grad_scaler"]
+    assert math.log2(dynamic.get_scale()) == 10
+    assert (dynamic.hysteresis, dynamic.min_scale, dynamic.growth_interval) == (2, 1.0, 1000)
