@@ -16,7 +16,7 @@ from zerograph.errors import PlacementError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import ancestors
+from zerograph.passes.edit import ancestors, drop_unused
 from zerograph.passes.in_time import along_time, change_sbps, follow_from_batch, sbps
 from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, broadcast, partial_sum
@@ -35,7 +35,7 @@ def ahead(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             if node not in known:
                 _refuse(node, within, context)
             node.replace_all_uses_with(whole.copy(node))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     _check_gradients(graph, context)
     return module
 

@@ -64,3 +64,13 @@ def occurrences(node: fx.Node, source: fx.Node) -> int:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found.count(source)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase what nobody reads and has no effect, and then what only that read.
+
+    As ``fx.Graph.eliminate_dead_code``, which asks every node for its effects, and lints the graph first.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)

@@ -15,7 +15,7 @@ from zerograph.gradients import Edited, edited_gradients
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.edit import emit, fake, first_computed, positions
+from zerograph.passes.edit import drop_unused, emit, fake, first_computed, positions
 from zerograph.passes.evaluate import evaluate
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
 from zerograph.passes.rules import Signature
@@ -47,7 +47,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     named = {found.name: node for node in placeholders(graph, "parameter") if (found := role(node))}
     for bucket in context.buckets:
         _view_parameters(graph, bucket, flat[bucket.name], named)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

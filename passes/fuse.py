@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import overloads
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
+from zerograph.passes.edit import drop_unused, emit
 from zerograph.step_graph import Origin, found_inf, placeholders, role, writes
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         for node in (inputs[name], *state.values()):
             if node in written:
                 graph.erase_node(written[node])
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

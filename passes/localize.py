@@ -16,7 +16,7 @@ from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
-from zerograph.passes.edit import emit, fake
+from zerograph.passes.edit import drop_unused, emit, fake
 from zerograph.passes.evaluate import evaluate
 from zerograph.passes.in_time import enter, leave, pack
 from zerograph.passes.inline import put_in_place
@@ -54,7 +54,7 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _update_own(module, node, context)
     for node in graph.find_nodes(op="call_function", target=local):
         put_in_place(graph, node, context)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

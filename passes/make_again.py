@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from zerograph.passes.edit import drop_unused
 from zerograph.passes.segments import made_by, owner
 from zerograph.step_graph import Boxing, origin
 
@@ -29,7 +30,7 @@ def make_again(graph: fx.Graph, values: set[fx.Node]) -> None:
                 _describe(copies[node])
         for given in read:
             reader.replace_input_with(given, copies[given])
-    graph.eliminate_dead_code()
+    drop_unused(graph)
 
 
 def _with_views(graph: fx.Graph, values: set[fx.Node]) -> set[fx.Node]:

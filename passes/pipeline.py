@@ -37,7 +37,7 @@ from zerograph.passes.simplify import simplify
 from zerograph.passes.spill import spill
 from zerograph.passes.take_turns import take_turns
 from zerograph.passes.unfuse import unfuse
-from zerograph.passes.verify import verify
+from zerograph.passes.verify import Seen, verify
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
@@ -100,11 +100,12 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     names = [rewrite.__name__ for rewrite in PIPELINE]
+    seen: Seen = {}
     for at, rewrite in enumerate(PIPELINE):
         began = time.perf_counter()
         module = _apply(rewrite, module, context)
         for graph in _graphs(module):
-            verify(graph, names[at], placed=at >= names.index("place"), boxed=at >= names.index("box"))
+            verify(graph, names[at], seen, placed=at >= names.index("place"), boxed=at >= names.index("box"))
         seconds = time.perf_counter() - began
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
         again = functools.partial(_rewritten, captured, context, PIPELINE[: at + 1])

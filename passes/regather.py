@@ -18,7 +18,7 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import positions
+from zerograph.passes.edit import drop_unused, positions
 from zerograph.sbp import Split
 from zerograph.step_graph import bucket_behind, origin
 
@@ -38,7 +38,7 @@ def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         later = _after_widest_gap(uses[gather], order, used)
         if later:
             _derive_again(graph, gather, later)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

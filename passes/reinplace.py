@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, in_place_of, occurrences
+from zerograph.passes.edit import drop_unused, emit, in_place_of, occurrences
 from zerograph.step_graph import origin, writes
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _update_in_place(graph, write, state, new)
     for start in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         _reduce_in_place(start)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

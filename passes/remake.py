@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
+from zerograph.passes.edit import drop_unused
 from zerograph.step_graph import is_view, nbytes, origin
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def remake(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if readers and all(_is_alive(given, min(readers), remade) for given in made.all_input_nodes):
             _make_again(node, made, readers)
             remade.add(node)
-    module.graph.eliminate_dead_code()
+    drop_unused(module.graph)
     return module
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
+from zerograph.passes.edit import drop_unused, emit
 from zerograph.step_graph import origin
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _replace(node, _copied(node))
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         _replace(node, _in_order(node))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return module
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import is_
+from typing import Any
+
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
@@ -10,25 +13,41 @@ from zerograph.passes.rules import Signature
 from zerograph.sbp import PartialSum, show
 from zerograph.step_graph import origin, placeholders, writes
 
+# Of each node what its signature was last compared with.
+Seen = dict[fx.Node, tuple[Any, ...]]
 
-def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> None:
+
+def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxed: bool) -> None:
     """Raise if the graph breaks an invariant that holds from ``place`` (``placed``) or ``box`` (``boxed``) on.
+
+    Args:
+        seen: empty before the first pass over a graph, then as the last call left it: most nodes are as they were.
 
     Raises:
         VerificationError: naming the pass, the node and the user's line.
     """
     made: set[fx.Node] = set()
+    changed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        for given in node.all_input_nodes:
+        inputs = node.all_input_nodes
+        for given in inputs:
             if given not in made:
                 _fail(after, node, f"reads {given.name}, which is not made yet")
         made.add(node)
         known = "sbp" in node.meta or "local" in node.meta
         if placed and isinstance(node.meta.get("val"), Tensor) and not known:
             _fail(after, node, "has no SBP")
+        if not boxed:
+            continue
         signatures: tuple[Signature, ...] = node.meta.get("signature", ())
-        for dim, signature in enumerate(signatures if boxed else ()):
-            _check_signature(after, node, dim, signature)
+        now = node.args, node.kwargs, signatures, node.meta.get("sbp"), node.meta.get("val")
+        before = seen.get(node)
+        if before is None or not all(map(is_, now, before)):
+            seen[node] = now
+            changed.add(node)
+        if node in changed or not changed.isdisjoint(inputs):
+            for dim, signature in enumerate(signatures):
+                _check_signature(after, node, dim, signature)
     if placed:
         _check_state(module.graph, after)
 

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.13. When torch moves, this is the only file to look a
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -303,8 +304,9 @@ def total_norm_by(function: Callable[[Sequence[Tensor], float, bool], Tensor | N
         clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
 
 
-def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-    """torch's own decompositions of the named operators (``torch._decomp`` has no public name)."""
+@functools.cache
+def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any]]:
+    """torch's own decompositions of the named operators (``torch._decomp`` has no public name, and takes its time)."""
     return dict(get_decompositions(operators))
 
 

@@ -76,7 +76,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
     }
 
 
-_FROM_TORCH = [
+_FROM_TORCH = (
     aten.nll_loss_forward,
     aten.nll_loss_backward,
     aten.nll_loss2d_forward,
@@ -108,7 +108,7 @@ _FROM_TORCH = [
     aten._safe_softmax,
     aten.native_dropout_backward,
     aten.rrelu_with_noise_backward,
-]
+)
 
 
 def _mean(x: Tensor, dim: Sequence[int] | int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
