@@ -68,6 +68,33 @@ _METADATA: set[Any] = {
 }
 
 
+class Unmade(Tensor):
+    """A tensor without values: it has a shape, and refuses to be computed with.
+
+    What somebody still holds of a model whose construction failed, and what shared memory with a parameter that was
+    made split.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with _torch.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        raise SplitParameterError(
+            f"{_name(func)} on a tensor without values: sharded_init() did not end well, or it shares memory with a "
+            "parameter that was made split inside\nMake the model again, or use the parameter itself."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unmade(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def hollow_out(tensor: Tensor) -> None:
+    """Make a tensor refuse computation, and let go of its memory; its shape stays."""
+    tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    tensor.__class__ = Unmade
+
+
 def hide(parameter: nn.Parameter) -> None:
     """Free the parameter's values and make it refuse computation; its shape stays."""
     if isinstance(parameter, SplitParameter):

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -280,6 +280,15 @@ def first_ranks(job: Job, number: int) -> int:
     with explained(job, "taking over rank 0's seed"):
         dist.broadcast(shared, group_src=0, group=job.control)
     return int(shared)
+
+
+def first_ranks_notes(job: Job, notes: Sequence[torch.Tensor], what: str) -> None:
+    """Every rank's small tensors on the CPU become rank 0's, in place; ``what`` they are, for messages."""
+    if job.size == 1:
+        return
+    with explained(job, f"taking over rank 0's {what}"):
+        for note in notes:
+            dist.broadcast(note, group_src=0, group=job.control)
 
 
 def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:

@@ -8,7 +8,7 @@ ones hide them (``parameters``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +54,8 @@ class Store:
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
         dissolved: the parameters live elsewhere by now.
-        adopted: it holds one parameter as the user split it, until a step that trains lays it into a bucket. The state
-            that an optimizer has for it is the optimizer's still.
+        provisional: it holds one parameter, which was made split, or split by the user, until a step that trains lays it
+            into a bucket. The state that an optimizer has for it is the optimizer's still.
     """
 
     job: Job
@@ -71,7 +71,7 @@ class Store:
     serial: int
     opened: bool = False
     dissolved: bool = False
-    adopted: bool = False
+    provisional: bool = False
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
         return zip(self.parameters, self.layout.slots, strict=True)
@@ -136,17 +136,26 @@ def settle(
     keeper: torch.optim.Optimizer | None,
     places: Places,
 ) -> Store:
-    """Move plain parameters, and the state that ``keeper`` holds for each, into a new store. A collective.
+    """Move parameters into a new store, from wherever they are, with the state that ``keeper`` has for each.
 
-    All ranks take rank 0's values. Memory: one whole bucket beside what is there already.
+    A collective. Of plain parameters all ranks take rank 0's values. What other stores hold is taken out of them; a
+    store that has given all is over, and optimizers other than ``keeper`` get their state back. Memory: one whole
+    bucket, and one whole bucket of what it is made of, beside what is there already.
 
     Raises:
         OffloadError: a file could not be written.
     """
-    held: list[Mapping[str, Any]] = [] if keeper is None else [keeper.state.get(one, {}) for one in parameters]
+    sources = _stores(parameters)
+    for source in sources:
+        if source.keeper is not keeper:
+            _give_back(source, parameters)
+    from_store = {
+        id(p) for source in sources if source.keeper is keeper and not source.fresh for p in source.parameters
+    }
+    held = [_held(keeper, parameter, stored=id(parameter) in from_store) for parameter in parameters]
     fresh = not any(held)
     with torch.no_grad():
-        flat = _rest(_shard(job, layout, [parameter.detach() for parameter in parameters]), places.get(""))
+        flat = _rest(_laid(job, layout, parameters), places.get(""))
         store = Store(
             job, layout, tuple(parameters), flat, {}, specs, layouts, fresh, first_differs, keeper, next(_serials)
         )
@@ -157,6 +166,8 @@ def settle(
             if keeper is not None:
                 keeper.state.pop(parameter, None)
         lend(store)
+        for source in sources:
+            _end_if_empty(source)
     return store
 
 
@@ -173,18 +184,78 @@ def adopt(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSb
     (layout,) = plan_buckets([about], mesh=job.mesh, zero_dim=cut, split=True, min_split_numel=0, bucket_bytes=None)
     flat = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
     flat[0, : piece.numel()] = piece.reshape(-1)
-    store = Store(job, layout, (parameter,), flat, {}, {}, {}, True, False, None, next(_serials), adopted=True)
+    store = Store(job, layout, (parameter,), flat, {}, {}, {}, True, False, None, next(_serials), provisional=True)
     parameter._zerograph_store = store  # type: ignore[attr-defined]
     lend(store)
 
 
-def _shard(job: Job, layout: Bucket, parts: Sequence[Tensor]) -> Tensor:
+def _end_if_empty(store: Store) -> None:
+    """A store that holds no parameter any more is over, and gives its memory back."""
+    if not any(store_of(one) is store for one in store.parameters):
+        store.dissolved, store.flat, store.state = True, torch.empty(0), {}
+
+
+def split_part(job: Job, layout: Bucket, value: Tensor) -> Tensor:
+    """This rank's part of a bucket of one parameter, which has this value on every rank. No collective."""
+    part = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
+    _load(job, layout, part, [value])
+    return part
+
+
+def settle_part(job: Job, layout: Bucket, parameter: nn.Parameter, part: Tensor) -> Store:
+    """A provisional store of a plain parameter, whose value is given up for the part that this rank keeps of it."""
+    kept = (job, layout, (parameter,), part)
+    store = Store(*kept, {}, {}, {}, True, False, None, next(_serials), provisional=True)
+    parameter._zerograph_store = store  # type: ignore[attr-defined]
+    lend(store)
+    return store
+
+
+def _stores(parameters: Iterable[nn.Parameter]) -> list[Store]:
+    """The distinct stores that hold the parameters, in their order: the same on all ranks."""
+    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
+
+
+def _held(keeper: torch.optim.Optimizer | None, parameter: nn.Parameter, *, stored: bool) -> Mapping[str, Any]:
+    """What there is of optimizer state for the parameter, by name: a tensor, or the store that it is in."""
+    if stored:
+        store = store_of(parameter)
+        assert store is not None
+        return dict.fromkeys(store.specs, store)
+    return {} if keeper is None else keeper.state.get(parameter, {})
+
+
+def _laid(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """This rank's part of a new bucket of parameters, wherever their values are. A collective."""
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
-    for slot, part in zip(layout.slots, parts, strict=True):
-        # State that an optimizer made for a global tensor is one too.
-        part = part.full_tensor() if isinstance(part, DTensor) else part
-        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
-    broadcast_from_first(job, [whole])
+    by_parameter = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
+    for source in _stores(parameters):
+        taken = [index for index, one in enumerate(source.parameters) if id(one) in by_parameter]
+        for index, part in _whole_parts(source, source.layout, source.flat, taken):
+            _lay(whole, layout, by_parameter[id(source.parameters[index])], part)
+    for parameter, slot in zip(parameters, layout.slots, strict=True):
+        if store_of(parameter) is None:
+            _lay(whole, layout, slot, parameter.detach())
+    if any((store := store_of(parameter)) is None or store.layout.is_whole for parameter in parameters):
+        broadcast_from_first(job, [whole])
+    return _part(job, layout, whole)
+
+
+def _whole_parts(source: Store, layout: Bucket, held: Held, taken: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """The whole parts with these numbers, of a bucket or one entry of its state. A collective where split."""
+    whole = _whole(source.job, layout, held)
+    for index in taken:
+        slot = layout.slots[index]
+        yield index, from_rows(whole[..., slot.offset : slot.offset + slot.numel], slot)
+
+
+def _lay(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
+    # State that an optimizer made for a global tensor is one too.
+    part = part.full_tensor() if isinstance(part, DTensor) else part
+    whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
+
+
+def _part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
     return whole if layout.is_whole else _at_home(whole[local_part(whole.shape, layout.sbp, job.mesh)], layout)
 
 
@@ -195,9 +266,11 @@ def _at_home(shard: Tensor, layout: Bucket) -> Tensor:
 
 
 def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]], place: Extent | None) -> Held:
+    """One entry of a new store's state. A collective unless nobody has one yet."""
     layout = store.layouts.get(name)
     if layout is None:
         value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
+        value = in_memory(value.state[name]) if isinstance(value, Store) else value
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
         if place is not None:
@@ -206,7 +279,28 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
             return place
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
         return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.home)
-    return _rest(_shard(store.job, layout, [torch.as_tensor(one[name]) for one in held]), place)
+    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    slots = {id(p): slot for p, slot in zip(store.parameters, layout.slots, strict=True)}
+    values = [one[name] for one in held]
+    for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
+        taken = [index for index, one in enumerate(source.parameters) if id(one) in slots]
+        for index, part in _state_parts(source, name, taken):
+            _lay(whole, layout, slots[id(source.parameters[index])], part)
+    for slot, value in zip(layout.slots, values, strict=True):
+        if not isinstance(value, Store):
+            _lay(whole, layout, slot, torch.as_tensor(value))
+    if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
+        broadcast_from_first(store.job, [whole])
+    return _rest(_part(store.job, layout, whole), place)
+
+
+def _state_parts(source: Store, name: str, taken: Sequence[int]) -> Iterable[tuple[int, Tensor]]:
+    """The whole parts with these numbers of an entry of the state. A collective where split."""
+    layout = source.layouts.get(name)
+    if layout is None:
+        # A step count that all have in common.
+        return [(index, in_memory(source.state[name])) for index in taken]
+    return _whole_parts(source, layout, source.state[name], taken)
 
 
 def lend(store: Store) -> None:
@@ -238,13 +332,21 @@ def close_whole(store: Store) -> None:
 
 
 def dissolve(store: Store) -> None:
-    """Make the store's parameters plain again and give its state back to the optimizer. A collective."""
-    store.dissolved = True
-    states = plain_states(store)
-    for parameter, value, state in zip(store.parameters, plain_parameters(store), states, strict=True):
-        show(parameter, value)
-        del parameter._zerograph_store  # type: ignore[attr-defined]
-        if state and store.keeper is not None:
+    """Make the parameters that the store has plain again and give their state back to the optimizer. A collective."""
+    _give_back(store, store.parameters)
+    left = [index for index, one in enumerate(store.parameters) if store_of(one) is store]
+    for index, part in _whole_parts(store, store.layout, store.flat, left):
+        show(store.parameters[index], part.clone())
+        del store.parameters[index]._zerograph_store  # type: ignore[attr-defined]
+    _end_if_empty(store)
+
+
+def _give_back(store: Store, parameters: Sequence[nn.Parameter]) -> None:
+    """Let the optimizer whose state the store has hold what of it is the parameters', plainly. A collective."""
+    if store.keeper is None or store.fresh:
+        return
+    for parameter, state in zip(store.parameters, plain_states(store), strict=True):
+        if store_of(parameter) is store and any(parameter is one for one in parameters):
             store.keeper.state[parameter] = state
 
 

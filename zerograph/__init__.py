@@ -31,6 +31,7 @@ from zerograph.passes.rules.registry import Operands
 from zerograph.passes.rules.users import register_rule
 from zerograph.placement import placement, to_global, to_local
 from zerograph.runtime.process_group import rank, world_size
+from zerograph.sharded_init import sharded_init
 
 __all__ = [
     "CaptureError",
@@ -59,6 +60,7 @@ __all__ = [
     "rank",
     "register_rule",
     "sbp",
+    "sharded_init",
     "to_global",
     "to_local",
     "world_size",

@@ -63,20 +63,24 @@ __all__ = [
     "is_mutable",
     "made_again",
     "mark_step_called",
+    "negated",
     "no_modes",
     "overloads",
+    "plain_tensors",
     "preserved_metadata",
     "process_group",
     "register_works",
     "returns",
     "schema_arguments",
     "single_process_store",
+    "storage_key",
     "total_norm_by",
     "trace",
     "with_tensors",
     "without_onednn",
     "without_torch_function",
     "written_arguments",
+    "written_tensors",
 ]
 
 
@@ -357,6 +361,23 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return context
 
 
+def plain_tensors() -> contextlib.AbstractContextManager[None]:
+    """Neither subclasses nor torch function modes see what is called inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Equal for storages that are the same memory; unique as long as somebody holds on to it."""
+    return int(storage._cdata)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """A view with the bit that says "negative" set, as the imaginary part of a conjugate has it."""
+    found: Tensor = torch._neg_view(tensor)
+    return found
+
+
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:
     """The operator's declared arguments: name, type, default_value."""
     return list(operator._schema.arguments)
@@ -381,6 +402,16 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(given, found.append)
+    return found
+
+
+def written_tensors(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of the operator writes to, by its schema."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [one for one in (given if isinstance(given, (list, tuple)) else [given]) if one is not None]
     return found
 
 

@@ -413,29 +413,31 @@ class Compiler:
     def _apply(
         self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Places]
     ) -> dict[str, Store]:
-        """Bring the state into the planned layout, by bucket name: old stores are dissolved, new ones settled.
+        """Bring the state into the planned layout, by bucket name, one new bucket after the other.
 
-        What is only to rest elsewhere moves there; ``places`` has the room for it.
+        Each takes its parameters, and their state, out of where they are; so about one bucket is whole at a time. What
+        is only to rest elsewhere moves there; ``places`` has the room for it.
         """
         new = {
             one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots]
             for one in layout
             if one.store is None
         }
+        moving = dict.fromkeys(store_of(parameter) for parameters in new.values() for parameter in parameters)
         stores: dict[str, Store] = {}
         for one in layout:
             name, bucket = one.bucket.name, one.bucket
             if one.store is None:
-                # Only now: what its parameters lived in is whole on every rank until they are settled.
-                for store in dict.fromkeys(map(store_of, new[name])):
-                    if store is not None:
-                        dissolve(store)
                 kept = one.specs, one.layouts, one.first_differs, one.keeper
                 stores[name] = settle(job, bucket, new[name], *kept, places[name])
             elif one.store.layout.rest != bucket.rest:
                 stores[name] = move(one.store, bucket, places[name])
             else:
                 stores[name] = one.store
+        for store in moving:
+            # Of parameters that this graph does not have.
+            if store is not None and not store.dissolved:
+                dissolve(store)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
             broadcast_from_first(job, [*plain, *members.buffers.values()])

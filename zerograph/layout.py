@@ -96,7 +96,7 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif store.adopted and train:
+        elif store.provisional and train:
             loose += names
         elif _usable(store, names, members, config, updates, mesh, zero_dim) and _alike(
             names, edits, copies, train=train
@@ -191,7 +191,7 @@ def _deals(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, 
 
 def _stays_together(store: Store, *, dealt: bool) -> bool:
     """Whether what lies in the store is only taken apart, not laid with others: unless it was laid in another way."""
-    return not store.adopted and store.layout.dealt == dealt
+    return not store.provisional and store.layout.dealt == dealt
 
 
 def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
@@ -313,7 +313,7 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.keeper if store is not None else None
     held: Mapping[str, Any]
-    if store is not None and not store.adopted:
+    if store is not None and not store.provisional:
         held = {} if store.fresh else {name: store.state[name] for name in store.specs}
     else:
         held = {} if keeper is None else held_state(keeper, parameter)

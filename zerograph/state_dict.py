@@ -104,9 +104,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     held = {id(p): dict(state["state"].get(number, {})) for p, number in zip(parameters, numbers, strict=True)}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    # What is only adopted has no state yet: its optimizer keeps it.
+    # What no step has trained yet has no state: its optimizer keeps it.
     for store in _stores(parameters):
-        if store.adopted:
+        if store.provisional:
             continue
         states = [held.get(id(parameter), {}) for parameter in store.parameters]
         if store.keeper is optimizer and _fits(store, states):
@@ -114,7 +114,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         else:
             dissolve(store)
     for parameter in parameters:
-        if (found := store_of(parameter)) is None or found.adopted:
+        if (found := store_of(parameter)) is None or found.provisional:
             optimizer.state.pop(parameter, None)
             if held[id(parameter)]:
                 optimizer.state[parameter] = {
