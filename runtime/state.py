@@ -149,10 +149,7 @@ def settle(
     for source in sources:
         if source.keeper is not keeper:
             _give_back(source, parameters)
-    from_store = {
-        id(p) for source in sources if source.keeper is keeper and not source.fresh for p in source.parameters
-    }
-    held = [_held(keeper, parameter, stored=id(parameter) in from_store) for parameter in parameters]
+    held = [_held(keeper, parameter) for parameter in parameters]
     fresh = not any(held)
     with torch.no_grad():
         flat = _rest(_laid(job, layout, parameters), places.get(""))
@@ -216,11 +213,10 @@ def _stores(parameters: Iterable[nn.Parameter]) -> list[Store]:
     return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
 
 
-def _held(keeper: torch.optim.Optimizer | None, parameter: nn.Parameter, *, stored: bool) -> Mapping[str, Any]:
+def _held(keeper: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
     """What there is of optimizer state for the parameter, by name: a tensor, or the store that it is in."""
-    if stored:
-        store = store_of(parameter)
-        assert store is not None
+    store = store_of(parameter)
+    if store is not None and store.keeper is keeper and not store.fresh:
         return dict.fromkeys(store.specs, store)
     return {} if keeper is None else keeper.state.get(parameter, {})
 

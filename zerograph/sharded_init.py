@@ -16,6 +16,7 @@ from zerograph import _torch
 from zerograph.buckets import Bucket, Slot
 from zerograph.config import Config
 from zerograph.construction.fingerprint import digest_of, fingerprint
+from zerograph.construction.generators import Generators, default_generator
 from zerograph.construction.program import Memory, Operation, Ref, ref, tensor_at
 from zerograph.construction.recorder import Guard, Recorder, live_tensors
 from zerograph.construction.replay import replay
@@ -42,7 +43,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     device, after ``torch.manual_seed`` with rank 0's seed: what the construction computes is recorded, and done at the
     end of the block, operator by operator, on every rank; each keeps its part of a parameter and drops the rest as soon
     as nothing needs it any more. No weights are sent. Random generators stand afterwards where plain construction would
-    have left rank 0's. Memory, in bytes: this rank's parts, and the few tensors that construction computes with at once.
+    have left rank 0's. Memory: this rank's parts, and the few whole tensors that construction computes with at once.
 
     Every rank must make the same. The parameters are then as those of a graph between steps: they refuse to be computed
     with, optimizers can be built on them, and each graph takes them over when it compiles. Buffers and other tensors
@@ -54,7 +55,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
 
     Raises:
         ConfigError: used inside itself or inside ``build()``; a lazy module.
-        CaptureError: the construction looks at values that depend on random numbers, or cannot be put off.
+        CaptureError: the construction does what cannot be put off.
         RankMismatchError: ranks make different models, or another rank has failed.
         CommunicationError: another rank does not answer.
     """
@@ -66,8 +67,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     with _torch.plain_tensors():
         # What is there already stays as it is.
         before = {id(one): one for one in live_tensors() if isinstance(one, nn.Parameter)}
-    recorder = Recorder()
-    recorder.generators.number(torch.default_generator)
+    recorder = Recorder(_first_ranks_generators(job))
     _recording.append(recorder)
     try:
         with recorder, Guard(recorder):
@@ -83,6 +83,16 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     finally:
         _recording.clear()
     _finish(job, recorder, before)
+
+
+def _first_ranks_generators(job: Job) -> Generators:
+    """The generators that models are drawn from, as rank 0's stand: those that a user makes are as he made them."""
+    found = Generators()
+    found.number(torch.default_generator)
+    if torch.cuda.is_available():
+        found.number(default_generator(torch.device("cuda")))
+    first_ranks_notes(job, [one.entry for one in found.watched], "random numbers")
+    return found
 
 
 def is_recording() -> bool:
@@ -131,7 +141,8 @@ def _agreed(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) ->
         recorder.note_reseeds()
         with _torch.plain_tensors():
             made = _collected(recorder, before)
-            lines = fingerprint(recorder.program, [at for _, at in made.parameters], sorted(made.whole))
+            entries = [one.entry for one in recorder.generators.watched]
+            lines = fingerprint(recorder.program, entries, [at for _, at in made.parameters], sorted(made.whole))
     except Exception as error:
         problem = error
     agree(job, _DOING, digest(lines), lambda: _numbered(lines), problem)
@@ -183,9 +194,6 @@ def _place(recorder: Recorder, parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def _done(job: Job, recorder: Recorder, made: _Made) -> tuple[list[_Part], dict[int, torch.UntypedStorage]]:
     """This rank's parts, and the bytes of what is whole by memory: all from rank 0's random numbers, on all ranks."""
-    watched = recorder.generators.watched
-    states = [one.entry.clone() for one in watched]
-    first_ranks_notes(job, states, "random numbers")
     problem: Exception | None = None
     parts: list[_Part] = []
     whole: dict[int, torch.UntypedStorage] = {}
@@ -201,10 +209,8 @@ def _done(job: Job, recorder: Recorder, made: _Made) -> tuple[list[_Part], dict[
             whole[number] = storage
 
     try:
-        for one, state in zip(watched, states, strict=True):
-            one.generator.set_state(state)
         with _torch.plain_tensors():
-            replay(recorder.program, {*by_memory, *made.whole}, [one.generator for one in watched], take)
+            replay(recorder.program, {*by_memory, *made.whole}, recorder.generators, take)
     except Exception as error:
         problem = error
     agree(job, "keeping what sharded_init() has made", 0, dict, problem)

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zerograph.construction.program import Program, Ref, Reseed
 
 
-def fingerprint(program: Program, parameters: Sequence[Ref], whole: Sequence[int]) -> list[str]:
-    """Every entry of the program, what came from outside, and what is kept.
+def fingerprint(
+    program: Program, generators: Sequence[Tensor], parameters: Sequence[Ref], whole: Sequence[int]
+) -> list[str]:
+    """Every entry of the program, what it begins with, and what is kept. Which GPU of its machine a rank has is not.
 
-    Which GPU of its machine a rank has, and which state its generators began in, is not part of it.
+    Args:
+        generators: the state that each began in.
     """
-    lines = [
+    lines = [f"generator {number}: {digest_of(one.untyped_storage())}" for number, one in enumerate(generators)]
+    lines += [
         f"memory {one.number}: from outside of the construction, {one.nbytes} bytes {digest_of(one.storage)}"
         for one in program.memories
         if one.outside

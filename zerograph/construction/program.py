@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,9 +138,67 @@ class Reseed:
     after: int
 
 
+@dataclass(frozen=True, eq=False)
+class Use:
+    """What an entry does with values: it reads them, changes parts of them, or makes them.
+
+    ``at`` is the value in each memory that it touches, by number.
+    """
+
+    reads: frozenset[int] = frozenset()
+    changes: frozenset[int] = frozenset()
+    makes: frozenset[int] = frozenset()
+    at: Mapping[int, int] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Program:
-    """Everything recorded so far, in order."""
+    """Everything recorded so far, in order.
+
+    A *value* is what a memory holds from one overwriting to the next.
+
+    Attributes:
+        uses: what each entry does with values.
+        memory_of: the memory of each value.
+        current: the value that each memory holds now.
+        writers: the entries that make or change each value.
+    """
 
     memories: list[Memory] = field(default_factory=list)
     entries: list[Operation | Reseed] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    memory_of: list[int] = field(default_factory=list)
+    current: dict[int, int] = field(default_factory=dict)
+    writers: list[list[int]] = field(default_factory=list)
+
+    def add_memory(
+        self, storage: torch.UntypedStorage, shape_only: torch.UntypedStorage, *, outside: bool = False
+    ) -> Memory:
+        """A memory as large as ``shape_only``."""
+        memory = Memory(len(self.memories), shape_only.nbytes(), storage, shape_only, outside)
+        self.memories.append(memory)
+        if outside:
+            self._new_value(memory.number)
+        return memory
+
+    def append(self, entry: Operation | Reseed) -> int:
+        """Record the entry; returns its number."""
+        number = len(self.entries)
+        self.entries.append(entry)
+        if isinstance(entry, Reseed):
+            self.uses.append(Use())
+            return number
+        reads = frozenset(self.current[memory] for memory in entry.reads)
+        changes = frozenset(self.current[memory] for memory in entry.writes - entry.overwrites)
+        makes = frozenset(self._new_value(memory) for memory in sorted(entry.overwrites | entry.makes))
+        touched = entry.reads | entry.writes | entry.makes
+        self.uses.append(Use(reads, changes, makes, {memory: self.current[memory] for memory in touched}))
+        for value in changes | makes:
+            self.writers[value].append(number)
+        return number
+
+    def _new_value(self, memory: int) -> int:
+        self.memory_of.append(memory)
+        self.writers.append([])
+        self.current[memory] = len(self.memory_of) - 1
+        return self.current[memory]

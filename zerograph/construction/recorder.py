@@ -23,7 +23,7 @@ from zerograph import _torch, source
 from zerograph._torch import OpOverload, TorchDispatchMode
 from zerograph.construction.generators import Generators, default_generator
 from zerograph.construction.program import Memory, Operation, Program, Ref, ref, tensor_at
-from zerograph.construction.replay import values_now
+from zerograph.construction.replay import Draws, values_now
 from zerograph.errors import CaptureError
 
 aten = torch.ops.aten
@@ -49,10 +49,11 @@ _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 class Recorder(TorchDispatchMode):
     """Records what is computed inside into ``program``; ``generators`` are those that are drawn from."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.program = Program()
-        self.generators = Generators()
+        self.generators = generators
+        self._draws = Draws(self.program, generators)
         self._by_storage: dict[int, Memory] = {}
         self._by_shape: dict[int, Memory] = {}
 
@@ -74,13 +75,11 @@ class Recorder(TorchDispatchMode):
         return self._remember(storage, _on_meta(storage.nbytes()), outside=True)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What the tensor holds now.
-
-        Raises:
-            CaptureError: that depends on random numbers.
-        """
+        """What the tensor holds now."""
         memory = self.memory_of(tensor)
-        return tensor if memory is None else values_now(self.program, ref(tensor, memory))
+        if memory is None:
+            return tensor
+        return values_now(self.program, ref(tensor, memory), self._draws)
 
     def note_reseeds(self) -> None:
         """Record what the user has done to the generators since the last draw."""
@@ -89,7 +88,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_reseed(self, number: int) -> None:
         if (found := self.generators.changed(number)) is not None:
-            self.program.entries.append(found)
+            self.program.append(found)
 
     def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -201,7 +200,7 @@ class Recorder(TorchDispatchMode):
             drawn_from = kwargs.get("generator") or default_generator(device)
             generator = self.generators.number(drawn_from)
             self._note_reseed(generator)
-        self.program.entries.append(
+        number = self.program.append(
             Operation(
                 func,
                 _replaced(args, refs),
@@ -217,15 +216,14 @@ class Recorder(TorchDispatchMode):
             )
         )
         if generator is not None:
-            self.generators.drew(generator, len(self.program.entries) - 1)
+            self.generators.drew(generator, number)
 
     def _remember(
         self, storage: torch.UntypedStorage, shape_only: torch.UntypedStorage, *, outside: bool = False
     ) -> Memory:
-        memory = Memory(len(self.program.memories), shape_only.nbytes(), storage, shape_only, outside)
+        memory = self.program.add_memory(storage, shape_only, outside=outside)
         if not outside:
             storage.resize_(0)
-        self.program.memories.append(memory)
         self._by_storage[_torch.storage_key(storage)] = memory
         self._by_shape[_torch.storage_key(shape_only)] = memory
         return memory
@@ -302,7 +300,7 @@ def live_tensors() -> list[Tensor]:
 
 @contextlib.contextmanager
 def _opened(memories: Sequence[Memory]) -> Iterator[None]:
-    """Hollow storages as large as they are to be: torch makes no tensor in one that is too small. Nothing touches it."""
+    """Hollow storages as large as they are to be, untouched: torch makes no tensor in one that is too small."""
     hollow = [memory for memory in memories if not memory.outside]
     for memory in hollow:
         memory.storage.resize_(memory.nbytes)
@@ -322,9 +320,7 @@ def _replaced(values: Any, by_id: Mapping[int, Any], device: str | None = None) 
     found = pytree.tree_map(lambda one: by_id.get(id(one), one) if isinstance(one, Tensor) else one, values)
     if device is not None:
         found |= {"device": torch.device(device)} if found.get("device") is not None else {}
-        found |= {
-            name: False if name == "pin_memory" else None for name in ("pin_memory", "generator") if name in found
-        }
+        found |= {name: none for name, none in (("pin_memory", False), ("generator", None)) if name in found}
     return found
 
 
@@ -348,9 +344,8 @@ def _check_plain(func: OpOverload, given: Sequence[Tensor]) -> None:
     for one in given:
         if one.layout != torch.strided:
             raise _unsupported(func, f"it is given a tensor of layout {one.layout}")
-        if type(one) is not Tensor and not isinstance(one, nn.Parameter) and hasattr(type(one), "__torch_dispatch__"):
-            if type(one).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise _unsupported(func, f"it is given a tensor of class {type(one).__name__}")
+        if type(one).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _unsupported(func, f"it is given a tensor of class {type(one).__name__}")
 
 
 def _unsupported(func: OpOverload, why: str) -> CaptureError:
