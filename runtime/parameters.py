@@ -23,6 +23,8 @@ class SplitParameter(nn.Parameter):
         if func in _METADATA:
             with _torch.without_torch_function():
                 return func(*args, **(kwargs or {}))
+        if func is torch.full_like:
+            return _constant_like(*args, **(kwargs or {}))
         raise SplitParameterError(
             f"{_name(func)} on a parameter whose values are split between the ranks\n"
             "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
@@ -36,6 +38,12 @@ class SplitParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__torch_function__(nn.Parameter.__reduce_ex__, (), ())
+
+
+def _constant_like(parameter: Tensor, value: Any, **options: Any) -> Tensor:
+    """One element, expanded: Adagrad makes its state so when it is built, which nobody has room for whole."""
+    kind = {"dtype": options.get("dtype") or parameter.dtype, "device": options.get("device") or parameter.device}
+    return torch.full((), value, **kind).expand(parameter.shape)
 
 
 def _name(func: Any) -> str:
@@ -63,6 +71,8 @@ _METADATA: set[Any] = {
     Tensor.requires_grad_,
     Tensor.is_floating_point,
     Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
     Tensor.__len__,
     Tensor.__hash__,
 }

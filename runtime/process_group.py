@@ -76,7 +76,7 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
     initialise()
     world = dist.group.WORLD
     assert world is not None
-    everybody = torch.arange(dist.get_world_size())
+    everybody = torch.arange(dist.get_world_size(), device="cpu")
     grid = everybody if placement is None else placement.mesh.cpu()
     _check_grid(grid, everybody)
     key = timeout, str(grid.tolist())
@@ -210,8 +210,8 @@ def agree(
         if problem is not None:
             raise problem
         return
-    mine = torch.tensor([number, problem is not None], dtype=torch.int64)
-    everybodys = torch.empty(job.size * 2, dtype=torch.int64)
+    mine = torch.tensor([number, problem is not None], dtype=torch.int64, device="cpu")
+    everybodys = torch.empty(job.size * 2, dtype=torch.int64, device="cpu")
     with explained(job, f"comparing notes before {doing}"):
         _torch.all_gather(everybodys, mine, job.control)
         numbers, problems = everybodys.view(job.size, 2).unbind(1)
@@ -276,7 +276,7 @@ def first_ranks(job: Job, number: int) -> int:
     """Rank 0's ``number`` (of 64 bits), on every rank."""
     if job.size == 1:
         return number
-    shared = torch.tensor([number])
+    shared = torch.tensor([number], device="cpu")
     with explained(job, "taking over rank 0's seed"):
         dist.broadcast(shared, group_src=0, group=job.control)
     return int(shared)
@@ -293,7 +293,7 @@ def first_ranks_notes(job: Job, notes: Sequence[torch.Tensor], what: str) -> Non
 
 def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
     """The whole of a tensor of which each rank holds a part, on every rank, in memory of its own."""
-    whole = part.clone()
+    whole = part
     for dim in reversed(range(job.mesh.dims)):
         one, ranks = sbp[dim], job.mesh.shape[dim]
         if isinstance(one, Split) and ranks > 1:
@@ -301,7 +301,7 @@ def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
             with explained(job, "gathering state outside a step"):
                 _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.lines[dim])
             whole = parts.flatten(0, 1) if one.dim == 0 else torch.cat(list(parts), one.dim)
-    return whole
+    return part.clone() if whole is part else whole
 
 
 def broadcast_from_first(job: Job, tensors: list[torch.Tensor]) -> None:

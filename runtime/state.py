@@ -227,8 +227,8 @@ def _laid(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tenso
     by_parameter = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
     for source in _stores(parameters):
         taken = [index for index, one in enumerate(source.parameters) if id(one) in by_parameter]
-        for index, part in _whole_parts(source, source.layout, source.flat, taken):
-            _lay(whole, layout, by_parameter[id(source.parameters[index])], part)
+        slots = [by_parameter[id(source.parameters[index])] for index in taken]
+        _lay_all(whole, layout, slots, _whole_parts(source, source.layout, source.flat, taken))
     for parameter, slot in zip(parameters, layout.slots, strict=True):
         if store_of(parameter) is None:
             _lay(whole, layout, slot, parameter.detach())
@@ -243,6 +243,12 @@ def _whole_parts(source: Store, layout: Bucket, held: Held, taken: Sequence[int]
     for index in taken:
         slot = layout.slots[index]
         yield index, from_rows(whole[..., slot.offset : slot.offset + slot.numel], slot)
+
+
+def _lay_all(whole: Tensor, layout: Bucket, slots: Sequence[Slot], parts: Iterable[tuple[int, Tensor]]) -> None:
+    """Lay parts into their slots. A function of its own, so that no part of one source lives while the next is made."""
+    for slot, (_, part) in zip(slots, parts, strict=True):
+        _lay(whole, layout, slot, part)
 
 
 def _lay(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
@@ -276,12 +282,12 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
         return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.home)
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
-    slots = {id(p): slot for p, slot in zip(store.parameters, layout.slots, strict=True)}
+    by_parameter = {id(p): slot for p, slot in zip(store.parameters, layout.slots, strict=True)}
     values = [one[name] for one in held]
     for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
-        taken = [index for index, one in enumerate(source.parameters) if id(one) in slots]
-        for index, part in _state_parts(source, name, taken):
-            _lay(whole, layout, slots[id(source.parameters[index])], part)
+        taken = [index for index, one in enumerate(source.parameters) if id(one) in by_parameter]
+        slots = [by_parameter[id(source.parameters[index])] for index in taken]
+        _lay_all(whole, layout, slots, _state_parts(source, name, taken))
     for slot, value in zip(layout.slots, values, strict=True):
         if not isinstance(value, Store):
             _lay(whole, layout, slot, torch.as_tensor(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,14 +94,20 @@ def most_alive_bytes(step: zg.ZeroGraph, *batch: Tensor) -> int:
 
 
 def most_allocated_bytes(step: zg.ZeroGraph, *batch: Tensor) -> int:
-    """The most bytes that torch's CPU allocator gives out within a step, beside those given out when it begins.
+    """The most bytes that torch's CPU allocator gives out within a step, beside those given out when it begins."""
+    # The profiler hears of a block's end only if it saw the beginning.
+    return most_allocated(lambda: step(*batch), before=lambda: step(*batch))
 
-    The profiler hears of a block's end only if it saw the beginning: a step goes before the one that counts.
+
+def most_allocated(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> int:
+    """The most bytes that torch's CPU allocator gives out within ``run``, beside those given out when it begins.
+
+    ``before`` is called first: of what was given out earlier nobody notices that it comes back.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step(*batch)
+        before()
         with record_function("measured"):
-            step(*batch)
+            run()
     events = list(seen.profiler.kineto_results.events())
     measured = next(event for event in events if event.name() == "measured")
     now = most = 0

@@ -24,6 +24,7 @@ from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
+from zerograph.sharded_init import is_recording
 from zerograph.step_graph import nbytes, output_nodes
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
@@ -291,6 +292,11 @@ class ZeroGraph:
             raise CaptureError(
                 f"{type(self).__name__} was called inside the build() of {outer}: graphs do not nest\n"
                 "Call the modules themselves inside build()."
+            )
+        if is_recording():
+            raise InputError(
+                f"{type(self).__name__} was called inside sharded_init(): what is made there has no values yet\n"
+                "Call it after the block."
             )
         job = self._join()
         job.check_alive()

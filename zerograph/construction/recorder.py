@@ -257,7 +257,8 @@ class Guard(TorchFunctionMode):
             if func is Tensor.__deepcopy__:
                 return _copied(tensor, *args[1:])
             if func in _READS:
-                with _torch.plain_tensors():
+                # Neither the recorder: what is done here is done now.
+                with _torch.plain_tensors(), _torch.no_modes():
                     real = self._recorder.value(tensor)
                     return func(real, *args[1:], **kwargs)
         return func(*args, **kwargs)

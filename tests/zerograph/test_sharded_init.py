@@ -1,0 +1,377 @@
+"""Models made split from the start have the values of plain construction, and are never whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zerograph as zg
+from tests.constructions import CONSTRUCTIONS, tied
+from tests.liveness import most_allocated
+from tests.models import TrainStep, adamw, batches, part, train_plainly
+from tests.pool import Pool
+from zerograph.runtime.parameters import SplitParameter
+
+
+class Whole(zg.ZeroGraph):
+    """A forward graph, for its ``state_dict()``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def split(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    with zg.sharded_init():
+        return make()
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = Whole(model).state_dict()["modules"]["model"]
+    return state
+
+
+def differences(make: Callable[[], nn.Module]) -> list[str]:
+    """What of a model made split differs from the plain one; ranks but the first have another seed."""
+    torch.manual_seed(0)
+    plain = make()
+    after = torch.rand(1)
+    model = split(make, seed=zg.rank())
+    found = [] if torch.equal(torch.rand(1), after) else ["random numbers afterwards"]
+    state = state_of(model) | dict(model.named_buffers())
+    for name, value in {**plain.state_dict(), **dict(plain.named_buffers())}.items():
+        same = name in state and state[name].dtype == value.dtype and torch.equal(state[name], value)
+        found += [] if same else [name]
+    found += [name for name, one in model.named_parameters() if one.numel() and not isinstance(one, SplitParameter)]
+    same_names = [name for name, _ in plain.named_parameters()] == [name for name, _ in model.named_parameters()]
+    return found if same_names else [*found, "names"]
+
+
+def all_differences() -> dict[str, list[str]]:
+    return {name: differences(make) for name, make in CONSTRUCTIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def found_differences(pool: Pool) -> dict[str, list[str]]:
+    found: list[dict[str, list[str]]] = pool.run(2, all_differences)
+    return {name: [*found[0][name], *found[1][name]] for name in found[0]}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_values_and_random_numbers_are_those_of_plain_construction(
+    found_differences: dict[str, list[str]], name: str
+) -> None:
+    assert found_differences[name] == []
+
+
+def from_transformers() -> dict[str, list[str]]:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    names = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    language = transformers.AutoModelForCausalLM.from_config
+    vision = transformers.AutoModelForImageClassification.from_config
+    models = {
+        "gpt2": lambda: language(transformers.GPT2Config(**sizes, **names)),
+        "llama": lambda: language(transformers.LlamaConfig(**sizes, **names), dtype=torch.bfloat16),
+        "vit": lambda: vision(transformers.ViTConfig(**sizes, image_size=8, patch_size=4)),
+        "convnext": lambda: vision(
+            transformers.ConvNextConfig(hidden_sizes=[4, 8, 8, 8], depths=[1, 1, 1, 1], drop_path_rate=0.1)
+        ),
+    }
+    return {name: differences(make) for name, make in models.items()}
+
+
+def test_models_of_transformers_are_made_split(pool: Pool) -> None:
+    assert pool.run(2, from_transformers) == [{"gpt2": [], "llama": [], "vit": [], "convnext": []}] * 2
+
+
+def trained() -> dict[int, tuple[list[float], dict[str, Tensor]]]:
+    found = {}
+    for stage in (0, 3):
+        model = split(tied)
+        step = TrainStep(model, adamw(model), stage, backend="eager")
+        losses = [float(step(part(x), part(y))) for x, y in batches("gpt_tied", 3)]
+        found[stage] = losses, step.state_dict()["modules"]["model"]
+    return found
+
+
+def test_training_is_that_of_the_plain_model(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = tied()
+    losses = train_plainly(plain, adamw(plain), batches("gpt_tied", 3))
+    for found, state in pool.run(2, trained)[0].values():
+        torch.testing.assert_close(found, [float(one) for one in losses])
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+WIDTH = 128
+
+
+def deep() -> nn.Module:
+    """Eight layers, cast once they are made, and a copy of them for comparison."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))).double().float()
+    return nn.ModuleList([layers, copy.deepcopy(layers)])
+
+
+class Distance(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.config.enable_zero(True, stage=3)
+        self.config.bucket_size = 4 * 2 * WIDTH**2
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = (self.model[0](x) - 2 * self.model[1](x)).square().mean()
+        loss.backward()
+        return loss
+
+
+def memory() -> tuple[int, int]:
+    made: list[Distance] = []
+
+    def make() -> None:
+        made.append(Distance(split(deep)))
+
+    making = most_allocated(make)
+    made.clear()
+    return making, most_allocated(lambda: made[0].compile(torch.ones(1, WIDTH)), before=make)
+
+
+def test_no_rank_holds_more_than_its_parts_and_a_few_tensors(pool: Pool) -> None:
+    layer = 4 * WIDTH**2
+    parts = 16 * layer // 2
+    for making, compiling in pool.run(2, memory):
+        # A layer as it was drawn, in fp64, and in fp32 again.
+        assert parts < making <= parts + 4.1 * layer
+        # Beside the parts: two buckets of two layers each, and the part of the first that is new.
+        assert 2 * layer < compiling <= 5.1 * layer
+
+
+LARGE, LAYERS, RANKS = 1024, 16, 8
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(LARGE, LARGE, bias=False) for _ in range(LAYERS)))
+
+
+def made_within_a_limit() -> dict[str, Any]:
+    """As the first of eight ranks, of which the others are simulated, with room for a quarter of the model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    split(lambda: nn.Linear(3, 3))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * LARGE**2 * LAYERS // 4, resource.RLIM_INFINITY))
+    found: dict[str, Any] = {}
+    try:
+        large()
+    except (RuntimeError, MemoryError) as error:
+        found["plain"] = str(error)
+    model = split(large)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    torch.manual_seed(0)
+    parts = [store.flat for store in Whole(model)._stores()]
+    wanted = [one.flatten()[: LARGE**2 // RANKS] for one in large().parameters()]
+    found["same"] = all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True))
+    return found
+
+
+def test_a_model_larger_than_memory_is_made() -> None:
+    script = f"import json; from {__name__} import *; print(json.dumps(made_within_a_limit()))"
+    settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **settings})
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert "can't allocate memory" in found["plain"]
+    assert found["same"]
+
+
+def resumed() -> list[tuple[Any, ...]]:
+    """A checkpoint of a plain model is loaded into one that was made split, before its first step."""
+    data = batches("gpt_tied", 3)
+    torch.manual_seed(0)
+    model = tied()
+    first = TrainStep(model, adamw(model), 2, backend="eager")
+    first(*map(part, data[0]))
+    state = first.state_dict()
+    again = split(tied, seed=5)
+    second = TrainStep(again, adamw(again), 2, backend="eager")
+    second.load_state_dict(state)
+    return [tuple(float(step(*map(part, batch))) for step in (first, second)) for batch in data[1:]]
+
+
+def test_a_checkpoint_is_loaded_before_the_first_step(pool: Pool) -> None:
+    for pair in pool.run(2, resumed)[0]:
+        assert pair[0] == pair[1]
+
+
+def built_on() -> list[str]:
+    """The optimizers that cannot be built on parameters that were made split."""
+    model = split(lambda: nn.Linear(3, 3, bias=False))
+    refused = []
+    for name, one in vars(torch.optim).items():
+        if isinstance(one, type) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer:
+            try:
+                one(model.parameters(), lr=0.1)
+            except zg.SplitParameterError:
+                refused.append(name)
+    return refused
+
+
+def test_all_optimizers_of_torch_can_be_built_on_them(pool: Pool) -> None:
+    assert pool.run(1, built_on) == [[]]
+
+
+def adagrad() -> tuple[list[float], list[float]]:
+    x = torch.ones(2, 3)
+    found = []
+    for make in (split, lambda make: (torch.manual_seed(0), make())[1]):
+        model = make(lambda: nn.Linear(3, 3))
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        step = TrainStep(model, optimizer, 2, backend="eager")
+        step.loss_fn = lambda y, target: (y - target).square().mean()
+        found.append([float(step(x, x)) for _ in range(3)])
+    return found[0], found[1]
+
+
+def test_state_that_an_optimizer_makes_when_it_is_built_is_taken_over(pool: Pool) -> None:
+    ours, wanted = pool.run(1, adagrad)[0]
+    assert ours == wanted
+
+
+def failing() -> tuple[str, bool, str]:
+    held: list[nn.Module] = []
+    before = torch.get_rng_state()
+
+    def make() -> None:
+        held.append(nn.Linear(3, 3))
+        if zg.rank() == 1:
+            raise ValueError("no room at the inn")
+
+    message = ""
+    try:
+        with zg.sharded_init():
+            make()
+    except (ValueError, zg.RankMismatchError) as error:
+        message = f"{type(error).__name__}: {error}"
+    unchanged = torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(zg.SplitParameterError, match="without values"):
+        held[0](torch.ones(3))
+    return message, unchanged, type(split(lambda: nn.Linear(3, 3)).weight).__name__
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing_behind(pool: Pool) -> None:
+    (first, *left), (second, *other) = pool.run(2, failing)
+    assert first.startswith("RankMismatchError: rank 1 failed")
+    assert "no room at the inn" in first
+    assert second == "ValueError: no room at the inn"
+    assert left == other == [True, "SplitParameter"]
+
+
+def different_models() -> str:
+    with pytest.raises(zg.RankMismatchError) as raised:
+        split(lambda: nn.Linear(3, 3 + zg.rank()))
+    return str(raised.value)
+
+
+def test_ranks_that_make_different_models_are_told(pool: Pool) -> None:
+    assert "first in line" in pool.run(2, different_models)[0]
+
+
+def nested() -> None:
+    with zg.sharded_init():
+        split(lambda: nn.Linear(3, 3))
+
+
+def lazy() -> None:
+    split(lambda: nn.LazyLinear(3))
+
+
+class InBuild(zg.ZeroGraph):
+    def build(self, x: Tensor) -> Tensor:
+        return split(lambda: nn.Linear(3, 3))(x)
+
+
+def called_inside() -> None:
+    with zg.sharded_init():
+        Whole(nn.Linear(3, 3))(torch.ones(2, 3))
+
+
+def saved_inside() -> None:
+    with zg.sharded_init():
+        copy.copy(nn.Linear(3, 3).weight).share_memory_()
+
+
+def used_eagerly() -> None:
+    split(lambda: nn.Linear(3, 3))(torch.ones(3))
+
+
+def view_used() -> None:
+    with zg.sharded_init():
+        model = nn.Linear(3, 3)
+        row = model.weight[0]
+    print(row + 1)
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "nested": (nested, zg.ConfigError, "inside of sharded_init"),
+    "lazy": (lazy, zg.ConfigError, "lazy module"),
+    "in build()": (lambda: InBuild()(torch.ones(2, 3)), zg.CaptureError, "inside of build"),
+    "a graph called": (called_inside, zg.InputError, "no values yet"),
+    "shared memory": (saved_inside, zg.CaptureError, "share_memory_"),
+    "sparse": (lambda: split(lambda: nn.ParameterList([torch.eye(3).to_sparse()])), zg.CaptureError, "sparse_coo"),
+    "eager use": (used_eagerly, zg.SplitParameterError, "full_parameters"),
+    "a view of a parameter": (view_used, zg.SplitParameterError, "shares memory"),
+}
+
+
+def mistakes() -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (make, _, _) in MISTAKES.items():
+        try:
+            make()
+            found[name] = "nothing", ""
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
+def test_mistakes_are_clear_errors(pool: Pool) -> None:
+    found = pool.run(1, mistakes)[0]
+    for name, (_, kind, part_of_message) in MISTAKES.items():
+        assert found[name][0] == kind.__name__, name
+        assert part_of_message in found[name][1], name
+
+
+def outside() -> tuple[str, bool, bool]:
+    torch.manual_seed(0)
+    teacher = nn.Linear(3, 3)
+    before = teacher.weight.detach().clone()
+    with zg.sharded_init():
+        student = copy.deepcopy(teacher)
+        with torch.no_grad():
+            teacher.bias.zero_()
+    return type(teacher.weight).__name__, torch.equal(state_of(student)["weight"], before), not teacher.bias.any()
+
+
+def test_what_was_there_before_stays_plain_and_is_written_to(pool: Pool) -> None:
+    assert pool.run(2, outside) == [("Parameter", True, True)] * 2
