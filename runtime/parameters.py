@@ -42,8 +42,8 @@ class SplitParameter(nn.Parameter):
 
 def _constant_like(parameter: Tensor, value: Any, **options: Any) -> Tensor:
     """One element, expanded: Adagrad makes its state so when it is built, which nobody has room for whole."""
-    kind = {"dtype": options.get("dtype") or parameter.dtype, "device": options.get("device") or parameter.device}
-    return torch.full((), value, **kind).expand(parameter.shape)
+    dtype, device = options.get("dtype") or parameter.dtype, options.get("device") or parameter.device
+    return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
 
 
 def _name(func: Any) -> str:

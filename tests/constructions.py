@@ -70,7 +70,7 @@ def generators() -> nn.Module:
     return nn.Sequential(first, seeded, after_fork, before, own, again)
 
 
-def values() -> nn.Module:
+def looked_at() -> nn.Module:
     """Looks at values, random ones too, and builds what they say."""
     model = nn.Module()
     model.rates = torch.linspace(0, 0.3, 4).tolist()
@@ -113,7 +113,7 @@ def dtypes() -> nn.Module:
     return nn.ModuleList([low, cast, other])
 
 
-def buffers() -> nn.Module:
+def shared_buffers() -> nn.Module:
     """Views of each other, not persistent, and plain attributes."""
     model = nn.Module()
     positions = torch.arange(5)
@@ -139,11 +139,11 @@ CONSTRUCTIONS = {
         slices,
         initialisers,
         generators,
-        values,
+        looked_at,
         numpys,
         copies,
         dtypes,
-        buffers,
+        shared_buffers,
         reparametrized,
     )
 }

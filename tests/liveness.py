@@ -61,7 +61,10 @@ def most_alive(spans: list[tuple[str, range]], length: int) -> int:
 
 
 class Live(TorchDispatchMode):
-    """``most`` is the bytes of storages that were alive at once, each counted whole and once, given ones included."""
+    """``most`` is the bytes of storages that were alive at once, each counted whole and once, given ones included.
+
+    Those on the meta device, fake tensors' too, have none.
+    """
 
     def __init__(self, given: Any) -> None:
         super().__init__()
@@ -77,6 +80,8 @@ class Live(TorchDispatchMode):
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
+                if storage.device.type == "meta":
+                    continue
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._known.values()))

@@ -66,7 +66,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     job = join(Config().timeout, placement)
     with _torch.plain_tensors():
         # What is there already stays as it is.
-        before = {id(one): one for one in live_tensors() if isinstance(one, nn.Parameter)}
+        before = {id(one): one for one in live_tensors(collect=False) if isinstance(one, nn.Parameter)}
     recorder = Recorder(_first_ranks_generators(job))
     _recording.append(recorder)
     try:
@@ -90,6 +90,7 @@ def _first_ranks_generators(job: Job) -> Generators:
     found = Generators()
     found.number(torch.default_generator)
     if torch.cuda.is_available():
+        # Also if the model is to be made on the CPU: that is known only later, when this rank cannot ask the others.
         found.number(default_generator(torch.device("cuda")))
     first_ranks_notes(job, [one.entry for one in found.watched], "random numbers")
     return found

@@ -17,10 +17,19 @@ from zerograph.construction.program import Reseed
 
 
 @dataclass(eq=False)
-class _Watched:
+class Watched:
+    """A generator that is drawn from.
+
+    Attributes:
+        found: its state when it was first met.
+        entry: the state in which what is recorded begins; rank 0's, where all ranks take that.
+        tokens: the number of the entry that drew last, by each state that we gave it since; -1: none.
+        now: the state as it was when we looked last.
+    """
+
     generator: torch.Generator
+    found: Tensor
     entry: Tensor
-    # The number of the draw that each state stands for.
     tokens: dict[bytes, int]
     now: bytes
 
@@ -29,7 +38,7 @@ class _Watched:
 class Generators:
     """The generators that the construction draws from, in order of their first use."""
 
-    watched: list[_Watched] = field(default_factory=list)
+    watched: list[Watched] = field(default_factory=list)
 
     def number(self, generator: torch.Generator) -> int:
         """The generator's number; from its first mention on it is watched."""
@@ -37,7 +46,7 @@ class Generators:
             if one.generator is generator or one.generator == generator:
                 return number
         state = generator.get_state()
-        self.watched.append(_Watched(generator, state, {_key(state): -1}, _key(state)))
+        self.watched.append(Watched(generator, state, state.clone(), {_key(state): -1}, _key(state)))
         return len(self.watched) - 1
 
     def changed(self, number: int) -> Reseed | None:
@@ -59,12 +68,13 @@ class Generators:
     def restore(self) -> None:
         """Put all generators into the state in which they were found."""
         for one in self.watched:
-            one.generator.set_state(one.entry)
+            one.generator.set_state(one.found)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
     """What draws on that device when nobody says otherwise."""
     if device.type == "cuda":
+        torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         found: torch.Generator = torch.cuda.default_generators[index]
         return found

@@ -43,6 +43,7 @@ _OVERWRITES = {
     aten.geometric_,
 }
 _SETS = {aten.set_, aten.detach_}
+_COLLECTIVES = {"c10d", "_c10d_functional"}
 _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -93,6 +94,8 @@ class Recorder(TorchDispatchMode):
     def _dispatched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         _check_plain(func, given)
+        if func.namespace in _COLLECTIVES:
+            raise _unsupported(func, "it sends values to other ranks")
         memories = [self.take_in(one) for one in given if not one.is_meta]
         if func.overloadpacket in _SETS or torch.Tag.inplace_view in func.tags:
             # They change what the tensor object says of its memory, and nothing in that.
@@ -287,9 +290,14 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return found
 
 
-def live_tensors() -> list[Tensor]:
-    """All plain tensors and parameters that somebody holds, wherever; every one once."""
-    gc.collect()
+def live_tensors(*, collect: bool = True) -> list[Tensor]:
+    """All plain tensors and parameters that somebody holds, wherever; every one once.
+
+    Args:
+        collect: those that only garbage holds are not among them.
+    """
+    if collect:
+        gc.collect()
     return [
         one
         for one in gc.get_objects()
