@@ -20,7 +20,7 @@ from zerograph.construction.generators import Generators, default_generator
 from zerograph.construction.program import Memory, Operation, Ref, ref, tensor_at
 from zerograph.construction.recorder import Guard, Recorder, live_tensors
 from zerograph.construction.replay import replay
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, PlacementError
 from zerograph.runtime.parameters import hollow_out
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks_notes, join
 from zerograph.runtime.state import settle_part, split_part, store_of
@@ -47,13 +47,14 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
 
     Every rank must make the same. The parameters are then as those of a graph between steps: they refuse to be computed
     with, optimizers can be built on them, and each graph takes them over when it compiles. Buffers and other tensors
-    are whole on all ranks.
+    are whole on all ranks. Weights that the construction reads from files are whole while it lasts.
 
     Args:
         placement: of a grid of ranks, parameters are split along the last dimension and copied along the others. By
             default all ranks in a line, which splits most. A graph may use another.
 
     Raises:
+        PlacementError: not a placement, or one that leaves ranks out.
         ConfigError: used inside itself or inside ``build()``; a lazy module.
         CaptureError: the construction does what cannot be put off.
         RankMismatchError: ranks make different models, or another rank has failed.
@@ -63,6 +64,10 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
         raise ConfigError("sharded_init() inside of sharded_init(): one around all that is to be made split is enough")
     if torch.compiler.is_compiling():
         raise ConfigError("sharded_init() inside of build(): make the model before, and give it to the graph")
+    if placement is not None and not isinstance(placement, DeviceMesh):
+        raise PlacementError(
+            f"sharded_init() takes a placement, as zg.placement('cpu', ranks=[0, 1]) makes one, not {placement!r:.60}"
+        )
     job = join(Config().timeout, placement)
     with _torch.plain_tensors():
         # What is there already stays as it is.

@@ -325,6 +325,11 @@ def nested() -> None:
         split(lambda: nn.Linear(3, 3))
 
 
+def no_placement() -> None:
+    with zg.sharded_init("cpu"):  # type: ignore[arg-type]
+        pass
+
+
 def lazy() -> None:
     split(lambda: nn.LazyLinear(3))
 
@@ -363,6 +368,7 @@ def view_used() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no placement": (no_placement, zg.PlacementError, "takes a placement"),
     "nested": (nested, zg.ConfigError, "inside of sharded_init"),
     "lazy": (lazy, zg.ConfigError, "lazy module"),
     "in build()": (lambda: InBuild()(torch.ones(2, 3)), zg.ConfigError, "inside of build"),
