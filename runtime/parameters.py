@@ -20,7 +20,7 @@ class SplitParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with _torch.without_torch_function():
                 return func(*args, **(kwargs or {}))
         if func is torch.full_like:
@@ -56,7 +56,7 @@ def _accessors(accessor: str, *names: str) -> set[Any]:
 
 
 # What says something about the parameter without reading its values.
-_METADATA: set[Any] = {
+METADATA: set[Any] = {
     *_accessors("__get__", "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn"),
     *_accessors("__get__", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_mps", "is_xpu"),
     *_accessors("__get__", "itemsize", "nbytes"),

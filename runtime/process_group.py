@@ -160,6 +160,38 @@ def initialise() -> None:
     atexit.register(_leave)
 
 
+def connect(rank: int, world_size: int, address: str, backend: str | None, local_rank: int | None) -> None:
+    """Initialise the default process group as this rank of so many, which meet at ``address`` (``tcp://host:port``).
+
+    Args:
+        backend: what tensors travel over; None: NCCL where there is a GPU, and gloo.
+        local_rank: the GPU to use, of those of this machine; None: the rank's number modulo how many there are.
+
+    Raises:
+        CommunicationError: this process is another rank already, the backend is not there, or the rendezvous failed.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise CommunicationError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, and cannot be rank {rank} "
+                f"of {world_size}\nLaunch once, with one set of numbers."
+            )
+        return
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and not (gpus and dist.is_nccl_available()):
+        raise CommunicationError("backend='nccl' needs a GPU, and there is none: leave it out, or give backend='gloo'")
+    if gpus:
+        torch.cuda.set_device(rank % gpus if local_rank is None else local_rank)
+    default = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    try:
+        dist.init_process_group(backend or default, init_method=address, rank=rank, world_size=world_size)
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {rank} of {world_size} did not meet the others at {address}: {str(error).strip().splitlines()[0]}"
+        ) from error
+    atexit.register(_leave)
+
+
 def _leave() -> None:
     """What we initialised we end: a process that exits with a group alive is warned by torch."""
     _jobs.clear()

@@ -74,8 +74,10 @@ __all__ = [
     "schema_arguments",
     "single_process_store",
     "storage_key",
+    "tensor_without_data",
     "total_norm_by",
     "trace",
+    "version",
     "with_tensors",
     "without_onednn",
     "without_torch_function",
@@ -376,6 +378,19 @@ def negated(tensor: Tensor) -> Tensor:
     """A view with the bit that says "negative" set, as the imaginary part of a conjugate has it."""
     found: Tensor = torch._neg_view(tensor)
     return found
+
+
+def tensor_without_data(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
+) -> Any:
+    """A tensor of the subclass ``cls`` that has a shape, a dtype and a device, and no values."""
+    make: Callable[..., Any] = Tensor._make_wrapper_subclass
+    return make(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor has been written to in place."""
+    return int(tensor._version)
 
 
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:

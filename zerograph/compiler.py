@@ -112,13 +112,15 @@ class Prepared:
 class Compiler:
     """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
 
-    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns.
+    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns. ``accumulates``: a graph
+    without optimizer has micro-batches, too.
     """
 
     build: Callable[..., Any]
     optimizers: Optimizers
     config: Config
     reads_metric: bool = False
+    accumulates: bool = False
     _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
     _programs: Programs = field(default_factory=Programs)
     # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
@@ -298,7 +300,7 @@ class Compiler:
     @property
     def micro_batches(self) -> int:
         """Into how many micro-batches each rank's part of the batch is cut."""
-        return self.config.gradient_accumulation_steps if self.optimizers else 1
+        return self.config.gradient_accumulation_steps if self.optimizers or self.accumulates else 1
 
     def _capture(self, members: Members, batch: Batch, parts: int, key: Hashable) -> tuple[Captured, float]:
         """``parts``: of the batch that are computed each by itself, beside each other or in turn."""

@@ -190,7 +190,7 @@ def capture_facts(
         ),
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),
-        "modules": tuple((name, type(m).__qualname__, _simple(vars(m))) for name, m in members.root.named_modules()),
+        "modules": module_facts(members.root),
         "attributes of the graph": _simple(attributes),
         "optimizers": tuple(
             (
@@ -201,6 +201,11 @@ def capture_facts(
         ),
         "autocast": tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)),
     }
+
+
+def module_facts(root: nn.Module) -> tuple[Any, ...]:
+    """What Python code may branch on in a module and those inside: classes, modes, numbers and flags."""
+    return tuple((name, type(m).__qualname__, _simple(vars(m))) for name, m in root.named_modules())
 
 
 def layout_facts(members: Members) -> tuple[Any, ...]:

@@ -1,1 +1,10 @@
-"""ColossalAI's front door."""
+"""ColossalAI's front door: its launch, its ``initialize()`` and its engine, over graphs of whole steps.
+
+A script changes its import to ``from zerograph.compat import colossalai``; docs/colossalai.md says what maps to what.
+"""
+
+from zerograph.compat.colossalai.engine import Engine
+from zerograph.compat.colossalai.initialize import initialize
+from zerograph.compat.colossalai.launch import launch, launch_from_torch
+
+__all__ = ["Engine", "initialize", "launch", "launch_from_torch"]

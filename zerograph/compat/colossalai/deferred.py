@@ -1,0 +1,157 @@
+"""Tensors that are not computed yet: what the model returns in training, until ``engine.step()`` makes the step.
+
+Operators on them are noted on a tape; whoever asks for a value gets it, see :mod:`.tape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zerograph import _torch, source
+from zerograph.errors import CaptureError
+from zerograph.runtime.parameters import METADATA
+
+if TYPE_CHECKING:
+    from zerograph.compat.colossalai.tape import Made, Tape
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a tensor looks like.
+
+    Attributes:
+        shape: that of this rank's part, for one call of the engine.
+        whole: that of the global tensor in the step, which all ranks' parts of all its calls make up together.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension along which the batch lies; None where there is none (or one part is all of it)."""
+        return next((dim for dim, size in enumerate(self.shape) if self.whole[dim] != size), None)
+
+
+class Deferred(Tensor):
+    """A tensor whose values are computed with the step; it becomes an ordinary one then, in place.
+
+    Until then it has a shape, a dtype and a device, and remembers what is done to it.
+    """
+
+    made: Made
+    tape: Tape
+    meta: Meta
+    known: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Meta, tape: Tape, made: Made) -> Deferred:
+        new: Deferred = _torch.tensor_without_data(
+            cls, meta.shape, meta.dtype, meta.device, requires_grad=meta.requires_grad
+        )
+        new.meta, new.tape, new.made, new.known = meta, tape, made, None
+        return new
+
+    def __init__(self, meta: Meta, tape: Tape, made: Made) -> None:
+        """All is done by ``__new__``; torch's own takes no arguments."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS:
+            with _torch.without_torch_function():
+                return func(*args, **kwargs)
+        if (why := _refused(func)) is not None:
+            _refuse(f"{name_of(func)} {why}")
+        given = list(deferred_in((args, kwargs)))
+        if not given:
+            _refuse(f"{name_of(func)} takes a tensor out of a slice, or of something else that hides it")
+        if func in _READS or all(one.known is not None and one.tape.finished for one in given):
+            return read(func, args, kwargs)
+        if func is Tensor.__iter__:
+            return iter(args[0].unbind(0))
+        return _tape_of(given).call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        _refuse(f"{func} reaches a tensor that engine.step() has yet to compute, past all that could note it down")
+
+
+def values_of(tree: Any) -> Any:
+    """The same nesting with values instead of what is not computed yet: asks for them, on every rank."""
+    return pytree.tree_map_only(Deferred, lambda one: one.tape.value(one), tree)
+
+
+def deferred_in(tree: Any) -> Iterator[Deferred]:
+    """What is not computed yet in any nesting."""
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Deferred))
+
+
+def read(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call ``function`` on values."""
+    args, kwargs = values_of((args, dict(kwargs)))
+    return function(*args, **kwargs)
+
+
+def name_of(function: Any) -> str:
+    """``cross_entropy()``, or ``.T`` for an attribute."""
+    name = getattr(function, "__name__", str(function))
+    return f".{function.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
+
+
+def _tape_of(given: list[Deferred]) -> Tape:
+    """The tape that is being recorded, of those that the arguments are on."""
+    return next((one.tape for one in given if not one.tape.closed), given[0].tape)
+
+
+def _refuse(what: str) -> NoReturn:
+    line, code = source.running_line()
+    raise CaptureError(
+        f"{what}\n  {line}   {code}\n"
+        "Between engine(...) and engine.step() only operators on tensors are noted; after engine.step() the tensor is "
+        "an ordinary one."
+    )
+
+
+def _refused(function: Any) -> str | None:
+    name = getattr(function, "__name__", "")
+    if name in ("__set__", "__delete__"):
+        return "is set on a tensor that engine.step() has yet to compute"
+    return _REFUSED.get(name)
+
+
+_LOOKS: set[Any] = {
+    *(one for one in METADATA if getattr(one, "__name__", "") not in ("__set__", "__delete__", "requires_grad_")),
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.get_device,
+}
+
+_READS: set[Any] = {
+    *(getattr(Tensor, name) for name in ("item", "tolist", "numpy", "is_nonzero", "equal", "allclose")),
+    *(getattr(Tensor, f"__{name}__") for name in ("bool", "int", "float", "complex", "index", "repr", "format")),
+    *(getattr(Tensor, f"__{name}__") for name in ("array", "contains", "deepcopy", "reduce_ex", "dlpack")),
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
+}
+
+_BACKWARD = "was called on what the engine returned: call engine.backward(loss), and engine.step() makes the step"
+_REFUSED = {
+    "backward": _BACKWARD,
+    "grad": "asks for gradients, which exist inside the step only: engine.backward(loss) is all that it takes",
+    "register_hook": "waits for a gradient, which exists inside the step only",
+    "retain_grad": "asks for a gradient that the step does not keep",
+    "requires_grad_": "changes what gets a gradient: use detach()",
+    "data_ptr": "asks where values lie that are not there yet",
+    "untyped_storage": "asks where values lie that are not there yet",
+}

@@ -1,0 +1,288 @@
+"""ColossalAI's engine: a loop that looks eager, and one graph per step behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zerograph import source
+from zerograph.compat.colossalai.deferred import Deferred, deferred_in
+from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
+from zerograph.compat.colossalai.metadata import Knowledge
+from zerograph.compat.colossalai.program import Texts, program_of
+from zerograph.compat.colossalai.tape import Made, Tape
+from zerograph.errors import CaptureError, ConfigError, InputError
+
+
+class Engine:
+    """What ``colossalai.initialize()`` returns: model, criterion and optimizer as one training step.
+
+    In training ``engine(x)`` computes nothing: it returns tensors that remember what is done to them, and
+    ``engine.step()`` computes all of it, backward and the update as one graph. They have their values then; who asks
+    for a value before gets the right one, at the cost of a forward more.
+
+    Attributes:
+        training: whether :meth:`train` or :meth:`eval` was called last.
+        graph: the :class:`zerograph.ZeroGraph` behind it, to be printed and looked at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        criterion: Callable[..., Any] | None,
+        configure: Callable[[Any], None],
+        *,
+        verbose: bool = True,
+    ) -> None:
+        self._model, self._optimizer, self._criterion, self._verbose = model, optimizer, criterion, verbose
+        self.training = model.training
+        if optimizer is None:
+            self.graph: Recorded = Recorded(model, criterion)
+            configure(self.graph.config)
+        else:
+            self.graph = Step(model, criterion, optimizer)
+            configure(self.graph.config)
+            self._preview, self._preview_of_update = (
+                Preview(self.graph, criterion, whole=one) for one in (False, True)
+            )
+            optimizer.register_step_pre_hook(_refuse_by_hand)
+        config = self.graph.config
+        if config.gradient_accumulation_steps > 1:
+            config.accumulation_outputs = "packed"
+        self._forward = Forward(model, criterion, config)
+        self._texts = Texts({id(model): "model", id(criterion): "criterion"})
+        self._known = Knowledge(self.graph._members, self._parts, lambda: config.amp_dtype, self._warn)
+        self._tape = self._new_tape()
+        self._pending: list[Tape] = []
+        self._warned: set[str] = set()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it was given; its parameters may be split."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; its hyperparameters may be changed, its ``step()`` is :meth:`step`."""
+        return self._optimizer
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode, of the engine and its model."""
+        self.training = mode
+        self._model.train(mode)
+
+    def eval(self) -> None:
+        """Evaluation mode: ``engine(x)`` computes at once, from the newest parameters."""
+        self.train(False)
+
+    def zero_grad(self) -> None:
+        """Take back each :meth:`backward` since the last update, but those of an accumulation's earlier calls."""
+        self._tape.losses.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's part of the batch, in the nesting that the model returns.
+
+        Plain tensors are split between the ranks along dimension 0. In training the tensors returned are deferred; in
+        evaluation, under ``torch.no_grad()`` and without an optimizer they are this rank's part, computed at once.
+
+        Raises:
+            ZeroGraphError: the model cannot be part of a graph.
+        """
+        if not self._defers:
+            return self._at_once(self._model, args, kwargs)
+        if not self._tape.losses and not any(self._tape.alive()):
+            # Nobody can go on from what was computed before, nor see it.
+            self._tape = self._new_tape()
+        return self._tape.call(self._model, args, kwargs, module=True, parts=True)
+
+    def criterion(self, *args: Any, **kwargs: Any) -> Any:
+        """The criterion, of what the engine returned and this rank's part of the labels: that of the whole batch.
+
+        Raises:
+            ConfigError: the engine has none.
+        """
+        if self._criterion is None:
+            raise ConfigError("the engine has no criterion: give one to initialize(), or let the model return its loss")
+        given = next(deferred_in((args, kwargs)), None)
+        if given is None:
+            return self._at_once(self._criterion, args, kwargs)
+        return self._tape.call(self._criterion, args, kwargs, module=True, parts=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Let :meth:`step` go backward from this loss, too: of several the gradients add up.
+
+        Raises:
+            InputError: not a scalar that the engine's model, in training, was part of.
+        """
+        if self._optimizer is None:
+            raise ConfigError("the engine has no optimizer: give one to initialize(), or name one in the configuration")
+        if not isinstance(loss, Deferred) or loss.tape is not self._tape or self._tape.closed:
+            raise InputError(
+                f"engine.backward() was called with {_shown(loss)}, which does not come from engine(...) since the "
+                "last engine.step()\nIn training (engine.train(), not under torch.no_grad()), compute the loss from "
+                "what engine(...) returns; loss.item() and float(loss) are plain numbers."
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise InputError(
+                f"engine.backward() was called with {_shown(loss)}"
+                f"{', which needs no gradient' if loss.numel() == 1 else ''}\n"
+                "It takes a scalar that depends on trained parameters: take the mean or sum, and do not detach it."
+            )
+        if loss.made in self._tape.losses:
+            raise InputError("engine.backward() was called twice with one loss: multiply it by 2 if that is meant")
+        self._tape.losses.append(loss.made)
+
+    def step(self) -> bool:
+        """Make the step: forward, backward and update as one graph. With accumulation, on each k-th call.
+
+        Returns:
+            Whether parameters were updated: not before an accumulation's last call, nor where a gradient overflowed
+            under a loss scale.
+
+        Raises:
+            InputError: no :meth:`backward` since the last step.
+            ZeroGraphError: on every rank, before any state changes.
+        """
+        if not isinstance(self.graph, Step):
+            raise ConfigError("the engine has no optimizer: give one to initialize(), or name one in the configuration")
+        if not self._tape.losses:
+            raise InputError("engine.step() without engine.backward(loss) before: there is nothing to go down")
+        self._tape.closed = True
+        tapes = [*self._pending, self._tape]
+        if len(tapes) < self.graph.config.gradient_accumulation_steps:
+            self._pending, self._tape = tapes, self._new_tape()
+            return False
+        done = self.graph.steps_done
+        try:
+            self._make(self.graph, tapes)
+        finally:
+            self._pending, self._tape = [], self._new_tape()
+        return self.graph.steps_done > done
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from, in whole tensors; see :meth:`zerograph.ZeroGraph.state_dict`. A collective.
+
+        Raises:
+            InputError: in the middle of an accumulation.
+        """
+        self._check_between_updates("state_dict()")
+        return self.graph.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, on any number of ranks and at any level. A collective.
+
+        Raises:
+            InputError: in the middle of an accumulation.
+            ConfigError: the state does not fit; nothing is changed then.
+        """
+        self._check_between_updates("load_state_dict()")
+        self.graph.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """The model with whole parameters, to be used eagerly; see :meth:`zerograph.ZeroGraph.full_parameters`."""
+        with self.graph.full_parameters():
+            yield
+
+    def __repr__(self) -> str:
+        return repr(self.graph)
+
+    @property
+    def _defers(self) -> bool:
+        return self.training and self._optimizer is not None and torch.is_grad_enabled()
+
+    def _parts(self) -> int:
+        return self.graph.parts() * self.graph.config.gradient_accumulation_steps
+
+    def _new_tape(self) -> Tape:
+        return Tape(self._known, self._name, self._read)
+
+    def _name(self, parameter: nn.Parameter) -> str | None:
+        return self.graph._members().names().get(id(parameter))
+
+    def _at_once(self, function: Any, args: Any, kwargs: Any) -> Any:
+        tape = self._new_tape()
+        result = tape.call(function, args, kwargs, module=True, parts=True)
+        leaves, tree = pytree.tree_flatten(result)
+        made = [one for one in leaves if isinstance(one, Deferred)]
+        program = program_of(tape, [], [one.made for one in made], self._texts)
+        (values,) = self._forward.run(program, [program.tensors])
+        found = iter(values)
+        return pytree.tree_unflatten([next(found) if isinstance(one, Deferred) else one for one in leaves], tree)
+
+    def _make(self, graph: Step, tapes: Sequence[Tape]) -> None:
+        """Run the step that the tapes amount to, one for each call, and give what somebody holds of them its values."""
+        wanted = [_wanted(tape) for tape in tapes]
+        if len({tuple(call.function for call in tape.calls) for tape in tapes}) == 1:
+            # What was let go of in one call may be held of another.
+            wanted = [sorted(set().union(*wanted))] * len(tapes)
+        programs = [program_of(*one, self._texts) for one in zip(tapes, [t.losses for t in tapes], wanted, strict=True)]
+        for number, program in enumerate(programs):
+            if program.text != programs[0].text:
+                raise InputError(
+                    f"with gradient accumulation all calls of an update must do the same; call 1 does\n"
+                    f"  {programs[0].text}\nand call {number + 1}\n  {program.text}\nin another way, on tensors of "
+                    "other shapes, or with other numbers. Leave the last, smaller batch out (drop_last=True)."
+                )
+        values = graph.run(programs[0], [program.tensors for program in programs])
+        for tape, made, found in zip(tapes, wanted, values, strict=True):
+            tape.finish(dict(zip(made, found, strict=True)))
+
+    def _read(self, tape: Tape, wanted: Sequence[Made]) -> list[Tensor]:
+        """Values of what a step is still to compute, the same that it will."""
+        calls = self.graph.config.gradient_accumulation_steps
+        program = program_of(tape, [], wanted, self._texts)
+        self._warn(
+            "a value was asked for before engine.step() has computed it, which takes a forward of its own; "
+            "after engine.step() it is there at no cost"
+        )
+        if calls == 1 or not program.draws:
+            return self._preview.run(program, [program.tensors])[0]
+        # Random numbers depend on the place in the whole update: it is filled up with copies of this call.
+        place = next((n for n, one in enumerate(self._pending) if one is tape), len(self._pending))
+        return self._preview_of_update.run(program, [program.tensors] * calls)[place]
+
+    def _check_between_updates(self, what: str) -> None:
+        if self._pending:
+            raise InputError(
+                f"{what} after {len(self._pending)} of the {self.graph.config.gradient_accumulation_steps} calls that "
+                "make one update, which are no part of the state: call it after the last"
+            )
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned and self.graph._join().rank == 0 and self._verbose:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=_frames_to_user())
+
+
+def _refuse_by_hand(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise CaptureError(f"{type(optimizer).__name__}.step() was called by hand: engine.step() makes the update")
+
+
+def _shown(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:60]
+
+
+def _wanted(tape: Tape) -> list[Made]:
+    """What the step returns: what somebody holds, but for what was read already and leads to no loss.
+
+    So a number that is looked at now and then makes no other step of those in which it is.
+    """
+    to_losses = set(tape.behind(one.call for one in tape.losses))
+    return sorted({one.made for one in tape.alive() if one.known is None or one.made.call in to_losses})
+
+
+def _frames_to_user() -> int:
+    """How many frames up a warning is to point: to the user's line."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
+        frame, count = frame.f_back, count + 1
+    return count

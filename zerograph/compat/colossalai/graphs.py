@@ -1,0 +1,157 @@
+"""The graphs behind an engine: whole steps, forwards, and looks ahead at what a step is going to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from zerograph import _torch
+from zerograph.compat.colossalai.deferred import Meta
+from zerograph.compat.colossalai.program import Program
+from zerograph.config import Config
+from zerograph.errors import InputError
+from zerograph.graph import ZeroGraph
+from zerograph.mesh import pieces
+from zerograph.runtime.process_group import gather_whole, mesh
+from zerograph.sbp import NdSbp, broadcast
+
+
+class Recorded(ZeroGraph):
+    """A graph whose ``build()`` is a recorded program.
+
+    Attributes:
+        tape: the program's text: another one is another step.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(criterion, nn.Module):
+            self.criterion = criterion
+        self.tape = ""
+        self._program: Program | None = None
+
+    def build(self, *tensors: Tensor) -> Any:
+        """Run the program, and ``backward()`` from its losses if it has any."""
+        assert self._program is not None
+        losses, outputs = self._program.run(tensors, lambda name: _at(self, name))
+        if losses:
+            torch.autograd.backward(losses)
+        return outputs
+
+    def parts(self) -> int:
+        """Into how many parts the batch of one call is cut: the ranks that have different ones."""
+        job = self._join()
+        return pieces(self.config.batch_on(job.mesh.dims), job.mesh)
+
+    def run(self, program: Program, calls: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Run the program on the tensors of each of some calls of the engine: its outputs for each of them.
+
+        Raises:
+            InputError: tensors that are whole differ between the calls.
+            ZeroGraphError: as calling a graph does.
+        """
+        self._program, self.tape = program, program.text
+        inputs = [
+            self._input([call[number] for call in calls], whole=kind == "whole")
+            for number, kind in enumerate(program.kinds)
+        ]
+        values = [one.to_local() if isinstance(one, DTensor) else one for one in self(*inputs)]
+        assert self._latest is not None
+        placed = zip(values, self._latest.outputs, program.metas, strict=True)
+        columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]
+        return [[column[number] for column in columns] for number in range(len(calls))]
+
+    def _input(self, tensors: Sequence[Tensor], *, whole: bool) -> Tensor:
+        first = tensors[0].detach()
+        if not whole:
+            return first if len(tensors) == 1 else torch.cat([one.detach() for one in tensors])
+        if not all(one is tensors[0] or torch.equal(one, first) for one in tensors[1:]):
+            raise InputError(
+                f"a tensor of shape {tuple(first.shape)} that is no part of the batch differs between the calls of "
+                "the engine that make one update\nWith gradient accumulation such tensors must be the same in all."
+            )
+        if first.dim() == 0:
+            return first
+        placement = self.config.placement or mesh(first.device.type)
+        return DTensor.from_local(first, placement, [Replicate()] * placement.ndim, run_check=False)
+
+    def _parted(self, value: Tensor, sbp: NdSbp, meta: Meta, calls: int) -> list[Tensor]:
+        """This rank's part of an output, for each call."""
+        if calls == 1:
+            return [self._part(value, sbp, meta)]
+        if value.dim() == len(meta.shape):
+            # Made once for all of them.
+            return [self._part(value, sbp, meta)] * calls
+        behind = tuple(one if one == broadcast else type(one)(one.dim - 1) for one in sbp)  # type: ignore[union-attr, call-arg]
+        return [self._part(one, behind, meta) for one in value.unbind(0)]
+
+    def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
+        if tuple(value.shape) == meta.shape:
+            return value
+        job = self._join()
+        whole, dim = gather_whole(job, value, sbp), meta.batch_dim
+        for along, one in enumerate(self.config.batch_on(job.mesh.dims)):
+            if dim is not None and one != broadcast:
+                whole = whole.chunk(job.mesh.shape[along], dim)[job.mesh.position[along]]
+        if tuple(whole.shape) != meta.shape:
+            raise InputError(
+                f"the step makes a tensor of {tuple(whole.shape)} of what looked like {meta.shape} on this rank"
+            )
+        return whole
+
+
+class Step(Recorded):
+    """Whole training steps."""
+
+    def __init__(self, model: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, criterion)
+        self.add_optimizer(optimizer)
+
+
+class Forward(Recorded):
+    """Forward passes, under the options of the steps."""
+
+    def __init__(self, model: nn.Module, criterion: Any, config: Config) -> None:
+        super().__init__(model, criterion)
+        self.config = self._compiler.config = config
+
+
+class Preview(Forward):
+    """What a step is going to compute, with its random numbers; no buffer learns of it.
+
+    With ``whole`` of all calls that make one update, else of one.
+    """
+
+    def __init__(self, step: Step, criterion: Any, *, whole: bool) -> None:
+        super().__init__(step.model, criterion, step.config)
+        self._step = step
+        self._compiler.accumulates = whole
+
+    def build(self, *tensors: Tensor) -> Any:
+        """As the step's, on copies of the buffers."""
+        buffers = {
+            f"{name}.{path}": buffer.clone()
+            for name, module in self._members().root.named_children()
+            for path, buffer in module.named_buffers(remove_duplicate=False)
+        }
+        with _torch.with_tensors(self._members().root, buffers):
+            return super().build(*tensors)
+
+    def _seed_of_step(self) -> int:
+        if self._step._seed is None:
+            self._step._seed = self._seed
+        return self._step._seed_of_step()
+
+    def _doing(self) -> str:
+        return "computing a value that was asked for before engine.step()"
+
+
+def _at(graph: Recorded, name: str) -> Tensor:
+    module, _, path = name.partition(".")
+    found: Tensor = getattr(graph, module).get_parameter(path)
+    return found

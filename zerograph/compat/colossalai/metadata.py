@@ -1,0 +1,229 @@
+"""What a recorded call returns, known from running it once on fake tensors: on this rank's part, and on the batch.
+
+The user's code sees this rank's part, the step computes with the global batch. Where a call would mean one thing here
+and another there, it is refused, on the user's own line: see :mod:`.batchwise`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zerograph import _torch
+from zerograph.compat.colossalai import batchwise
+from zerograph.compat.colossalai.deferred import Meta, name_of
+from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome
+from zerograph.errors import CaptureError
+from zerograph.members import Members, module_facts
+from zerograph.substitutes import substituted
+
+
+def patched(function: Any) -> Any:
+    """What stands for a function of ``torch.nn.functional`` while a step is traced."""
+    own = getattr(function, "__module__", None) == F.__name__
+    return getattr(F, function.__name__, function) if own else function
+
+
+@dataclass(eq=False)
+class Knowledge:
+    """Outcomes of calls, each found out once.
+
+    Attributes:
+        members: of the graph that is to hold the calls.
+        parts: into how many parts the batch is cut, on ranks beside each other and calls one after another.
+        amp_dtype: what the step computes in, if not in the parameters' own dtype.
+    """
+
+    members: Callable[[], Members]
+    parts: Callable[[], int]
+    amp_dtype: Callable[[], torch.dtype | None]
+    warn: Callable[[str], None]
+    _known: dict[Hashable, Outcome] = field(default_factory=dict)
+
+    def __call__(
+        self, function: Callable[..., Any], arguments: Sequence[Any], tree: pytree.TreeSpec, with_gradients: bool
+    ) -> Outcome:
+        """What ``function`` returns for these arguments.
+
+        Raises:
+            CaptureError: it writes to a tensor, makes shapes of values, or means something else on the whole batch.
+        """
+        module = isinstance(function, nn.Module)
+        facts = module_facts(function) if isinstance(function, nn.Module) else ()
+        where = id(function) if module else function
+        shown = tuple(_key(one) for one in arguments)
+        key = (where, facts, shown, tree, with_gradients, self.parts(), self.amp_dtype())
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = self._found(function, arguments, tree, with_gradients)
+        if not module:
+            batchwise.look_at_numbers(function, arguments, self.parts(), self.warn)
+        return found
+
+    def _found(
+        self, function: Callable[..., Any], arguments: Sequence[Any], tree: pytree.TreeSpec, with_gradients: bool
+    ) -> Outcome:
+        parts = self.parts()
+        run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype())
+        part = run(arguments, whole=False)
+        problem: CaptureError | None = None
+        for kinds in _choices(arguments):
+            entering = [_entering(one, kind, parts) for one, kind in zip(arguments, kinds, strict=True)]
+            try:
+                leaves = _compared(run, part, entering, parts)
+            except CaptureError as error:
+                problem = problem or error
+                continue
+            known = [kind for one, kind in zip(arguments, kinds, strict=True) if isinstance(one, Operand) and one.real]
+            return Outcome(part.tree, tuple(leaves), part.draws, tuple(known))
+        assert problem is not None
+        raise problem
+
+
+def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> list[Any]:
+    """What the call returns, where it means the same on the whole batch as on this rank's part."""
+    name = name_of(run.function)
+    try:
+        whole = part if parts == 1 else run(entering, whole=True)
+    except CaptureError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise CaptureError(
+            f"{name} fits this rank's part of the batch, but not the whole batch, of which the step is made"
+            f"{batchwise.here()}\n  on the whole: {str(error).strip().splitlines()[0]}\n"
+            "Sizes written as numbers are those of a part: use -1, flatten() or mean() instead."
+        ) from None
+    if whole.tree != part.tree:
+        raise CaptureError(
+            f"{name} returns something else for the whole batch than for this rank's part of it{batchwise.here()}"
+        )
+    leaves = [
+        Meta(tuple(one.shape), tuple(other.shape), one.dtype, one.device, one.requires_grad)
+        if isinstance(one, Tensor)
+        else one
+        for one, other in zip(part.leaves, whole.leaves, strict=True)
+    ]
+    if parts > 1:
+        metas = [one.meta if isinstance(one, Operand) else one for one in entering]
+        batchwise.check(run.function, metas, run.tree, leaves, parts)
+    return leaves
+
+
+def _key(argument: Any) -> Hashable:
+    if isinstance(argument, slice):
+        return "slice", argument.start, argument.stop, argument.step
+    try:
+        hash(argument)
+    except TypeError:
+        return type(argument), repr(argument)
+    # 1, 1.0 and True are one key of a dict.
+    return type(argument), argument
+
+
+def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
+    """How real tensors may enter: those that nothing is known of as parts of the batch, and if that fails as whole."""
+    known = [one.kind if isinstance(one, Operand) else None for one in arguments]
+    found = [isinstance(one, Operand) and one.real and one.kind is None for one in arguments]
+    kinds: tuple[Kind, ...] = ("part", "whole") if any(found) else ("part",)
+    for kind in kinds:
+        yield [kind if open_ else one for one, open_ in zip(known, found, strict=True)]
+
+
+def _entering(argument: Any, kind: Kind | None, parts: int) -> Any:
+    """A real tensor's operand with the shape that it has in the step; anything else as it is."""
+    if not isinstance(argument, Operand) or not argument.real:
+        return argument
+    shape = argument.meta.shape
+    whole = (shape[0] * parts, *shape[1:]) if kind == "part" and shape else shape
+    return replace(argument, meta=replace(argument.meta, whole=whole), kind=kind)
+
+
+@dataclass
+class _Result:
+    tree: pytree.TreeSpec
+    leaves: list[Any]
+    draws: bool
+
+
+@dataclass
+class _Run:
+    """Calls a function on fake tensors."""
+
+    members: Members
+    function: Callable[..., Any]
+    tree: pytree.TreeSpec
+    with_gradients: bool
+    amp_dtype: torch.dtype | None
+
+    def __call__(self, arguments: Sequence[Any], *, whole: bool) -> _Result:
+        """Run on the whole batch, or on one part of it.
+
+        Raises:
+            CaptureError: it writes to a tensor, or needs values.
+        """
+        mode = _torch.fake_mode()
+        specs = self.members.specs(self.members.parameters) | self.members.specs(self.members.buffers)
+        with mode:
+            state = {
+                name: nn.Parameter(spec.fake(), spec.requires_grad) if name in self.members.parameters else spec.fake()
+                for name, spec in specs.items()
+            }
+            fakes = [self._fake(one, state, whole=whole) for one in arguments]
+        device = next((one.device.type for one in fakes if isinstance(one, Tensor)), "cpu")
+        before = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
+        args, kwargs = pytree.tree_unflatten(fakes, self.tree)
+        tensors = state | {alias: state[name] for alias, name in self.members.aliases.items()}
+        watch = _Draws()
+        with (
+            mode,
+            _torch.without_onednn(),
+            substituted(),
+            _torch.compiling(),
+            _torch.with_tensors(self.members.root, tensors),
+            torch.set_grad_enabled(self.with_gradients),
+            contextlib.nullcontext() if self.amp_dtype is None else torch.autocast(device, self.amp_dtype),
+            watch,
+        ):
+            try:
+                result = patched(self.function)(*args, **kwargs)
+            except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+                raise CaptureError(
+                    f"{name_of(self.function)} needs values that engine.step() has yet to compute ({error.func})"
+                    f"{batchwise.here()}\nA step is one graph for all values: use torch.where, multiply by a mask, or "
+                    "look at the values after engine.step()."
+                ) from None
+        after = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
+        if before != after and not isinstance(self.function, nn.Module):
+            raise CaptureError(
+                f"{name_of(self.function)} writes to a tensor in place{batchwise.here()}\n"
+                "What the engine returns is computed with engine.step(), and cannot be written to before: write "
+                "x = x + y instead of x += y."
+            )
+        leaves, tree = pytree.tree_flatten(result)
+        return _Result(tree, leaves, watch.found)
+
+    def _fake(self, argument: Any, state: Mapping[str, Tensor], *, whole: bool) -> Any:
+        if isinstance(argument, Named):
+            return state[argument.name]
+        if not isinstance(argument, Operand):
+            return argument
+        meta = argument.meta
+        made = torch.empty(meta.whole if whole else meta.shape, dtype=meta.dtype, device=meta.device)
+        # A leaf could not be written to, which is to be noticed.
+        return made.requires_grad_().clone() if meta.requires_grad else made
+
+
+class _Draws(_torch.TorchDispatchMode):
+    """Notes whether an operator ran that may draw random numbers."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
