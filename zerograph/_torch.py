@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -52,6 +53,7 @@ __all__ = [
     "checkpoints_kept",
     "compiling",
     "decompositions",
+    "errors_unlogged",
     "examples",
     "fake_mode",
     "forward_sequence_number",
@@ -378,6 +380,13 @@ def negated(tensor: Tensor) -> Tensor:
     """A view with the bit that says "negative" set, as the imaginary part of a conjugate has it."""
     found: Tensor = torch._neg_view(tensor)
     return found
+
+
+@contextlib.contextmanager
+def errors_unlogged() -> Iterator[None]:
+    """Operators that fail on fake tensors are not logged inside, with a traceback each: whoever tries them says why."""
+    with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+        yield
 
 
 def tensor_without_data(

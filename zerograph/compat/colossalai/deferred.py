@@ -126,6 +126,8 @@ def _refused(function: Any) -> str | None:
     name = getattr(function, "__name__", "")
     if name in ("__set__", "__delete__"):
         return "is set on a tensor that engine.step() has yet to compute"
+    if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
+        return "exchanges values that are not there yet: losses are those of the whole batch anyway"
     return _REFUSED.get(name)
 
 

@@ -16,6 +16,7 @@ from zerograph import source
 from zerograph.compat.colossalai.deferred import Deferred, deferred_in
 from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
+from zerograph.compat.colossalai.numbers import Numbers
 from zerograph.compat.colossalai.program import Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
 from zerograph.errors import CaptureError, ConfigError, InputError
@@ -60,6 +61,7 @@ class Engine:
         self._forward = Forward(model, criterion, config)
         self._texts = Texts({id(model): "model", id(criterion): "criterion"})
         self._known = Knowledge(self.graph._members, self._parts, lambda: config.amp_dtype, self._warn)
+        self._numbers = Numbers()
         self._tape = self._new_tape()
         self._pending: list[Tape] = []
         self._warned: set[str] = set()
@@ -98,7 +100,7 @@ class Engine:
         """
         if not self._defers:
             return self._at_once(self._model, args, kwargs)
-        if not self._tape.losses and not any(self._tape.alive()):
+        if not self._tape.losses and next(self._tape.alive(), None) is None:
             # Nobody can go on from what was computed before, nor see it.
             self._tape = self._new_tape()
         return self._tape.call(self._model, args, kwargs, module=True, parts=True)
@@ -203,7 +205,7 @@ class Engine:
         return self.graph.parts() * self.graph.config.gradient_accumulation_steps
 
     def _new_tape(self) -> Tape:
-        return Tape(self._known, self._name, self._read)
+        return Tape(self._known, self._name, self._read, self._numbers)
 
     def _name(self, parameter: nn.Parameter) -> str | None:
         return self.graph._members().names().get(id(parameter))

@@ -27,6 +27,8 @@ class Recorded(ZeroGraph):
         tape: the program's text: another one is another step.
     """
 
+    purpose = ""
+
     def __init__(self, model: nn.Module, criterion: Any) -> None:
         super().__init__()
         self.model = model
@@ -55,7 +57,7 @@ class Recorded(ZeroGraph):
             InputError: tensors that are whole differ between the calls.
             ZeroGraphError: as calling a graph does.
         """
-        self._program, self.tape = program, program.text
+        self._program, self.tape = program, f"{self.purpose}{program.text}"
         inputs = [
             self._input([call[number] for call in calls], whole=kind == "whole")
             for number, kind in enumerate(program.kinds)
@@ -126,6 +128,8 @@ class Preview(Forward):
 
     With ``whole`` of all calls that make one update, else of one.
     """
+
+    purpose = "a value asked for before engine.step(), which all ranks must ask for: "
 
     def __init__(self, step: Step, criterion: Any, *, whole: bool) -> None:
         super().__init__(step.model, criterion, step.config)

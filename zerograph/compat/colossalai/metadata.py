@@ -93,7 +93,7 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         whole = part if parts == 1 else run(entering, whole=True)
     except CaptureError:
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         raise CaptureError(
             f"{name} fits this rank's part of the batch, but not the whole batch, of which the step is made"
             f"{batchwise.here()}\n  on the whole: {str(error).strip().splitlines()[0]}\n"
@@ -127,12 +127,12 @@ def _key(argument: Any) -> Hashable:
 
 
 def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
-    """How real tensors may enter: those that nothing is known of as parts of the batch, and if that fails as whole."""
-    known = [one.kind if isinstance(one, Operand) else None for one in arguments]
-    found = [isinstance(one, Operand) and one.real and one.kind is None for one in arguments]
-    kinds: tuple[Kind, ...] = ("part", "whole") if any(found) else ("part",)
-    for kind in kinds:
-        yield [kind if open_ else one for one, open_ in zip(known, found, strict=True)]
+    """How real tensors may enter: those that nothing is known of as is likely, and if that fails the other way."""
+    operands = [one if isinstance(one, Operand) else None for one in arguments]
+    other: dict[Kind, Kind] = {"part": "whole", "whole": "part"}
+    yield [None if one is None else one.kind or one.likely for one in operands]
+    if any(one is not None and one.real and one.kind is None for one in operands):
+        yield [None if one is None else one.kind or other[one.likely] for one in operands]
 
 
 def _entering(argument: Any, kind: Kind | None, parts: int) -> Any:
@@ -185,6 +185,7 @@ class _Run:
             _torch.without_onednn(),
             substituted(),
             _torch.compiling(),
+            _torch.errors_unlogged(),
             _torch.with_tensors(self.members.root, tensors),
             torch.set_grad_enabled(self.with_gradients),
             contextlib.nullcontext() if self.amp_dtype is None else torch.autocast(device, self.amp_dtype),

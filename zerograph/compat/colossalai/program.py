@@ -83,7 +83,7 @@ def program_of(tape: Tape, losses: Sequence[Made], outputs: Sequence[Made], text
         for call in calls
     ]
     shown = " -> ".join(name.rpartition(".")[2] for name, *_ in steps)
-    number = digest((steps, kinds, ends)) % 2**32
+    number = digest((steps, kinds, [(tuple(one.shape), one.dtype) for one in tensors], ends)) % 2**32
     text = f"{shown}{', backward' if losses else ''} (#{number:08x})"
     draws = any(call.outcome.draws for call in calls)
     return Program(calls, tensors, kinds, *ends, tuple(map(tape.meta, outputs)), text, draws)

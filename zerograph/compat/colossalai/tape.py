@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from zerograph import source
 from zerograph.compat.colossalai.deferred import Deferred, Meta, name_of
+from zerograph.compat.colossalai.numbers import Numbers
 from zerograph.errors import CaptureError, InputError
 
 # How a real tensor enters the step: as this rank's part of the batch, or as the same on all ranks.
@@ -71,11 +72,13 @@ class Operand:
         meta: of a real tensor, ``whole`` is its own shape, and means nothing yet.
         real: it is one; else a call made it.
         kind: of a real tensor how it enters the step; None where that is to be found out.
+        likely: how it then probably does.
     """
 
     meta: Meta
     real: bool = False
     kind: Kind | None = None
+    likely: Kind = "whole"
 
 
 @dataclass(eq=False)
@@ -113,6 +116,7 @@ class Tape:
     known: Known
     names: Callable[[nn.Parameter], str | None]
     reader: Callable[[Tape, Sequence[Made]], list[Tensor]]
+    numbers: Numbers
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     kinds: list[Kind | None] = field(default_factory=list)
@@ -133,11 +137,13 @@ class Tape:
         """
         if self.closed:
             raise self._over(function)
+        args = self.numbers.lifted(len(self.calls), function, args)
         given, tree = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(one, Deferred) and one.tape is not self for one in given):
             given = [self._taken_over(one) for one in given]
         arguments, before = tuple(self._argument(one, parts) for one in given), len(self.calls)
-        operands = [self._operand(one) for one in arguments]
+        sizes = self._sizes(arguments)
+        operands = [self._operand(one, sizes) for one in arguments]
         with_gradients = torch.is_grad_enabled()
         outcome = self.known(function, operands, tree, with_gradients)
         for one, kind in zip((a for a in arguments if isinstance(a, Given)), outcome.kinds, strict=True):
@@ -234,13 +240,20 @@ class Tape:
             self.kinds.append("whole" if value.dim() == 0 else "part" if parts else None)
         return Given(number)
 
-    def _operand(self, argument: Any) -> Any:
+    def _sizes(self, arguments: Sequence[Any]) -> set[int]:
+        """Sizes that the batch's dimension has, in this call or in what the tape was given."""
+        metas = [self.meta(one) for one in arguments if isinstance(one, Made)]
+        found = {meta.shape[meta.batch_dim] for meta in metas if meta.batch_dim is not None}
+        return found | {len(one) for one, kind in zip(self.tensors, self.kinds, strict=True) if kind == "part"}
+
+    def _operand(self, argument: Any, sizes: set[int]) -> Any:
         if isinstance(argument, Made):
             return Operand(self.meta(argument))
         if isinstance(argument, Given):
             tensor = self.tensors[argument.number]
             shape = tuple(tensor.shape)
-            return Operand(Meta(shape, shape, tensor.dtype, tensor.device), True, self.kinds[argument.number])
+            likely: Kind = "part" if shape and shape[0] in sizes else "whole"
+            return Operand(Meta(shape, shape, tensor.dtype, tensor.device), True, self.kinds[argument.number], likely)
         return argument
 
     def _taken_over(self, one: Any) -> Any:
