@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zerograph import source
+from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, deferred_in
 from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
-from zerograph.compat.colossalai.numbers import Numbers
 from zerograph.compat.colossalai.program import Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
 from zerograph.errors import CaptureError, ConfigError, InputError

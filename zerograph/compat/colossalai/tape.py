@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zerograph import source
+from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, Meta, name_of
-from zerograph.compat.colossalai.numbers import Numbers
 from zerograph.errors import CaptureError, InputError
 
 # How a real tensor enters the step: as this rank's part of the batch, or as the same on all ranks.
@@ -173,7 +173,8 @@ class Tape:
         for one in held:
             one.known = values.get(one.made, one.known)
             if one.known is not None and not weakref.getweakrefs(one):
-                torch.utils.swap_tensors(one, one.known)
+                # A collective that has just ended may hold on to the value: what is swapped is an alias of it.
+                torch.utils.swap_tensors(one, one.known.detach())
 
     def alive(self) -> Iterator[Deferred]:
         """The deferred tensors that somebody holds."""

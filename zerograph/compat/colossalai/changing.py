@@ -1,4 +1,4 @@
-"""Numbers that change from step to step, such as the weight of a loss: inputs of the step instead of constants in it."""
+"""Numbers that change from step to step, such as the weight of a loss: inputs of the step, no constants in it."""
 
 from __future__ import annotations
 
