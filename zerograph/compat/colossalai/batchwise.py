@@ -87,16 +87,17 @@ def check(
 def look_at_numbers(
     function: Callable[..., Any], arguments: Sequence[Any], parts: int, warn: Callable[[str], None]
 ) -> None:
-    """Warn of a division by the size of this rank's part of the batch: the step sums over the whole batch."""
+    """Warn of a division by what may count this rank's samples: the step sums over the whole batch."""
     if parts == 1 or getattr(function, "__name__", "") not in _DIVIDES or len(arguments) < 2:
         return
     value, by = arguments[0], arguments[1]
-    if isinstance(value, Operand) and not value.meta.shape and isinstance(by, int) and by > 1:
+    outside = isinstance(by, Operand) and by.real and not by.meta.shape
+    if isinstance(value, Operand) and not value.meta.shape and (outside or (isinstance(by, int) and by > 1)):
         line, code = source.running_line()
         warn(
-            f"a sum is divided by {by} before engine.step()\n  {line}   {code}\n"
-            f"If that is the number of this rank's samples: the sum is that of the whole batch, {parts} times as many. "
-            "Take the mean instead."
+            f"a sum is divided by {'a tensor' if outside else by} before engine.step()\n  {line}   {code}\n"
+            f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
+            "Take the mean, or let the criterion count."
         )
 
 

@@ -16,8 +16,12 @@ from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.graph import ZeroGraph
 from zerograph.mesh import pieces
-from zerograph.runtime.process_group import gather_whole, mesh
+from zerograph.runtime.process_group import agree, digest, gather_whole, mesh
 from zerograph.sbp import NdSbp, broadcast
+
+# Elements of tensors that ranks compare before each step; larger ones are taken to be alike.
+_FEW = 4096
+_ADVICE = "(what is computed from this rank's part must be computed in the step: by the model or the criterion)"
 
 
 class Recorded(ZeroGraph):
@@ -55,9 +59,11 @@ class Recorded(ZeroGraph):
 
         Raises:
             InputError: tensors that are whole differ between the calls.
+            RankMismatchError: they differ between ranks.
             ZeroGraphError: as calling a graph does.
         """
         self._program, self.tape = program, f"{self.purpose}{program.text}"
+        self._check_alike([one for call in calls for one, k in zip(call, program.kinds, strict=True) if k == "whole"])
         inputs = [
             self._input([call[number] for call in calls], whole=kind == "whole")
             for number, kind in enumerate(program.kinds)
@@ -67,6 +73,14 @@ class Recorded(ZeroGraph):
         placed = zip(values, self._latest.outputs, program.metas, strict=True)
         columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]
         return [[column[number] for column in columns] for number in range(len(calls))]
+
+    def _check_alike(self, tensors: Sequence[Tensor]) -> None:
+        """Raise unless all ranks have the same: a sum over this rank's part, taken outside, would go unnoticed."""
+        small = [(tuple(one.shape), one.tolist()) for one in tensors if one.numel() <= _FEW]
+        if not small:
+            return
+        shown = {f"a tensor of shape {shape} that is no part of the batch": f"{v} " + _ADVICE for shape, v in small}
+        agree(self._join(), self._doing(), digest(small), lambda: shown)
 
     def _input(self, tensors: Sequence[Tensor], *, whole: bool) -> Tensor:
         first = tensors[0].detach()

@@ -1,0 +1,204 @@
+"""The engine's loop trains as plain PyTorch does on whole batches, whatever it looks like inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.compat.colossalai.loops import engine_of, train, train_plainly
+from tests.models import batches, make, part
+from tests.pool import Pool
+from zerograph.compat import colossalai
+
+
+def trained(name: str, level: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(make(name), zero={"level": level})
+    losses = train(engine, batches(name, 4))
+    return losses, engine.state_dict()["modules"]["model"]
+
+
+@pytest.mark.parametrize(("name", "level"), [("gpt_tied", 3), ("conv", 1)])
+def test_the_loop_trains_as_plain_pytorch_on_whole_batches(pool: Pool, name: str, level: int) -> None:
+    model = make(name)
+    wanted = train_plainly(model, batches(name, 4))
+    for losses, state in pool.run(2, trained, name, level):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+
+class TwoHeads(nn.Module):
+    """Returns a nesting, and takes keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(7, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, pair: dict[str, Tensor], *, scale: float) -> dict[str, Any]:
+        h = self.body(pair["x"]).tanh()
+        return {"heads": (self.first(h) * scale, self.second(h)), "name": "two"}
+
+
+def operators(x: Tensor, y: Tensor, model: Any, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss of many parts: views, constants of every kind, a parameter, no gradient through some of it."""
+    out = model({"x": x}, scale=2.0)
+    logits, value = out["heads"]
+    with torch.no_grad():
+        weight = 1 + value.sigmoid().squeeze(1)
+    picked = -logits.log_softmax(-1).gather(1, y.view(-1, 1)).flatten()
+    loss = 0.5 * (picked * weight).mean() + F.cross_entropy(logits.view(-1, 3), y, weight=classes) / 3
+    penalty = (logits[:, 0] * classes[1] + logits[..., 1:].sum(1)).square().mean()
+    return loss, penalty, (logits.argmax(-1) == y).float().mean()
+
+
+def with_operators() -> list[tuple[float, float, float]]:
+    torch.manual_seed(0)
+    model, classes = TwoHeads(), torch.tensor([1.0, 2.0, 3.0])
+    engine = engine_of(model, zero={"level": 3})
+    seen = []
+    for x, y in batches("mlp", 3):
+        engine.zero_grad()
+        loss, penalty, accuracy = operators(part(x), part(y), engine, classes)
+        engine.backward(loss)
+        engine.backward(penalty)
+        assert engine.step()
+        assert type(loss) is Tensor
+        seen.append((loss.item(), penalty.item(), accuracy.item()))
+    assert len(engine.graph._steps) == 2, "the first update makes the momentum, the later ones read it"
+    return seen
+
+
+def test_operators_on_what_the_engine_returns_are_part_of_the_step(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model, classes = TwoHeads(), torch.tensor([1.0, 2.0, 3.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wanted = []
+    for x, y in batches("mlp", 3):
+        optimizer.zero_grad()
+        loss, penalty, accuracy = operators(x, y, model, classes)
+        (loss + penalty).backward()
+        optimizer.step()
+        wanted.append((loss.item(), penalty.item(), accuracy.item()))
+    for seen in pool.run(2, with_operators):
+        for mine, theirs in zip(seen, wanted, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def evaluated() -> tuple[Tensor, Tensor, Any]:
+    engine = engine_of(make("conv"), zero={"level": 3})
+    data = batches("conv", 2)
+    train(engine, data)
+    engine.eval()
+    (x, y), *_ = data
+    out = engine(part(x))
+    return out, engine.criterion(out, part(y)), engine.model.training
+
+
+def test_in_evaluation_results_are_computed_at_once_and_losses_are_whole(pool: Pool) -> None:
+    model = make("conv")
+    train_plainly(model, batches("conv", 2))
+    (x, y), *_ = batches("conv", 2)
+    wanted = model.eval()(x).detach()
+    first, second = pool.run(2, evaluated)
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), wanted, rtol=1e-4, atol=1e-5)
+    for _, loss, training in (first, second):
+        torch.testing.assert_close(loss, F.cross_entropy(wanted, y), rtol=1e-4, atol=1e-5)
+        assert not training
+
+
+class Scaled(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out * self.scale, y)
+
+
+def test_a_criterions_parameters_are_trained_with_the_model() -> None:
+    model, criterion, twin, other = make("mlp"), Scaled(), make("mlp"), Scaled()
+    config = {"optimizer": {"type": "SGD", "lr": 0.1}}
+    engine, *_ = colossalai.initialize(model, criterion=criterion, config=config, verbose=False)
+    data = batches("mlp", 3)
+    losses = train(engine, data)
+    optimizer = torch.optim.SGD([*twin.parameters(), *other.parameters()], lr=0.1)
+    for (x, y), loss in zip(data, losses, strict=True):
+        optimizer.zero_grad()
+        wanted = other(twin(x), y)
+        wanted.backward()
+        optimizer.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_schedulers_are_stepped_by_the_loop() -> None:
+    model, twin = make("mlp"), make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    engine, _, _, scheduler = colossalai.initialize(model, optimizer, lr_scheduler=schedule, config={}, verbose=False)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for number, (x, y) in enumerate(batches("mlp", 4)):
+        loss = F.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        scheduler.step()
+        plain.param_groups[0]["lr"] = 0.5 * 0.5**number
+        plain.zero_grad()
+        wanted = F.cross_entropy(twin(x), y)
+        wanted.backward()
+        plain.step()
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert scheduler.get_last_lr() == [0.5**5]
+
+
+def test_a_number_that_changes_with_each_step_compiles_once_more_and_no_more() -> None:
+    model, twin = make("mlp"), make("mlp")
+    engine = engine_of(model)
+    wanted = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for number, (x, y) in enumerate(batches("mlp", 6)):
+        loss = engine.criterion(engine(x), y) * (1 / (number + 1))
+        engine.backward(loss)
+        engine.step()
+        wanted.zero_grad()
+        plain = F.cross_entropy(twin(x), y) * (1 / (number + 1))
+        plain.backward()
+        wanted.step()
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    texts = {key[0][0][0][4] for key in engine.graph._steps}
+    assert len(texts) == 2
+
+
+def test_a_skipped_update_says_so() -> None:
+    config = {"zero": {"level": 1, "static_loss_scale": 2.0**30}}
+    model = make("mlp")
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, verbose=False)
+    (x, y), *_ = batches("mlp", 1)
+    engine.backward(F.cross_entropy(engine(x), y))
+    assert engine.step() is False
+    assert engine.graph.steps_done == 0
+
+
+def test_state_goes_on_where_it_was_saved() -> None:
+    data = batches("mlp", 4)
+    first = engine_of(make("mlp"))
+    train(first, data[:2])
+    state = first.state_dict()
+    wanted = train(first, data[2:])
+    again = engine_of(make("mlp"))
+    again.load_state_dict(state)
+    assert train(again, data[2:]) == wanted
+
+
+def test_a_forward_that_nobody_uses_is_never_computed() -> None:
+    engine = engine_of(make("conv"))
+    for x, _ in batches("conv", 3):
+        engine(x)
+    (x, y), *_ = batches("conv", 1)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert engine.model.features[1].num_batches_tracked == 1

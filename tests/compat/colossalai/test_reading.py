@@ -1,0 +1,93 @@
+"""Whoever asks for a value before the step has computed it gets the one that the step will compute."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compat.colossalai.loops import engine_of
+from tests.models import ConvNet, batches, part
+from tests.pool import Pool
+
+
+class Noisy(nn.Module):
+    """Batch norm's buffers and dropout's draws: what a second forward could spoil, or get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = ConvNet(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.net(x))
+
+
+def looked_at(read: bool, calls: int) -> tuple[list[tuple[Any, float]], list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = {"zero": {"level": 3, "gradient_accumulation_steps": calls}, "seed": 7}
+    engine = engine_of(Noisy(), **config)
+    engine.graph.config.batch_norm = "local"
+    losses, outputs = [], []
+    for x, y in batches("conv", 2 * calls):
+        out = engine(part(x))
+        early_out = out.detach().clone().tolist() if read else None
+        loss = engine.criterion(out, part(y))
+        early = loss.item() if read else None
+        engine.backward(loss)
+        engine.step()
+        losses.append((early, loss))
+        outputs.append((early_out, out))
+    if read:
+        assert all(torch.equal(torch.tensor(early), out) for early, out in outputs), "dropout's draws are the step's"
+    return (
+        [(early, loss.item()) for early, loss in losses],
+        [out for _, out in outputs],
+        engine.state_dict()["modules"]["model"],
+    )
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_values_read_early_are_those_of_the_step_and_change_nothing(pool: Pool, calls: int) -> None:
+    with_, without = (pool.run(2, looked_at, read, calls)[1] for read in (True, False))
+    for (early, late), (_, wanted) in zip(with_[0], without[0], strict=True):
+        assert early == late == wanted
+    for name, value in without[2].items():
+        assert torch.equal(with_[2][name], value), name
+
+
+def test_every_way_to_ask_for_a_value_works() -> None:
+    engine = engine_of(nn.Linear(7, 3))
+    (x, y), *_ = batches("mlp", 1)
+    with torch.no_grad():
+        wanted = nn.functional.cross_entropy(engine.model(x), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = engine(x)
+        loss = engine.criterion(out, y)
+        assert float(loss) == pytest.approx(wanted.item())
+        assert f"{loss:.3f}" == f"{wanted:.3f}"
+        assert repr(loss) == repr(wanted)
+        assert loss > 0
+        assert out.numpy().shape == out.detach().cpu().numpy().shape == (8, 3)
+        assert len(out.tolist()) == len(out) == 8
+        assert (out.shape, out.dtype, out.dim(), out.size(-1)) == ((8, 3), torch.float32, 2, 3)
+    engine.backward(loss)
+    engine.step()
+    assert loss.item() == pytest.approx(wanted.item())
+
+
+def test_reading_early_is_said_to_cost_a_forward_once() -> None:
+    engine = engine_of(nn.Linear(7, 3))
+    engine._verbose = True
+    (x, y), *_ = batches("mlp", 1)
+    with pytest.warns(UserWarning, match="takes a forward") as seen:
+        for _ in range(2):
+            loss = engine.criterion(engine(x), y)
+            loss.item()
+            engine.backward(loss)
+            engine.step()
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
