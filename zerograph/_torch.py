@@ -233,9 +233,19 @@ def backward_by(run: Callable[..., None]) -> Iterator[None]:
     The former looks the latter up in its module at each call: there is no hook around all of a backward.
     """
     original = torch.autograd.backward
+    running = False
 
     def replaced(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        run(original, tensors, *args, **kwargs)
+        nonlocal running
+        if running:
+            # The original hands itself, by its name, to modes and subclasses, which call it again.
+            original(tensors, *args, **kwargs)
+            return
+        running = True
+        try:
+            run(original, tensors, *args, **kwargs)
+        finally:
+            running = False
 
     with patch.object(torch.autograd, "backward", replaced):
         yield

@@ -325,3 +325,22 @@ def test_bytes_per_parameter_are_those_of_the_paper(pool: Pool) -> None:
             assert bytes_of["sent"] == pytest.approx(sum(wanted.values()), rel=0.01)
         else:
             assert bytes_of["all-reduce"] == pytest.approx(4 * half, rel=0.01)
+
+
+class ByTorch(TrainStep):
+    """Goes backward by the function instead of the method."""
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss_fn(self.model(x), y)
+        torch.autograd.backward([loss])
+        return loss
+
+
+def test_the_loss_is_scaled_once_however_backward_is_called() -> None:
+    by_method, by_function = (
+        kind(model := make("mlp"), sgd(model), amp_dtype=torch.float16, grad_scaler=zg.StaticGradScaler(2.0**12))
+        for kind in (TrainStep, ByTorch)
+    )
+    for x, y in batches("mlp", 2):
+        assert torch.equal(by_method(x, y), by_function(x, y))
+    assert by_function.steps_done == 2
