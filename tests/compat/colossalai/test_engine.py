@@ -21,7 +21,7 @@ def trained(name: str, level: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, engine.state_dict()["modules"]["model"]
 
 
-@pytest.mark.parametrize(("name", "level"), [("gpt_tied", 3), ("conv", 1)])
+@pytest.mark.parametrize(("name", "level"), [("mlp", 3), ("conv", 1)])
 def test_the_loop_trains_as_plain_pytorch_on_whole_batches(pool: Pool, name: str, level: int) -> None:
     model = make(name)
     wanted = train_plainly(model, batches(name, 4))

@@ -179,7 +179,7 @@ class _Run:
         before = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, self.tree)
         tensors = state | {alias: state[name] for alias, name in self.members.aliases.items()}
-        watch = _Draws()
+        watch = _Watch()
         with (
             mode,
             _torch.without_onednn(),
@@ -191,14 +191,7 @@ class _Run:
             contextlib.nullcontext() if self.amp_dtype is None else torch.autocast(device, self.amp_dtype),
             watch,
         ):
-            try:
-                result = patched(self.function)(*args, **kwargs)
-            except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
-                raise CaptureError(
-                    f"{name_of(self.function)} needs values that engine.step() has yet to compute ({error.func})"
-                    f"{batchwise.here()}\nA step is one graph for all values: use torch.where, multiply by a mask, or "
-                    "look at the values after engine.step()."
-                ) from None
+            result = patched(self.function)(*args, **kwargs)
         after = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
         if before != after and not isinstance(self.function, nn.Module):
             raise CaptureError(
@@ -207,7 +200,7 @@ class _Run:
                 "x = x + y instead of x += y."
             )
         leaves, tree = pytree.tree_flatten(result)
-        return _Result(tree, leaves, watch.found)
+        return _Result(tree, leaves, watch.draws)
 
     def _fake(self, argument: Any, state: Mapping[str, Tensor], *, whole: bool) -> Any:
         if isinstance(argument, Named):
@@ -220,11 +213,22 @@ class _Run:
         return made.requires_grad_().clone() if meta.requires_grad else made
 
 
-class _Draws(_torch.TorchDispatchMode):
-    """Notes whether an operator ran that may draw random numbers."""
+class _Watch(_torch.TorchDispatchMode):
+    """Notes whether an operator ran that may draw random numbers, and refuses those that need values."""
 
-    found = False
+    draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        result = None if func in _READS else func(*args, **(kwargs or {}))
+        tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        if func in _READS or not all(isinstance(size, int) for one in tensors for size in one.shape):
+            raise CaptureError(
+                f"{func} needs values that engine.step() has yet to compute{batchwise.here()}\n"
+                "A step is one graph for all values: use torch.where, multiply by a mask, or look at the values after "
+                "engine.step()."
+            )
+        return result
+
+
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)

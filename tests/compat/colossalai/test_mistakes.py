@@ -1,0 +1,180 @@
+"""What cannot be one graph, or would mean another thing on the whole batch, is refused on the user's line.
+
+Two calls to an update make two parts of the batch, on one process as two ranks would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.compat.colossalai.loops import PLAIN, engine_of
+from tests.models import batches, make, part
+from tests.pool import Pool
+from zerograph.compat import colossalai
+
+X, Y = batches("mlp", 1)[0]
+
+
+@pytest.fixture
+def engine() -> colossalai.Engine:
+    return engine_of(make("mlp"), zero={"level": 2, "gradient_accumulation_steps": 2})
+
+
+def written(out: Tensor) -> None:
+    out[:, 0] = 1
+
+
+OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a literal size": (lambda out: out.view(8, -1), "cuts through the batch"),
+    "some samples": (lambda out: out[:4], "picks samples"),
+    "samples by number": (lambda out: out[torch.arange(8), Y], "picks samples"),
+    "half the batch": (lambda out: out.chunk(2), "picks samples"),
+    "sample by sample": (lambda out: list(out), "picks samples"),
+    "samples by value": (lambda out: out[out[:, 0] > 0], "picks samples"),
+    "a size by value": (lambda out: out.nonzero(), "needs values"),
+    "two batches": (lambda out: torch.cat([out, out]), "lays one batch behind another"),
+    "copies": (lambda out: out.repeat(2, 1), "lays copies"),
+    "pairs of samples": (lambda out: out @ out.T, "compares samples"),
+    "another order": (lambda out: out.T.reshape(-1), "cuts through the batch"),
+    "in place": (lambda out: out.add_(1), "in place"),
+    "in place by +=": (lambda out: out.__iadd__(1), "in place"),
+    "in place by index": (written, "in place"),
+    "in place in a function": (lambda out: F.relu(out, inplace=True), "in place"),
+    "into another": (lambda out: torch.zeros(8, 3).copy_(out), "in place"),
+    "backward by hand": (lambda out: out.mean().backward(), r"engine\.backward\(loss\)"),
+    "backward by torch": (lambda out: torch.autograd.backward(out.mean()), r"engine\.backward\(loss\)"),
+    "gradients": (lambda out: torch.autograd.grad(out.mean(), [X]), "inside the step only"),
+    "hooks": (lambda out: out.register_hook(print), "inside the step only"),
+    "data": (lambda out: setattr(out, "data", X), "is set on"),
+    "an exchange": (lambda out: torch.distributed.all_reduce(out.mean()), "losses are those of the whole batch"),
+    "a gradient from outside": (lambda out: out + nn.Linear(7, 3)(X), "requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_that_the_step_cannot_repeat_is_refused_with_its_line(engine: colossalai.Engine, name: str) -> None:
+    operator, message = OPERATORS[name]
+    out = engine(X)
+    with pytest.raises((zg.CaptureError, zg.InputError), match=message) as caught:
+        operator(out)
+    assert "test_mistakes.py:" in str(caught.value)
+
+
+def test_the_loop_goes_on_after_a_mistake(engine: colossalai.Engine) -> None:
+    with pytest.raises(zg.CaptureError):
+        engine(X)[:4]
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(X), Y))
+        updated = engine.step()
+    assert updated
+
+
+def test_a_size_that_fits_one_part_only_says_so(engine: colossalai.Engine) -> None:
+    with pytest.raises(zg.CaptureError, match=r"not the whole batch(.|\n)*use -1"):
+        engine(X).view(8, 3)
+
+
+def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engine) -> None:
+    engine._verbose = True
+    with pytest.warns(UserWarning, match="divided by 8"):
+        _ = F.cross_entropy(engine(X), Y, reduction="sum") / len(X)
+
+
+def test_step_needs_backward(engine: colossalai.Engine) -> None:
+    engine(X)
+    with pytest.raises(zg.InputError, match=r"without engine\.backward"):
+        engine.step()
+
+
+def test_zero_grad_takes_backward_back(engine: colossalai.Engine) -> None:
+    engine.backward(engine.criterion(engine(X), Y))
+    engine.zero_grad()
+    with pytest.raises(zg.InputError, match=r"without engine\.backward"):
+        engine.step()
+
+
+def test_backward_takes_a_scalar_of_this_step_that_needs_a_gradient(engine: colossalai.Engine) -> None:
+    out = engine(X)
+    loss = engine.criterion(out, Y)
+    for wrong in (out, loss.detach(), torch.tensor(1.0, requires_grad=True), 3.0):
+        with pytest.raises(zg.InputError, match="was called with"):
+            engine.backward(wrong)
+    engine.backward(loss)
+    with pytest.raises(zg.InputError, match="twice"):
+        engine.backward(loss)
+    engine.step()
+    with pytest.raises(zg.InputError, match="does not come from"):
+        engine.backward(loss)
+
+
+def test_the_optimizer_is_stepped_by_the_engine_only(engine: colossalai.Engine) -> None:
+    assert engine.optimizer is not None
+    with pytest.raises(zg.CaptureError, match=r"engine\.step\(\) makes the update"):
+        engine.optimizer.step()
+
+
+def test_calls_of_one_update_must_be_alike(engine: colossalai.Engine) -> None:
+    engine.backward(engine.criterion(engine(X), Y))
+    engine.step()
+    with pytest.raises(zg.InputError, match=r"state_dict\(\) after 1 of the 2 calls"):
+        engine.state_dict()
+    engine.backward(engine.criterion(engine(X[:4]), Y[:4]))
+    with pytest.raises(zg.InputError, match="must do the same"):
+        engine.step()
+    assert engine.graph.steps_done == 0
+
+
+def test_an_engine_without_optimizer_or_criterion_predicts_and_says_what_it_lacks() -> None:
+    model = make("mlp")
+    engine, *others = colossalai.initialize(model, config={}, verbose=False)
+    assert others == [None, None, None]
+    torch.testing.assert_close(engine(X), model(X).detach())
+    with pytest.raises(zg.ConfigError, match="no criterion"):
+        engine.criterion(engine(X), Y)
+    for call in (lambda: engine.backward(X.mean()), engine.step):
+        with pytest.raises(zg.ConfigError, match="no optimizer"):
+            call()
+
+
+def test_initialize_names_the_argument_that_is_wrong() -> None:
+    model = make("mlp")
+    for arguments, name in (
+        ({"model": 3}, "model=3"),
+        ({"model": model, "optimizer": 3}, "optimizer=3"),
+        ({"model": model, "criterion": 3}, "criterion=3"),
+        ({"model": model, "lr_scheduler": 3}, "lr_scheduler=3"),
+    ):
+        with pytest.raises(zg.ConfigError, match=name):
+            colossalai.initialize(**arguments, config=PLAIN, verbose=False)
+
+
+def count_outside() -> None:
+    engine = engine_of(make("mlp"))
+    x, y = part(X), part(Y)
+    out = engine(x)
+    mask = torch.arange(8).chunk(2)[zg.rank()] < 5
+    engine._verbose = False
+    loss = (F.cross_entropy(out, y, reduction="none") * mask).sum() / mask.sum()
+    engine.backward(loss)
+    with pytest.raises(zg.RankMismatchError, match=r"no part of the batch(.|\n)*by the model or the criterion"):
+        engine.step()
+    out = engine(x)
+    early = engine.criterion(out, y)
+    if zg.rank() == 0:
+        with pytest.raises(zg.RankMismatchError, match=r"asked for before engine\.step\(\), which all ranks"):
+            early.item()
+    else:
+        engine.backward(early)
+        with pytest.raises(zg.RankMismatchError, match=r"asked for before engine\.step\(\), which all ranks"):
+            engine.step()
+
+
+def test_ranks_that_differ_are_an_error_on_all_and_no_hang(pool: Pool) -> None:
+    pool.run(2, count_outside)
