@@ -4,7 +4,7 @@ A script changes its import to ``from zerograph.compat import colossalai``; docs
 """
 
 from zerograph.compat.colossalai.engine import Engine
-from zerograph.compat.colossalai.initialize import initialize
-from zerograph.compat.colossalai.launch import launch, launch_from_torch
+from zerograph.compat.colossalai.initializing import initialize
+from zerograph.compat.colossalai.launching import launch, launch_from_torch
 
 __all__ = ["Engine", "initialize", "launch", "launch_from_torch"]

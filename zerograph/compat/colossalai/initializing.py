@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.compat.colossalai.accumulation import EachUpdate, WholeUpdates
 from zerograph.compat.colossalai.engine import Engine
-from zerograph.compat.colossalai.launch import Configuration, settings_of
+from zerograph.compat.colossalai.launching import Configuration, settings_of
 from zerograph.compat.settings import Settings
 from zerograph.errors import ConfigError
 from zerograph.runtime.process_group import rank
