@@ -87,6 +87,11 @@ def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engi
         _ = F.cross_entropy(engine(X), Y, reduction="sum") / len(X)
 
 
+def test_autocast_around_the_engine_is_refused(engine: colossalai.Engine) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(zg.CaptureError, match="as its configuration says"):
+        engine(X)
+
+
 def test_step_needs_backward(engine: colossalai.Engine) -> None:
     engine(X)
     with pytest.raises(zg.InputError, match=r"without engine\.backward"):

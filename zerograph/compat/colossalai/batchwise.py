@@ -56,8 +56,8 @@ def check(
     """
     name = name_of(function).removesuffix("()")
     for one in made:
-        if isinstance(one, Meta):
-            _check_shape(name, one, parts)
+        if isinstance(one, Meta) and not one.parted(parts):
+            _refuse(f"{name}() compares samples of the batch with each other, or counts them")
     args, kwargs = pytree.tree_unflatten(metas, tree)
     first = args[0] if args else next(iter(kwargs.values()), None)
     tensors = [one for one in metas if isinstance(one, Meta) and one.batch_dim is not None]
@@ -105,14 +105,6 @@ def here() -> str:
     """The user's running line, on a line of its own."""
     line, code = source.running_line()
     return f"\n  {line}   {code}" if line else ""
-
-
-def _check_shape(name: str, one: Meta, parts: int) -> None:
-    other = [dim for dim, size in enumerate(one.shape) if one.whole[dim] != size]
-    if len(one.shape) != len(one.whole) or len(other) > 1:
-        _refuse(f"{name}() compares samples of the batch with each other")
-    if other and one.whole[other[0]] != one.shape[other[0]] * parts:
-        _refuse(f"{name}() makes a tensor of {one.shape} of a part, and of {one.whole} of {parts} of them")
 
 
 def _check_join(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Meta]) -> None:

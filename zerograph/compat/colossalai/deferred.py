@@ -41,6 +41,13 @@ class Meta:
         """The dimension along which the batch lies; None where there is none (or one part is all of it)."""
         return next((dim for dim, size in enumerate(self.shape) if self.whole[dim] != size), None)
 
+    def parted(self, parts: int) -> bool:
+        """Whether the global tensor is so many of these end to end along one dimension, or is this."""
+        if len(self.shape) != len(self.whole):
+            return False
+        other = [dim for dim, size in enumerate(self.shape) if self.whole[dim] != size]
+        return not other or (len(other) == 1 and self.whole[other[0]] == self.shape[other[0]] * parts)
+
 
 class Deferred(Tensor):
     """A tensor whose values are computed with the step; it becomes an ordinary one then, in place.
@@ -103,8 +110,8 @@ def read(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """``cross_entropy()``, or ``.T`` for an attribute."""
-    name = getattr(function, "__name__", str(function))
+    """``cross_entropy()``, ``.T`` for an attribute, ``Linear()`` for a module."""
+    name = getattr(function, "__name__", type(function).__name__)
     return f".{function.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
 
 

@@ -19,6 +19,7 @@ from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
 from zerograph.compat.colossalai.program import Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
+from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 
 
@@ -46,8 +47,9 @@ class Engine:
         self._model, self._optimizer, self._criterion, self._verbose = model, optimizer, criterion, verbose
         self.training = model.training
         if optimizer is None:
-            self.graph: Recorded = Recorded(model, criterion)
-            configure(self.graph.config)
+            config = Config()
+            configure(config)
+            self.graph: Recorded = Forward(model, criterion, config)
         else:
             self.graph = Step(model, criterion, optimizer)
             configure(self.graph.config)
@@ -58,8 +60,8 @@ class Engine:
         config = self.graph.config
         if config.gradient_accumulation_steps > 1:
             config.accumulation_outputs = "packed"
-        self._forward = Forward(model, criterion, config)
-        self._texts = Texts({id(model): "model", id(criterion): "criterion"})
+        self._forward = self.graph if optimizer is None else Forward(model, criterion, config)
+        self._texts = Texts({id(model): "model"} | ({} if criterion is None else {id(criterion): "criterion"}))
         self._known = Knowledge(self.graph._members, self._parts, lambda: config.amp_dtype, self._warn)
         self._numbers = Numbers()
         self._tape = self._new_tape()

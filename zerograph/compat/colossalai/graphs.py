@@ -17,7 +17,7 @@ from zerograph.errors import InputError
 from zerograph.graph import ZeroGraph
 from zerograph.mesh import pieces
 from zerograph.runtime.process_group import agree, digest, gather_whole, mesh
-from zerograph.sbp import NdSbp, broadcast
+from zerograph.sbp import NdSbp, Split, broadcast
 
 # Elements of tensors that ranks compare before each step; larger ones are taken to be alike.
 _FEW = 4096
@@ -103,7 +103,7 @@ class Recorded(ZeroGraph):
         if value.dim() == len(meta.shape):
             # Made once for all of them.
             return [self._part(value, sbp, meta)] * calls
-        behind = tuple(one if one == broadcast else type(one)(one.dim - 1) for one in sbp)  # type: ignore[union-attr, call-arg]
+        behind = tuple(Split(one.dim - 1) if isinstance(one, Split) else one for one in sbp)
         return [self._part(one, behind, meta) for one in value.unbind(0)]
 
     def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:

@@ -48,29 +48,31 @@ class Knowledge:
     _known: dict[Hashable, Outcome] = field(default_factory=dict)
 
     def __call__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], tree: pytree.TreeSpec, with_gradients: bool
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        tree: pytree.TreeSpec,
+        with_gradients: bool,
+        opaque: bool,
     ) -> Outcome:
-        """What ``function`` returns for these arguments.
+        """What ``function`` returns for these arguments; an ``opaque`` one, model or criterion, sees the whole batch.
 
         Raises:
             CaptureError: it writes to a tensor, makes shapes of values, or means something else on the whole batch.
         """
-        module = isinstance(function, nn.Module)
         facts = module_facts(function) if isinstance(function, nn.Module) else ()
-        where = id(function) if module else function
+        where = id(function) if opaque else function
         shown = tuple(_key(one) for one in arguments)
         key = (where, facts, shown, tree, with_gradients, self.parts(), self.amp_dtype())
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = self._found(function, arguments, tree, with_gradients)
-        if not module:
+            run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype(), opaque)
+            found = self._known[key] = self._found(run, arguments)
+        if not opaque:
             batchwise.look_at_numbers(function, arguments, self.parts(), self.warn)
         return found
 
-    def _found(
-        self, function: Callable[..., Any], arguments: Sequence[Any], tree: pytree.TreeSpec, with_gradients: bool
-    ) -> Outcome:
+    def _found(self, run: _Run, arguments: Sequence[Any]) -> Outcome:
         parts = self.parts()
-        run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype())
         part = run(arguments, whole=False)
         problem: CaptureError | None = None
         for kinds in _choices(arguments):
@@ -109,6 +111,11 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         else one
         for one, other in zip(part.leaves, whole.leaves, strict=True)
     ]
+    if run.opaque:
+        # What compares samples with each other there is returned whole.
+        return [
+            replace(one, shape=one.whole) if isinstance(one, Meta) and not one.parted(parts) else one for one in leaves
+        ]
     if parts > 1:
         metas = [one.meta if isinstance(one, Operand) else one for one in entering]
         batchwise.check(run.function, metas, run.tree, leaves, parts)
@@ -160,6 +167,7 @@ class _Run:
     tree: pytree.TreeSpec
     with_gradients: bool
     amp_dtype: torch.dtype | None
+    opaque: bool
 
     def __call__(self, arguments: Sequence[Any], *, whole: bool) -> _Result:
         """Run on the whole batch, or on one part of it.
@@ -193,7 +201,7 @@ class _Run:
         ):
             result = patched(self.function)(*args, **kwargs)
         after = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
-        if before != after and not isinstance(self.function, nn.Module):
+        if before != after and not self.opaque:
             raise CaptureError(
                 f"{name_of(self.function)} writes to a tensor in place{batchwise.here()}\n"
                 "What the engine returns is computed with engine.step(), and cannot be written to before: write "

@@ -100,7 +100,7 @@ class Call:
 
 
 # Says what a call returns: its function, arguments with Operand for tensors, their nesting; see metadata.py.
-Known = Callable[[Callable[..., Any], Sequence[Any], pytree.TreeSpec, bool], Outcome]
+Known = Callable[[Callable[..., Any], Sequence[Any], pytree.TreeSpec, bool, bool], Outcome]
 
 
 @dataclass(eq=False)
@@ -137,6 +137,12 @@ class Tape:
         """
         if self.closed:
             raise self._over(function)
+        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+            line, code = source.running_line()
+            raise CaptureError(
+                f"torch.autocast is entered around the engine\n  {line}   {code}\n"
+                "The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32."
+            )
         args = self.numbers.lifted(len(self.calls), function, args)
         given, tree = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(one, Deferred) and one.tape is not self for one in given):
@@ -145,7 +151,7 @@ class Tape:
         sizes = self._sizes(arguments)
         operands = [self._operand(one, sizes) for one in arguments]
         with_gradients = torch.is_grad_enabled()
-        outcome = self.known(function, operands, tree, with_gradients)
+        outcome = self.known(function, operands, tree, with_gradients, module)
         for one, kind in zip((a for a in arguments if isinstance(a, Given)), outcome.kinds, strict=True):
             self.kinds[one.number] = kind
         call = Call(function, module, arguments, tree, with_gradients, outcome, source.running_line())
