@@ -62,7 +62,11 @@ class Engine:
             config.accumulation_outputs = "packed"
         self._forward = self.graph if optimizer is None else Forward(model, criterion, config)
         self._texts = Texts({id(model): "model"} | ({} if criterion is None else {id(criterion): "criterion"}))
-        self._known = Knowledge(self.graph._members, self._parts, lambda: config.amp_dtype, self._warn)
+        # A forward has no micro-batches: its batch has fewer parts.
+        self._known, self._known_at_once = (
+            Knowledge(self.graph._members, parts, lambda: config.amp_dtype, self._warn)
+            for parts in (self._parts, self.graph.parts)
+        )
         self._numbers = Numbers()
         self._tape = self._new_tape()
         self._pending: list[Tape] = []
@@ -206,14 +210,14 @@ class Engine:
     def _parts(self) -> int:
         return self.graph.parts() * self.graph.config.gradient_accumulation_steps
 
-    def _new_tape(self) -> Tape:
-        return Tape(self._known, self._name, self._read, self._numbers)
+    def _new_tape(self, known: Knowledge | None = None) -> Tape:
+        return Tape(known or self._known, self._name, self._read, self._numbers)
 
     def _name(self, parameter: nn.Parameter) -> str | None:
         return self.graph._members().names().get(id(parameter))
 
     def _at_once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        tape = self._new_tape()
+        tape = self._new_tape(self._known_at_once)
         result = tape.call(function, args, kwargs, module=True, parts=True)
         leaves, tree = pytree.tree_flatten(result)
         made = [one for one in leaves if isinstance(one, Deferred)]
