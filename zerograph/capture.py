@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def capture(
     """
     mode = _torch.fake_mode()
     with mode:
-        state = {name: _parameter(spec) for name, spec in parameters.items()}
+        state = {name: _parameter(spec, root.get_parameter(name)) for name, spec in parameters.items()}
         state |= {name: spec.fake() for name, spec in buffers.items()}
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
@@ -187,8 +188,18 @@ def capture(
     return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
 
 
-def _parameter(spec: TensorSpec) -> Tensor:
-    return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
+def _parameter(spec: TensorSpec, original: nn.Parameter) -> Tensor:
+    fake = nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
+    # Weakly: graphs keep their fakes.
+    fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
+    return fake
+
+
+def original_of(tensor: Tensor) -> Tensor:
+    """The parameter that a fake one stands for while ``build()`` is traced; of any other tensor itself."""
+    known: Callable[[], Tensor | None] | None = getattr(tensor, "_zerograph_original", None)
+    found = None if known is None else known()
+    return tensor if found is None else found
 
 
 class _Recorder(_torch.TorchDispatchMode):

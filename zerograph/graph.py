@@ -30,6 +30,11 @@ from zerograph.step_graph import nbytes, output_nodes
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
 
+def building() -> bool:
+    """Whether a ``build()`` is being traced: tensors are then fake, of global shape, and placed later."""
+    return _building.get() is not None
+
+
 class ZeroGraph:
     """A training step, or a forward pass, as one graph.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
@@ -17,7 +18,7 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.placement import to_local
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import adopt, store_of
-from zerograph.sbp import broadcast, from_dtensor, partial_sum, show
+from zerograph.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -102,7 +103,9 @@ def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
     plain: dict[int, Tensor] = {}
     for name, tensor in found.items():
         local = to_local(tensor.detach())
-        plain[id(tensor)] = _plain_parameter(name, tensor, local, job) if isinstance(tensor, nn.Parameter) else local
+        made = _plain_parameter(name, tensor, local, job) if isinstance(tensor, nn.Parameter) else local
+        vars(made)["_zerograph_was_global"] = tensor.device_mesh, from_dtensor(tensor.placements)
+        plain[id(tensor)] = made
     for module in members.root.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -144,6 +147,12 @@ def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -
         if not whole:
             adopt(job, name, parameter, local, sbp)
     return parameter
+
+
+def was_global(tensor: Tensor) -> tuple[DeviceMesh, NdSbp] | None:
+    """How a tensor that :func:`adopt_global` made plain was placed; None of any other."""
+    found: tuple[DeviceMesh, NdSbp] | None = getattr(tensor, "_zerograph_was_global", None)
+    return found
 
 
 def check_optimizers(members: Members, optimizers: Optimizers) -> None:

@@ -15,7 +15,10 @@ from zerograph.errors import PlacementError
 
 @dataclass(frozen=True, repr=False)
 class Broadcast:
-    """Every rank holds all of the tensor."""
+    """Every rank holds all of the tensor. ``broadcast()`` is ``broadcast``: OneFlow has both forms."""
+
+    def __call__(self) -> Broadcast:
+        return self
 
     def __repr__(self) -> str:
         return "B"
@@ -33,7 +36,10 @@ class Split:
 
 @dataclass(frozen=True, repr=False)
 class PartialSum:
-    """The tensor is the sum of what the ranks hold."""
+    """The tensor is the sum of what the ranks hold. ``partial_sum()`` is ``partial_sum``."""
+
+    def __call__(self) -> PartialSum:
+        return self
 
     def __repr__(self) -> str:
         return "P"

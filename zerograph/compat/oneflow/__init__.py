@@ -1,0 +1,41 @@
+"""OneFlow's names over zerograph: ``import zerograph.compat.oneflow as flow``.
+
+Scripts that train with OneFlow's ``nn.Graph`` and ZeRO run with their imports changed; docs/oneflow.md says what maps
+to what. What is not here is torch's: ``flow.int64``, ``flow.no_grad``. Importing it adds OneFlow's methods to torch's
+tensors and modules: :mod:`zerograph.compat.oneflow.installed` lists them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from zerograph.compat.oneflow import amp, boxing, env, installed, nn, optim, sbp
+from zerograph.compat.oneflow.factories import FACTORIES
+from zerograph.compat.oneflow.files import load, save
+from zerograph.compat.oneflow.placements import placement
+
+__all__ = ["amp", "boxing", "env", "load", "nn", "optim", "placement", "save", "sbp"]
+
+installed.install()
+globals().update(FACTORIES)
+
+# So that import statements find them too: import zerograph.compat.oneflow.utils.data as data.
+for _name in ("autograd", "utils", "utils.data"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[f"torch.{_name}"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(torch, name)
+    except AttributeError:
+        raise AttributeError(
+            f"neither zerograph.compat.oneflow nor torch has {name!r}; docs/oneflow.md lists what of OneFlow is here"
+        ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch)})

@@ -1,0 +1,73 @@
+"""``flow.boxing.nccl``: the two switches by which OneFlow's ZeRO gets its stage, and others that tune its runtime.
+
+The two are of the whole process and hold for graphs whose construction ends after the call, that of the graph in whose
+``__init__`` they are called included; ``False`` undoes them. What a graph got stays. They choose among the stages of
+``config.set_zero_redundancy_optimizer_mode``; ``config.enable_zero(stage=)`` needs none of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from zerograph.compat.oneflow.notices import without_effect
+from zerograph.errors import ConfigError
+
+_switches = {"use_compute_stream": False, "disable_group_boxing": False}
+
+
+def enable_use_compute_stream(val: bool = False) -> None:
+    """With a ZeRO mode: stage 2.
+
+    Raises:
+        ConfigError: neither True nor False.
+    """
+    _switch("use_compute_stream", "enable_use_compute_stream", val)
+
+
+def disable_group_boxing_by_dst_parallel(val: bool = False) -> None:
+    """With a ZeRO mode and ``enable_use_compute_stream(True)``: stage 3.
+
+    Raises:
+        ConfigError: neither True nor False.
+    """
+    _switch("disable_group_boxing", "disable_group_boxing_by_dst_parallel", val)
+
+
+def stage() -> int:
+    """The stage that a graph with a ZeRO mode gets now: 1, 2 or 3."""
+    if _switches["disable_group_boxing"] and not _switches["use_compute_stream"]:
+        warnings.warn(
+            "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
+            "enable_use_compute_stream(True): this graph gets stage 1",
+            stacklevel=2,
+        )
+    return 1 + (_switches["use_compute_stream"] + (all(_switches.values())))
+
+
+def _switch(name: str, call: str, val: object) -> None:
+    if not isinstance(val, bool):
+        raise ConfigError(f"flow.boxing.nccl.{call}({val!r}): give True or False")
+    _switches[name] = val
+
+
+def _tuning(name: str) -> Callable[[object], None]:
+    def call(val: object) -> None:
+        without_effect(f"flow.boxing.nccl.{name}()", "it tunes OneFlow's runtime; config.bucket_size is what there is")
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = "Of OneFlow's runtime: no effect here."
+    return call
+
+
+set_fusion_threshold_mbytes = _tuning("set_fusion_threshold_mbytes")
+set_fusion_max_ops_num = _tuning("set_fusion_max_ops_num")
+allow_fuse_all_reduce = _tuning("allow_fuse_all_reduce")
+allow_fuse_reduce_scatter = _tuning("allow_fuse_reduce_scatter")
+allow_fuse_all_gather = _tuning("allow_fuse_all_gather")
+allow_fuse_reduce = _tuning("allow_fuse_reduce")
+allow_fuse_broadcast = _tuning("allow_fuse_broadcast")
+allow_fuse_mixed_ops = _tuning("allow_fuse_mixed_ops")
+enable_use_buffer_to_fuse_all_reduce = _tuning("enable_use_buffer_to_fuse_all_reduce")
+set_stream_num = _tuning("set_stream_num")
+enable_all_to_all = _tuning("enable_all_to_all")

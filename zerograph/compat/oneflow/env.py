@@ -1,0 +1,27 @@
+"""``flow.env``: which process this is."""
+
+from __future__ import annotations
+
+import os
+
+from zerograph.runtime.process_group import rank, world_size
+
+
+def get_rank() -> int:
+    """This process's rank, from 0; joins the job if need be."""
+    return rank()
+
+
+def get_world_size() -> int:
+    """How many ranks the job has."""
+    return world_size()
+
+
+def get_local_rank() -> int:
+    """This process's number on its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_node_size() -> int:
+    """How many machines the job runs on, as the launcher says."""
+    return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))

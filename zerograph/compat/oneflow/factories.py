@@ -1,0 +1,70 @@
+"""``flow.randn(..., placement=P, sbp=S0)``: torch's factories, which also make global tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.compat.oneflow.placements import mesh_of
+from zerograph.compat.oneflow.tensors import cut, whole_of
+from zerograph.errors import PlacementError
+from zerograph.graph import building
+from zerograph.placement import to_global
+from zerograph.sbp import nd, whole
+
+NAMES = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+def _factory(name: str) -> Callable[..., Tensor]:
+    plain: Callable[..., Tensor] = getattr(torch, name)
+
+    @functools.wraps(plain, assigned=("__name__", "__doc__"), updated=())
+    def make(*args: Any, placement: Any = None, sbp: Any = None, requires_grad: bool = False, **options: Any) -> Tensor:
+        if placement is None and sbp is None:
+            return plain(*args, requires_grad=requires_grad, **options)
+        if placement is None or sbp is None:
+            raise PlacementError(f"flow.{name}() of a global tensor needs both placement= and sbp=")
+        if "device" in options:
+            raise PlacementError(f"flow.{name}() takes device= for a local tensor, or placement= and sbp=, not both")
+        mesh = mesh_of(placement)
+        wanted = nd(sbp, mesh.ndim)
+        if building():
+            # Inside build() every tensor is a global one, of which only the compiler knows the placement.
+            return plain(*args, requires_grad=requires_grad, device=mesh.device_type, **options)
+        # Made whole on every rank, and the first rank's: each draws its own random numbers.
+        value = plain(*map(_plain, args), **options).to(mesh.device_type)
+        same = to_global(value, placement=mesh, sbp=whole(mesh.ndim))
+        return cut(same.to_local(), mesh, wanted).requires_grad_(requires_grad)
+
+    return make
+
+
+def _plain(argument: Any) -> Any:
+    return whole_of(argument) if isinstance(argument, Tensor) else argument
+
+
+FACTORIES: dict[str, Callable[..., Tensor]] = {name: _factory(name) for name in NAMES}

@@ -1,0 +1,125 @@
+"""Modules that are global or in a graph: ``to_global``, and ``state_dict`` and ``load_state_dict`` of whole values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zerograph.compat.oneflow.placements import placement
+from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
+from zerograph.errors import ConfigError
+from zerograph.runtime.state import Store, close_whole, open_whole, store_of
+from zerograph.sbp import Sbp, from_dtensor
+
+
+def module_to_global(
+    module: nn.Module,
+    placement: placement | DeviceMesh | None = None,
+    sbp: Sbp | Sequence[Sbp] | None = None,
+) -> nn.Module:
+    """Make every parameter and buffer global, in place, each as ``to_global`` of the tensor does. A collective.
+
+    So a local module's parameters are with ``split(d)`` *parts*, as in OneFlow: the global ones are N times as large.
+    To cut a whole module, make it global with ``broadcast`` first.
+
+    Raises:
+        ConfigError: a graph has taken the module over already.
+        PlacementError: as of tensors.
+    """
+    held = [(owner, name, tensor) for owner in module.modules() for name, tensor in _own(owner)]
+    for _, name, tensor in held:
+        if isinstance(tensor, nn.Parameter) and store_of(tensor) is not None:
+            raise ConfigError(
+                f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} a graph keeps\n"
+                "The graph places it. To use the module eagerly: 'with graph.full_parameters():'; a parameter's "
+                "values: parameter.to_global(sbp=flow.sbp.broadcast)."
+            )
+    made: dict[int, Tensor] = {}
+    for _, _, tensor in held:
+        if id(tensor) not in made:
+            found = to_global(tensor.detach(), placement, sbp)
+            made[id(tensor)] = nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    for owner, name, tensor in held:
+        setattr(owner, name, made[id(tensor)])
+    keep_state_whole(module)
+    return module
+
+
+def keep_state_whole(module: nn.Module) -> None:
+    """From here on ``state_dict()`` of the module, and of all in it, has whole plain tensors; likewise loading.
+
+    Both are collectives then, also where values are split between the ranks.
+    """
+    for one in module.modules():
+        if "_zerograph_whole_state" not in vars(one):
+            one._zerograph_whole_state = True  # type: ignore[assignment]
+            one.register_state_dict_pre_hook(_before_saving)
+            one.register_state_dict_post_hook(_after_saving)
+            one.register_load_state_dict_pre_hook(_before_loading)
+            one.register_load_state_dict_post_hook(_after_loading)
+
+
+# Which module opened what: the outermost one, for all in it.
+_opened: dict[int, list[Store]] = {}
+
+
+def _open(module: nn.Module) -> None:
+    # What an earlier call left, that failed halfway.
+    _close(module)
+    found = dict.fromkeys(store_of(parameter) for parameter in module.parameters())
+    stores = [store for store in found if store is not None and not store.opened]
+    for store in stores:
+        open_whole(store)
+    _opened[id(module)] = stores
+
+
+def _close(module: nn.Module) -> None:
+    for store in _opened.pop(id(module), ()):
+        if not store.dissolved:
+            close_whole(store)
+
+
+def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        _open(module)
+
+
+def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if id(module) in _opened:
+        for name, _ in _own(module):
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor):
+                state[prefix + name] = whole_of(value)
+    _close(module)
+
+
+def _before_loading(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *problems: Any
+) -> None:
+    _open(module)
+    for name, tensor in _own(module):
+        value = state.get(prefix + name)
+        # Torch says of shapes what is wrong with them.
+        if isinstance(value, Tensor) and value.shape == tensor.shape:
+            state[prefix + name] = _alike(value, tensor)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors that the module holds itself."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _alike(value: Tensor, tensor: Tensor) -> Tensor:
+    """The value as what it is loaded into: global, or plain."""
+    if not isinstance(tensor, DTensor):
+        return whole_of(value)
+    return cut(whole_of(value), tensor.device_mesh, from_dtensor(tensor.placements))
+
+
+def _after_loading(module: nn.Module, problems: Any) -> None:
+    _close(module)

@@ -1,0 +1,20 @@
+"""``flow.nn``: ``Graph``, and ``torch.nn`` with OneFlow's cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerograph.compat.oneflow.nn import functional, graph
+from zerograph.compat.oneflow.nn.graph import Graph
+from zerograph.compat.oneflow.nn.loss import CrossEntropyLoss
+
+__all__ = ["CrossEntropyLoss", "Graph", "functional", "graph"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(torch.nn, name)
+    except AttributeError:
+        raise AttributeError(f"neither zerograph.compat.oneflow.nn nor torch.nn has {name!r}") from None

@@ -1,0 +1,7 @@
+"""``flow.nn.graph``: ``Graph``, its configuration, and what a module in it can be told."""
+
+from zerograph.compat.oneflow.nn.graph.config import GraphConfig
+from zerograph.compat.oneflow.nn.graph.graph import Graph
+from zerograph.compat.oneflow.nn.graph.module import GraphModule
+
+__all__ = ["Graph", "GraphConfig", "GraphModule"]

@@ -1,0 +1,162 @@
+"""``graph.config``: OneFlow's ``GraphConfig`` over zerograph's options, which can be set as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerograph.compat.oneflow.boxing import nccl
+from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.oneflow.placements import placement
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+from zerograph.runtime.process_group import world_size
+
+# OneFlow's own: elements of a shard.
+_MIN_SHARD = 1024
+
+
+def _tuning(name: str, why: str) -> Callable[..., None]:
+    def option(self: GraphConfig, *args: Any, **options: Any) -> None:
+        without_effect(f"config.{name}()", why)
+
+    option.__name__, option.__qualname__ = name, f"GraphConfig.{name}"
+    option.__doc__ = f"No effect here: {why}."
+    return option
+
+
+_FUSES = "which operators are fused is the backend's business, see config.backend"
+_PLACES = "placements are always inferred, and SBPs that the user gave are kept"
+_ORDERS = "operators are always ordered for least memory; see config.memory_budget"
+_XRT = "choose what compiles the step with config.backend"
+_ASYNC = "outputs are there when the call returns"
+_CUDNN = "that is cuDNN's business: torch.backends.cudnn.benchmark"
+
+
+class GraphConfig(Config):
+    """Options of one graph, under OneFlow's names; all of :class:`zerograph.Config` are there too.
+
+    Attributes:
+        training: whether the graph has an optimizer.
+    """
+
+    # Whether the stage is the one that flow.boxing.nccl's switches say, and what they said when the graph was made.
+    _by_switches = False
+    _switched: int | None = None
+    _training = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
+        if name == "stage":
+            object.__setattr__(self, "_by_switches", False)
+
+    @property
+    def training(self) -> bool:
+        return self._training
+
+    def mark_training(self) -> None:
+        """The graph has an optimizer now."""
+        object.__setattr__(self, "_training", True)
+
+    def take_switches(self) -> None:
+        """The graph's construction ends: what ``flow.boxing.nccl`` says now is the stage of its ZeRO mode."""
+        object.__setattr__(self, "_switched", nccl.stage())
+        if self._by_switches:
+            self._follow_switches()
+
+    def _follow_switches(self) -> None:
+        self.stage = 1 if self._switched is None else self._switched
+        object.__setattr__(self, "_by_switches", True)
+
+    def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
+        """ZeRO: ``"distributed_split"`` (every rank a slice of each variable) or ``"non_distributed"`` (whole variables
+        dealt out to ranks, balanced by size).
+
+        The stage is 1, or what the switches of ``flow.boxing.nccl`` say when the graph's construction ends.
+
+        Raises:
+            ConfigError: no such mode.
+        """
+        self.mode = mode
+        if not self.shard_min_size:
+            self.set_zero_redundancy_optimizer_min_size_after_split(_MIN_SHARD)
+        self._follow_switches()
+
+    def set_zero_redundancy_optimizer_min_size_after_split(self, value: int) -> None:
+        """Variables of which a rank's slice would have fewer than ``value`` elements stay whole. Default 1024.
+
+        Raises:
+            ConfigError: not a whole number, 1 or more.
+        """
+        self.shard_min_size = _whole_number(value, "set_zero_redundancy_optimizer_min_size_after_split") * world_size()
+
+    def enable_zero(
+        self,
+        mode: bool | str = True,
+        *,
+        stage: int = 2,
+        shard_min_size: int = _MIN_SHARD,
+        shard_restore_level: int = 1,
+        min_shard_size: int | None = None,
+    ) -> None:
+        """ZeRO with a stage, whatever the switches of ``flow.boxing.nccl`` say.
+
+        Args:
+            mode: True, False, or a mode of :meth:`set_zero_redundancy_optimizer_mode`.
+            stage: 1, 2 or 3. Default 2, as OneFlow's.
+            shard_min_size: the least elements of *one rank's slice*; ``config.shard_min_size``, which this sets, counts
+                those of the whole variable.
+            shard_restore_level: 0, 1 or 2. No effect: when gathered parameters go is the stage's business.
+            min_shard_size: an older name of ``shard_min_size``.
+
+        Raises:
+            ConfigError: no such mode, stage or size; nothing is changed then.
+        """
+        if shard_restore_level not in (0, 1, 2):
+            raise ConfigError(f"enable_zero(shard_restore_level={shard_restore_level!r}): give 0, 1 or 2")
+        if shard_restore_level != 1:
+            without_effect("enable_zero(shard_restore_level=)", "when gathered parameters go is what the stage says")
+        least = _whole_number(shard_min_size if min_shard_size is None else min_shard_size, "shard_min_size")
+        super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
+        """Mixed precision in fp16, as OneFlow's default, or bf16, with fp32 masters.
+
+        Unlike zerograph's own it brings no loss scaling: ``graph.set_grad_scaler`` does.
+
+        Raises:
+            ConfigError: not True or False, or no such dtype.
+        """
+        if not isinstance(mode, bool):
+            raise ConfigError(f"enable_amp({mode!r}): give True or False, and the dtype as dtype=")
+        self.amp_dtype = dtype if mode else None
+
+    allow_fuse_model_update_ops = _tuning("allow_fuse_model_update_ops", "give the optimizer fused=True")
+    allow_fuse_add_to_output = _tuning("allow_fuse_add_to_output", _FUSES)
+    allow_fuse_cast_scale = _tuning("allow_fuse_cast_scale", _FUSES)
+    enable_multi_tensor_update = _tuning("enable_multi_tensor_update", "a bucket is always updated at once")
+    enable_fused_model_update_cast = _tuning("enable_fused_model_update_cast", _FUSES)
+    enable_cudnn_conv_heuristic_search_algo = _tuning("enable_cudnn_conv_heuristic_search_algo", _CUDNN)
+    set_outputs_buffer_size = _tuning("set_outputs_buffer_size", _ASYNC)
+    enable_xla_jit = _tuning("enable_xla_jit", _XRT)
+    enable_tensorrt = _tuning("enable_tensorrt", _XRT)
+    enable_openvino = _tuning("enable_openvino", _XRT)
+    enable_straighten_algorithm = _tuning("enable_straighten_algorithm", _ORDERS)
+    disable_straighten_algorithm = _tuning("disable_straighten_algorithm", _ORDERS)
+    enable_compress_memory = _tuning("enable_compress_memory", _ORDERS)
+    enable_choose_best_memory_allocation = _tuning("enable_choose_best_memory_allocation", "torch allocates memory")
+    enable_auto_memory = _tuning("enable_auto_memory", "see config.memory_budget and config.recompute")
+    enable_auto_parallel = _tuning("enable_auto_parallel", _PLACES)
+    enable_auto_parallel_ignore_user_sbp_config = _tuning("enable_auto_parallel_ignore_user_sbp_config", _PLACES)
+    enable_auto_parallel_trunk_algo = _tuning("enable_auto_parallel_trunk_algo", _PLACES)
+    enable_auto_parallel_sbp_collector = _tuning("enable_auto_parallel_sbp_collector", _PLACES)
+    set_auto_parallel_computation_cost_ratio = _tuning("set_auto_parallel_computation_cost_ratio", _PLACES)
+    set_auto_parallel_wait_time = _tuning("set_auto_parallel_wait_time", _PLACES)
+
+
+def _whole_number(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} = {value!r}: give a whole number of elements, 1 or more")
+    return value

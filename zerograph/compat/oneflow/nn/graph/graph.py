@@ -1,0 +1,290 @@
+"""``flow.nn.Graph``: zerograph's graph under OneFlow's names."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from zerograph.batch import Batch
+from zerograph.compat.oneflow.modules import keep_state_whole
+from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
+from zerograph.compat.oneflow.nn.graph.config import GraphConfig
+from zerograph.compat.oneflow.nn.graph.module import checkpoints
+from zerograph.compat.oneflow.nn.graph.report import report
+from zerograph.compat.oneflow.tensors import replicated, whole_of
+from zerograph.compiler import CompiledStep
+from zerograph.config import Config
+from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.grad_scaler import GradScaler
+from zerograph.graph import ZeroGraph
+from zerograph.runtime.process_group import rank
+from zerograph.sbp import broadcast, split
+
+
+class _TakesSwitches(type):
+    """The stage is what ``flow.boxing.nccl`` says when the construction of a graph ends: scripts set it inside."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        made = super().__call__(*args, **options)
+        made._constructed()
+        return made
+
+
+# How many graphs of a class were made: part of their names.
+_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+# Of a graph's state what is neither a module's nor torch's to name.
+_REST = "zerograph"
+
+
+class Graph(ZeroGraph, metaclass=_TakesSwitches):
+    """A training step, or a forward pass, as one graph: subclass it, assign modules, write ``build()``, call it.
+
+    Everything of :class:`zerograph.ZeroGraph` is there too.
+
+    Args:
+        debug_v_level, debug_ranks: as :meth:`debug` has them.
+
+    Attributes:
+        config: its options, a :class:`GraphConfig`.
+        name: the class's with a number.
+    """
+
+    config: GraphConfig
+
+    def __init__(
+        self,
+        *,
+        debug_v_level: int = -1,
+        debug_ranks: int | Sequence[int] | None = None,
+        debug_max_py_stack_depth: int = 2,
+        debug_only_user_py_stack: bool = True,
+        debug_op_repr_with_py_stack: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = self._compiler.config = GraphConfig()
+        self._name = f"{type(self).__name__}_{next(_made[type(self).__name__])}"
+        self._debug_level = -1
+        self.debug(debug_v_level, ranks=debug_ranks)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a step has been compiled."""
+        return self._latest is not None
+
+    @property
+    def training(self) -> bool:
+        """Whether the graph has an optimizer."""
+        return self.config.training
+
+    def add_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: LRScheduler | None = None,
+        *,
+        lr_sch: LRScheduler | None = None,
+        is_sparse: bool = False,
+    ) -> None:
+        """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
+
+        Groups with ``clip_grad_max_norm`` and ``clip_grad_norm_type`` are clipped, each by itself, before.
+
+        Args:
+            lr_sch: its scheduler (``lr_scheduler`` is zerograph's own name for it).
+
+        Raises:
+            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping.
+        """
+        if is_sparse:
+            raise ConfigError("add_optimizer(is_sparse=True): updates are dense here; leave it out")
+        if lr_sch is not None and lr_scheduler is not None:
+            raise ConfigError("add_optimizer() takes lr_sch= or lr_scheduler=, which are the same, not both")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_clipping(optimizer)
+        super().add_optimizer(optimizer, lr_scheduler if lr_sch is None else lr_sch)
+        self.config.mark_training()
+
+    def set_grad_scaler(self, grad_scaler: GradScaler) -> None:
+        """Scale the loss: a ``flow.amp.GradScaler`` or ``flow.amp.StaticGradScaler``.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if not isinstance(grad_scaler, GradScaler):
+            raise ConfigError(
+                f"set_grad_scaler({grad_scaler!r:.60}): give flow.amp.GradScaler() or flow.amp.StaticGradScaler(200.0)"
+            )
+        self.config.grad_scaler = grad_scaler
+
+    def set_zero_mode(self, mode: str, stage: int = 1) -> None:
+        """As :meth:`zerograph.ZeroGraph.set_zero_mode`."""
+        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)
+
+    def debug(
+        self,
+        v_level: int = -1,
+        *,
+        ranks: int | Sequence[int] | None = None,
+        max_py_stack_depth: int = 2,
+        only_user_py_stack: bool = True,
+        op_repr_with_py_stack: bool = False,
+    ) -> None:
+        """Print what is compiled, when it is: -1 nothing, 0 a line, 1 the passes, 2 the operators, 3 the line of each.
+
+        Args:
+            ranks: which ranks print; default rank 0, -1 is all.
+            max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack: OneFlow's; operators always carry the
+                innermost line of the user's.
+
+        Raises:
+            ConfigError: no such level, or no ranks.
+        """
+        if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
+            raise ConfigError(f"debug({v_level!r}): give a level from -1, nothing, to 3, everything")
+        chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
+        if not isinstance(chosen, (list, tuple)) or not all(isinstance(one, int) for one in chosen):
+            raise ConfigError(f"debug(ranks={ranks!r}): give a rank, or a list of ranks, or -1 for all")
+        if v_level == -1:
+            self._debug_level = -1
+        elif -1 in chosen or rank() in chosen:
+            self._debug_level = v_level
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step on this rank's part of the batch, or on global tensors; global in is global out, losses included.
+
+        Raises:
+            ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
+            CommunicationError: another rank does not answer within ``config.timeout`` seconds.
+        """
+        result = super().__call__(*args, **kwargs)
+        given = next(_globals((args, kwargs)), None)
+        if given is None:
+            return result
+        mesh = given.device_mesh
+
+        def as_global(one: Any) -> Any:
+            plain = isinstance(one, Tensor) and not isinstance(one, DTensor)
+            return replicated(one, mesh) if plain else one
+
+        return pytree.tree_map(as_global, result)
+
+    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state of every module under its name, in whole tensors, and the rest of the graph's under ``zerograph``.
+
+        Every rank must call it, and gets all of it.
+
+        Args:
+            destination: a dict to put it into.
+        """
+        state = super().state_dict()
+        found = {} if destination is None else destination
+        found.update(state.pop("modules"))
+        found[_REST] = state
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from what :meth:`state_dict` returned, on any number of ranks, also from ``flow.load``.
+
+        A state of modules alone is loaded too: optimizers then stay as they are.
+
+        Args:
+            strict: it must be of just these modules, parameters and buffers; else what fits by name is loaded.
+
+        Raises:
+            ConfigError: the state does not fit; nothing is changed then.
+        """
+        plain = pytree.tree_map(lambda one: whole_of(one) if isinstance(one, Tensor) else one, dict(state))
+        rest = plain.pop(_REST, None)
+        now = super().state_dict()
+        modules = plain if strict else _filled(now["modules"], plain)
+        super().load_state_dict({**(now if rest is None else rest), "modules": modules})
+
+    @staticmethod
+    def trace(func: Callable[..., Any]) -> Graph:
+        """A decorator: the function as a graph without modules, made of operators alone.
+
+        Raises:
+            ConfigError: it is not a function.
+        """
+        if not inspect.isfunction(func):
+            raise ConfigError(f"Graph.trace takes a function, not {type(func).__name__}: for modules write a Graph")
+
+        def build(self: Graph, *args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+        members = {"build": build, "__doc__": func.__doc__, "__module__": func.__module__}
+        traced: Any = _TakesSwitches(f"{func.__name__}_graph", (Graph,), members)
+        made: Graph = traced()
+        return made
+
+    def _constructed(self) -> None:
+        self.config.take_switches()
+        self._keep_state_whole()
+
+    def _keep_state_whole(self) -> None:
+        for module in self._attributes().values():
+            if isinstance(module, nn.Module):
+                keep_state_whole(module)
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
+        self._follow_globals((args, kwargs))
+        before = set(map(id, self._steps.values()))
+        step, batch = super()._ready(args, kwargs)
+        if id(step) not in before:
+            self._keep_state_whole()
+            if self._debug_level >= 0:
+                print(report(self, f"(GRAPH:{self.name}:{type(self).__name__})", self._debug_level), flush=True)
+        return step, batch
+
+    def _follow_globals(self, inputs: Any) -> None:
+        """On a placement of several dimensions the graph runs where its tensors are, unless the configuration says."""
+        if self.config.placement is not None:
+            return
+        given = [one for one in _globals(inputs) if one.device_mesh.ndim > 1]
+        held: list[DTensor] = []
+        # What is wrong with the members is said where all ranks hear it.
+        with contextlib.suppress(ZeroGraphError):
+            members = self._members()
+            tensors: list[Tensor] = [*members.parameters.values(), *members.buffers.values()]
+            held = [one for one in tensors if isinstance(one, DTensor) and one.device_mesh.ndim > 1]
+        if not given and not held:
+            return
+        self.config.placement = (given or held)[0].device_mesh
+        if given and self.config.batch_sbp is None:
+            cut = next((one for one in given if Shard(0) in one.placements), given[0])
+            self.config.batch_sbp = tuple(split(0) if one == Shard(0) else broadcast for one in cut.placements)
+
+    def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
+        with checkpoints(self._members().root):
+            result = super()._traced_build(*args, **kwargs)
+        clip(self._optimizers)
+        return result
+
+    def _attributes(self) -> dict[str, Any]:
+        # What the graph is compiled again for if it changes.
+        return super()._attributes() | {"clipping of groups": clipping_facts(self._optimizers)}
+
+
+def _globals(inputs: Any) -> Iterator[DTensor]:
+    return (one for one in pytree.tree_leaves(inputs) if isinstance(one, DTensor))
+
+
+def _filled(now: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The state as it is, with what is given of it by name in its place."""
+    return {
+        name: {key: given.get(name, {}).get(key, value) for key, value in state.items()} for name, state in now.items()
+    }

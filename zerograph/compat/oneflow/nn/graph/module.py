@@ -1,0 +1,78 @@
+"""``module.to(nn.graph.GraphModule)``: what a module in a graph can be told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerograph.errors import ConfigError
+
+# A plain attribute of the module: graphs see it change, and compile again.
+_CHECKPOINTED = "zerograph_activation_checkpointing"
+
+
+class GraphModule:
+    """A module as its graphs see it.
+
+    Attributes:
+        activation_checkpointing: keep of the module what enters it, and make the rest again in backward. Holds for all
+            graphs of ``zerograph.compat.oneflow`` that have the module.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        return _CHECKPOINTED in vars(self._module)
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, mode: bool) -> None:
+        if not isinstance(mode, bool):
+            raise ConfigError(f"activation_checkpointing = {mode!r}: give True or False")
+        if mode:
+            setattr(self._module, _CHECKPOINTED, True)
+        else:
+            vars(self._module).pop(_CHECKPOINTED, None)
+
+    def set_stage(self, stage_id: int | None = None, placement: Any = None) -> None:
+        """OneFlow's pipeline parallelism, which zerograph does not have.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "set_stage() is for pipeline parallelism, which zerograph does not have\n"
+            "Leave it out: ZeRO stage 3 makes models fit that one rank cannot hold."
+        )
+
+    @property
+    def stage_id(self) -> None:
+        """None: there is no pipeline."""
+        return None
+
+    @stage_id.setter
+    def stage_id(self, value: Any) -> None:
+        self.set_stage(value)
+
+    def __repr__(self) -> str:
+        return f"GraphModule({type(self._module).__name__}, activation_checkpointing={self.activation_checkpointing})"
+
+
+@contextlib.contextmanager
+def checkpoints(root: nn.Module) -> Iterator[None]:
+    """Inside, modules that were told so run under ``torch.utils.checkpoint``, which capture honours."""
+    with contextlib.ExitStack() as stack:
+        for module in root.modules():
+            if _CHECKPOINTED in vars(module):
+                run = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                stack.enter_context(patch.object(module, "forward", run))
+        yield

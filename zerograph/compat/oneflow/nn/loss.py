@@ -1,0 +1,15 @@
+"""Losses that OneFlow has in another form than torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerograph.compat.oneflow.nn.functional import class_numbers
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss``, which also takes class numbers of shape (N, 1), as OneFlow's does."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, class_numbers(input, target))

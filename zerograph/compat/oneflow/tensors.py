@@ -1,0 +1,203 @@
+"""Global tensors as OneFlow's methods see them: ``to_global``, ``to_local``, ``sbp``, ``placement``.
+
+A global tensor is a ``DTensor``; so is, to these functions, a parameter that a graph has taken over, wherever its
+values rest. While ``build()`` is traced all tensors are global ones, of which only the compiler knows the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from zerograph.capture import original_of
+from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
+from zerograph.errors import InputError, PlacementError, SplitParameterError
+from zerograph.graph import building
+from zerograph.members import was_global
+from zerograph.placement import to_global as from_parts
+from zerograph.placement import to_local as own_part
+from zerograph.runtime.parameters import SplitParameter
+from zerograph.runtime.state import Store, plain_parameters, store_of
+from zerograph.sbp import NdSbp, PartialSum, Sbp, broadcast, from_dtensor, nd, to_dtensor, whole
+
+
+def to_global(
+    x: Tensor,
+    placement: placement | DeviceMesh | None = None,
+    sbp: Sbp | Sequence[Sbp] | None = None,
+    *,
+    grad_sbp: Any = None,
+    check_meta: bool = True,
+    copy: bool = False,
+) -> Tensor:
+    """A global tensor from this rank's part, or another placement of one that is global. A collective.
+
+    A local tensor needs both arguments: with ``split(d)`` and ``partial_sum`` it is this rank's part, with
+    ``broadcast`` all ranks take the first rank's values, *in place* unless ``copy``. A global one keeps what is not
+    given; it may move to other ranks and devices, then without a gradient. Inside ``build()`` it changes nothing: the
+    compiler places every tensor by itself, and the numbers do not depend on it.
+
+    Args:
+        grad_sbp: no effect: gradients are placed as is cheapest.
+        check_meta: parts are compared in any case.
+
+    Raises:
+        PlacementError: an argument is missing, or does not fit the tensor; parts differ in shape or dtype.
+        InputError: the tensor wants a gradient, and is to move to other ranks.
+    """
+    if grad_sbp is not None:
+        without_effect("to_global(grad_sbp=)", "gradients are placed as is cheapest")
+    mesh = None if placement is None else mesh_of(placement)
+    if building():
+        if sbp is not None:
+            nd(sbp, mesh.ndim if mesh is not None else 1 if isinstance(sbp, Sbp) else len(sbp))
+        return x
+    if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
+        return _of_store(x, store, mesh, sbp)
+    if not isinstance(x, DTensor):
+        if mesh is None or sbp is None:
+            raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
+        here = x.to(mesh.device_type)
+        return from_parts(here.clone() if copy and here is x else here, placement=mesh, sbp=sbp)
+    if mesh is None and sbp is None:
+        raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
+    return _placed(x, mesh, sbp)
+
+
+def to_local(x: Tensor) -> Tensor:
+    """This rank's part of a global tensor; a local one itself.
+
+    Raises:
+        SplitParameterError: a parameter that a graph keeps split: its pieces lie in buckets.
+    """
+    if isinstance(x, SplitParameter):
+        raise SplitParameterError(
+            "to_local() on a parameter that a graph keeps split: this rank's piece lies in a bucket with others'\n"
+            "Every rank may call parameter.to_global(sbp=flow.sbp.broadcast).to_local(), or module.state_dict()."
+        )
+    return own_part(x)
+
+
+def is_global(x: Tensor) -> bool:
+    """Whether the tensor is global. Inside ``build()`` all are."""
+    return building() or _where(x) is not None
+
+
+def sbp_of(x: Tensor) -> NdSbp:
+    """How the tensor is placed, one SBP for each dimension of the placement.
+
+    Of a parameter that a graph has taken over, how it rests between steps.
+
+    Raises:
+        AttributeError: a local tensor, or, inside ``build()``, no parameter.
+    """
+    found = _where(x)
+    if found is None:
+        raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("sbp"))
+    return found[1]
+
+
+def placement_of_tensor(x: Tensor) -> placement:
+    """On which ranks and devices the tensor is.
+
+    Raises:
+        AttributeError: a local tensor, or, inside ``build()``, no parameter.
+    """
+    found = _where(x)
+    if found is None:
+        raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("placement"))
+    return found[0] if isinstance(found[0], placement) else placement_of(found[0])
+
+
+_MISSING = "a local tensor has no {}: make it global with to_global(placement=, sbp=)"
+_MISSING_IN_BUILD = (
+    "inside build() only parameters have .sbp and .placement: the compiler places all other tensors after it has "
+    "traced build(); graph.placements() and print(graph) tell what it chose"
+)
+
+
+def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
+    """Ranks and SBP of a global tensor; None of a local one."""
+    known = original_of(x)
+    if isinstance(known, DTensor):
+        return known.device_mesh, from_dtensor(known.placements)
+    if isinstance(known, torch.nn.Parameter) and (store := store_of(known)) is not None:
+        return placement(known.device.type, store.job.grid), store.layout.sbp
+    return was_global(known)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """All of a tensor on every rank, plain and without gradient. A collective for global ones."""
+    if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
+        return _values(x, store)
+    if not isinstance(x, DTensor):
+        return x.detach()
+    mesh = x.device_mesh
+    if mesh.size() == dist.get_world_size():
+        return x.full_tensor().detach()
+    inside = mesh.get_coordinate() is not None
+    value = x.full_tensor().detach() if inside else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dist.broadcast(value.contiguous(), src=int(mesh.mesh.flatten()[0]))
+    return value
+
+
+def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
+    """The global tensor whose whole value every rank has here. Nothing is sent.
+
+    Raises:
+        PlacementError: the SBP does not fit the tensor or the placement.
+    """
+    wanted = nd(sbp, mesh.ndim)
+    for one in wanted:
+        if getattr(one, "dim", -1) >= value.dim():
+            raise PlacementError(f"a tensor of shape {tuple(value.shape)} has no dimension to be {one}")
+    value = value.to(mesh.device_type).contiguous()
+    position = mesh.get_coordinate()
+    if position is None:
+        local = value.new_empty(0)
+    else:
+        same = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        split = tuple(broadcast if isinstance(one, PartialSum) else one for one in wanted)
+        local = same.redistribute(mesh, to_dtensor(split)).to_local()
+        # Of a sum the first rank holds all, the others nothing.
+        if any(isinstance(one, PartialSum) and at for one, at in zip(wanted, position, strict=True)):
+            local = torch.zeros_like(local)
+    return DTensor.from_local(
+        local, mesh, to_dtensor(wanted), run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def _placed(x: DTensor, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> Tensor:
+    mesh = x.device_mesh if mesh is None else mesh
+    if sbp is None and mesh.ndim != x.device_mesh.ndim:
+        raise PlacementError(f"to_global() from {x.device_mesh.ndim} to {mesh.ndim} mesh dimension(s) needs sbp=")
+    wanted = from_dtensor(x.placements) if sbp is None else sbp
+    if mesh == x.device_mesh:
+        return from_parts(x, placement=mesh, sbp=wanted)
+    if x.requires_grad and torch.is_grad_enabled() and not isinstance(x, torch.nn.Parameter):
+        raise InputError("a tensor that wants a gradient cannot move to other ranks: call detach() before to_global()")
+    return cut(whole_of(x), mesh, wanted)
+
+
+def _of_store(x: torch.nn.Parameter, store: Store, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> Tensor:
+    if mesh is None and sbp is None:
+        raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
+    mesh = placement_of_tensor(x).mesh if mesh is None else mesh
+    return cut(_values(x, store), mesh, store.layout.sbp if sbp is None else sbp)
+
+
+def _values(x: torch.nn.Parameter, store: Store) -> Tensor:
+    place = next(number for number, one in enumerate(store.parameters) if one is x)
+    return plain_parameters(store)[place].detach()
+
+
+def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain tensor that all ranks have alike, as a global one."""
+    return DTensor.from_local(x, mesh, to_dtensor(whole(mesh.ndim)), run_check=False)
