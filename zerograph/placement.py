@@ -16,7 +16,7 @@ from zerograph.annotate import carry_over
 from zerograph.errors import PlacementError
 from zerograph.runtime.process_group import initialise
 from zerograph.runtime.process_group import mesh as mesh_of_all
-from zerograph.sbp import NdSbp, Sbp, Split, nd, to_dtensor
+from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd, to_dtensor
 
 
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
@@ -88,8 +88,13 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
         return x.redistribute(placement, to_dtensor(wanted))
     _check_dims(tuple(x.shape), wanted)
     _check_equal_parts(x, placement)
-    # run_check makes broadcast parts equal to the first rank's.
-    return DTensor.from_local(x.contiguous(), placement, to_dtensor(wanted), run_check=True)
+    part = x.contiguous()
+    # What is broadcast becomes the first rank's. (Torch's own run_check asks all ranks of the job, also those that the
+    # placement leaves out.)
+    for dim, one in enumerate(wanted):
+        if one == broadcast and placement.size(dim) > 1:
+            dist.broadcast(part.detach(), group=placement.get_group(dim), group_src=0)
+    return DTensor.from_local(part, placement, to_dtensor(wanted), run_check=False)
 
 
 def to_local(x: Tensor) -> Tensor:

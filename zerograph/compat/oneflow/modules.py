@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zerograph.annotate import carry_over
 from zerograph.compat.oneflow.placements import placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
@@ -41,8 +42,11 @@ def module_to_global(
     made: dict[int, Tensor] = {}
     for _, _, tensor in held:
         if id(tensor) not in made:
-            found = to_global(tensor.detach(), placement, sbp)
-            made[id(tensor)] = nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+            found: Tensor = to_global(tensor.detach(), placement, sbp)
+            if isinstance(tensor, nn.Parameter):
+                found = nn.Parameter(found, tensor.requires_grad)
+                carry_over(tensor, found)
+            made[id(tensor)] = found
     for owner, name, tensor in held:
         setattr(owner, name, made[id(tensor)])
     keep_state_whole(module)

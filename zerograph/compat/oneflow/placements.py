@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerograph import _torch
 from zerograph.errors import PlacementError
 from zerograph.placement import placement as device_mesh
 from zerograph.runtime.process_group import world_size
@@ -57,7 +58,9 @@ class placement:  # noqa: N801 (OneFlow's name)
 
 def placement_of(mesh: DeviceMesh) -> placement:
     """The placement of a tensor that torch has on ``mesh``. No collective."""
-    ranks = mesh.mesh.tolist()
+    # Code in build() may ask: what it is told are real numbers.
+    with _torch.no_modes():
+        ranks = mesh.mesh.tolist()
     _known().setdefault((mesh.device_type, str(ranks)), mesh)
     return placement(mesh.device_type, ranks)
 
@@ -91,7 +94,8 @@ def _known() -> dict[tuple[str, str], DeviceMesh]:
 def _mesh_of(one: placement) -> DeviceMesh:
     known, key = _known(), (one.type, str(one.ranks))
     if key not in known:
-        known[key] = device_mesh(one.type, ranks=one.ranks)
+        with _torch.no_modes():
+            known[key] = device_mesh(one.type, ranks=one.ranks)
     return known[key]
 
 

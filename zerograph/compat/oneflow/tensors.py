@@ -25,7 +25,7 @@ from zerograph.placement import to_global as from_parts
 from zerograph.placement import to_local as own_part
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, plain_parameters, store_of
-from zerograph.sbp import NdSbp, PartialSum, Sbp, broadcast, from_dtensor, nd, to_dtensor, whole
+from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, from_dtensor, nd, to_dtensor, whole
 
 
 def to_global(
@@ -64,6 +64,8 @@ def to_global(
     if not isinstance(x, DTensor):
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
+        if mesh.get_coordinate() is None:
+            return _elsewhere(x, mesh, nd(sbp, mesh.ndim))
         here = x.to(mesh.device_type)
         return from_parts(here.clone() if copy and here is x else here, placement=mesh, sbp=sbp)
     if mesh is None and sbp is None:
@@ -129,7 +131,9 @@ def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
     if isinstance(known, DTensor):
         return known.device_mesh, from_dtensor(known.placements)
     if isinstance(known, torch.nn.Parameter) and (store := store_of(known)) is not None:
-        return placement(known.device.type, store.job.grid), store.layout.sbp
+        return placement(known.device.type, store.job.grid), store.layout.sbp_of(
+            store.layout.slots[_place(known, store)]
+        )
     return was_global(known)
 
 
@@ -174,6 +178,17 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     )
 
 
+def _elsewhere(x: Tensor, mesh: DeviceMesh, sbp: NdSbp) -> DTensor:
+    """On a rank that has no part: a global tensor as large as if others held parts like ``x``."""
+    shape = list(x.shape)
+    for one, ranks in zip(sbp, mesh.shape, strict=True):
+        if isinstance(one, Split):
+            shape[one.dim] *= ranks
+    like = torch.empty(shape, device="meta")
+    nothing = x.new_empty(0, device=mesh.device_type)
+    return DTensor.from_local(nothing, mesh, to_dtensor(sbp), run_check=False, shape=like.shape, stride=like.stride())
+
+
 def _placed(x: DTensor, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> Tensor:
     mesh = x.device_mesh if mesh is None else mesh
     if sbp is None and mesh.ndim != x.device_mesh.ndim:
@@ -190,12 +205,15 @@ def _of_store(x: torch.nn.Parameter, store: Store, mesh: DeviceMesh | None, sbp:
     if mesh is None and sbp is None:
         raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
     mesh = placement_of_tensor(x).mesh if mesh is None else mesh
-    return cut(_values(x, store), mesh, store.layout.sbp if sbp is None else sbp)
+    return cut(_values(x, store), mesh, sbp_of(x) if sbp is None else sbp)
 
 
 def _values(x: torch.nn.Parameter, store: Store) -> Tensor:
-    place = next(number for number, one in enumerate(store.parameters) if one is x)
-    return plain_parameters(store)[place].detach()
+    return plain_parameters(store)[_place(x, store)].detach()
+
+
+def _place(x: Tensor, store: Store) -> int:
+    return next(number for number, one in enumerate(store.parameters) if one is x)
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:

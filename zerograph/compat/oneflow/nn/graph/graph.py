@@ -6,12 +6,12 @@ import contextlib
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
@@ -21,14 +21,13 @@ from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, cli
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import checkpoints
 from zerograph.compat.oneflow.nn.graph.report import report
-from zerograph.compat.oneflow.tensors import replicated, whole_of
+from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
 from zerograph.compiler import CompiledStep
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.grad_scaler import GradScaler
 from zerograph.graph import ZeroGraph
-from zerograph.runtime.process_group import rank
-from zerograph.sbp import broadcast, split
+from zerograph.runtime.process_group import Job, rank
 
 
 class _TakesSwitches(type):
@@ -241,7 +240,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
                 keep_state_whole(module)
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
-        self._follow_globals((args, kwargs))
+        self._follow(_globals((args, kwargs)))
         before = set(map(id, self._steps.values()))
         step, batch = super()._ready(args, kwargs)
         if id(step) not in before:
@@ -250,23 +249,18 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
                 print(report(self, f"(GRAPH:{self.name}:{type(self).__name__})", self._debug_level), flush=True)
         return step, batch
 
-    def _follow_globals(self, inputs: Any) -> None:
+    def _join(self) -> Job:
+        if self._job is None:
+            # What is wrong with the members is said where all ranks hear it.
+            with contextlib.suppress(ZeroGraphError):
+                self._follow(self._members().parameters.values())
+        return super()._join()
+
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
         """On a placement of several dimensions the graph runs where its tensors are, unless the configuration says."""
-        if self.config.placement is not None:
-            return
-        given = [one for one in _globals(inputs) if one.device_mesh.ndim > 1]
-        held: list[DTensor] = []
-        # What is wrong with the members is said where all ranks hear it.
-        with contextlib.suppress(ZeroGraphError):
-            members = self._members()
-            tensors: list[Tensor] = [*members.parameters.values(), *members.buffers.values()]
-            held = [one for one in tensors if isinstance(one, DTensor) and one.device_mesh.ndim > 1]
-        if not given and not held:
-            return
-        self.config.placement = (given or held)[0].device_mesh
-        if given and self.config.batch_sbp is None:
-            cut = next((one for one in given if Shard(0) in one.placements), given[0])
-            self.config.batch_sbp = tuple(split(0) if one == Shard(0) else broadcast for one in cut.placements)
+        if self.config.placement is None:
+            meshes = (placement_of_tensor(one).mesh for one in tensors if is_global(one))
+            self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
         with checkpoints(self._members().root):
