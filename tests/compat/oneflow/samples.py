@@ -67,8 +67,11 @@ class Predict(nn.Graph):
 def batches(count: int = 3, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
     """Whole batches, equal on all ranks; labels in OneFlow's shape."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(torch.randn(SAMPLES, INPUTS, generator=generator), generator) for _ in range(count)]
-    return [(x.to(dtype), torch.randint(0, CLASSES, (SAMPLES, 1), generator=g)) for x, g in shapes]
+    found = []
+    for _ in range(count):
+        x = torch.randn(SAMPLES, INPUTS, generator=generator).to(dtype)
+        found.append((x, torch.randint(0, CLASSES, (SAMPLES, 1), generator=generator)))
+    return found
 
 
 def own(tensor: Tensor) -> Tensor:

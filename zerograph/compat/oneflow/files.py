@@ -71,7 +71,7 @@ def load(
     """What was saved there, with ``torch.load(weights_only=True)``.
 
     Args:
-        global_src_rank: this rank alone reads. Tensors are then global ones, whole on that rank:
+        global_src_rank: this rank alone reads. Tensors (but 0-d ones) are then global ones, whole on that rank:
             ``to_global(placement=, sbp=)`` brings them to others, ``module.load_state_dict()`` does so by itself.
         map_location: a device, or a placement: tensors are then global ones there, broadcast where nothing else is
             said. Default: the CPU.
@@ -98,7 +98,7 @@ def load(
     mesh = placement("cpu", [global_src_rank]).mesh
     # What is no tensor goes to all, and of tensors what they are.
     leaves, tree = pytree.tree_flatten(found)
-    told: list[Any] = [[_Told(one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves], tree]
+    told: list[Any] = [[_told(one) for one in leaves], tree]
     dist.broadcast_object_list(told, src=global_src_rank, group=job.control)
     read = leaves if rank() == global_src_rank else told[0]
     return _mapped(pytree.tree_unflatten([_on_one_rank(one, mesh) for one in read], told[1]), map_location)
@@ -112,10 +112,15 @@ class _Told:
     dtype: torch.dtype
 
 
+def _told(value: Any) -> Any:
+    # A number is told as it is: torch has no 0-d global tensor on some of the ranks.
+    return _Told(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+
+
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
     if isinstance(value, _Told):
         value = torch.empty(value.shape, dtype=value.dtype)
-    return cut(value, mesh, whole(mesh.ndim)) if isinstance(value, Tensor) else value
+    return cut(value, mesh, whole(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _mapped(found: Any, location: Any) -> Any:

@@ -64,6 +64,7 @@ def to_global(
     if not isinstance(x, DTensor):
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
+        _check_number(x, mesh)
         if mesh.get_coordinate() is None:
             return _elsewhere(x, mesh, nd(sbp, mesh.ndim))
         here = x.to(mesh.device_type)
@@ -162,6 +163,7 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     for one in wanted:
         if getattr(one, "dim", -1) >= value.dim():
             raise PlacementError(f"a tensor of shape {tuple(value.shape)} has no dimension to be {one}")
+    _check_number(value, mesh)
     value = value.to(mesh.device_type).contiguous()
     position = mesh.get_coordinate()
     if position is None:
@@ -176,6 +178,13 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     return DTensor.from_local(
         local, mesh, to_dtensor(wanted), run_check=False, shape=value.shape, stride=value.stride()
     )
+
+
+def _check_number(x: Tensor, mesh: DeviceMesh) -> None:
+    if x.dim() == 0 and mesh.size() < dist.get_world_size():
+        raise PlacementError(
+            "torch has no 0-d global tensor on some of the ranks: use a placement of all, or shape (1,)"
+        )
 
 
 def _elsewhere(x: Tensor, mesh: DeviceMesh, sbp: NdSbp) -> DTensor:

@@ -1,0 +1,64 @@
+"""The launcher with OneFlow's options, and the example that it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerograph.compat.oneflow.launch import arguments_of_torchrun
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = [sys.executable, "-m", "zerograph.compat.oneflow.launch"]
+
+COMMANDS = {
+    "--nproc_per_node 2 train.py --lr 1": "--standalone --nproc-per-node=2 train.py --lr 1",
+    "--nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr host -m package.train": (
+        "--nnodes=2 --node-rank=1 --master-addr=host --master-port=29500 --nproc-per-node=4 --module package.train"
+    ),
+    "--master_port 1234 --no_python ./run": (
+        "--nnodes=1 --node-rank=0 --master-addr=127.0.0.1 --master-port=1234 --nproc-per-node=1 --no-python ./run"
+    ),
+    "--redirect_stdout_and_stderr --logdir logs a.py": (
+        "--standalone --nproc-per-node=1 --log-dir=logs --redirects=3 a.py"
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "wanted"), COMMANDS.items())
+def test_options_are_torchruns_in_its_words(given: str, wanted: str) -> None:
+    assert arguments_of_torchrun(given.split()) == wanted.split()
+
+
+MISTAKES = {
+    "--redirect_stdout_and_stderr a.py": "needs --logdir",
+    "-m --no_python a": "exclude each other",
+    "--nnodes 2 --node_rank 2 a.py": "give 0 to 1",
+    "--nproc 2 a.py": "unrecognized arguments|required",
+    "": "required",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), MISTAKES.items())
+def test_a_mistake_is_named(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments_of_torchrun(given.split())
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_example_trains_and_predicts_over_two_processes() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*LAUNCH, "--nproc_per_node", "2", "examples/oneflow_zero.py", "--stage", "3", "--steps", "60"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    assert "ZeRO stage 3, 60 steps done" in result.stdout
+    assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in result.stdout
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", result.stdout)
+    assert found
+    assert float(found[2]) < 0.6 * float(found[1])
