@@ -351,3 +351,35 @@ def test_training_predicting_and_training_again(pool: Pool) -> None:
     torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(second, model(data[0][0]).detach(), rtol=1e-10, atol=1e-12)
     assert off
+
+
+def whole_variables() -> list[Any]:
+    model: Any = mlp()
+    model.to_global(placement=everybody(), sbp=B)
+
+    def told(graph: Any) -> None:
+        graph.config.set_zero_redundancy_optimizer_mode("non_distributed")
+        graph.config.set_zero_redundancy_optimizer_min_size_after_split(1)
+
+    graph = Train(model, OPTIMIZERS["adamw"](model), told)
+    losses = trained(graph, batches())
+    owners = {slot.name: owner for bucket in graph._latest.context.buckets for slot, owner in _owned(bucket)}
+    return [losses, owners, model.state_dict(), repr(graph).splitlines()[0]]
+
+
+def _owned(bucket: Any) -> Any:
+    return zip(bucket.slots, bucket.owners, strict=True)
+
+
+def test_non_distributed_deals_whole_variables_out_to_the_ranks(pool: Pool) -> None:
+    losses, owners, state, text = pool.run(2, whole_variables)[0]
+    model = mlp()
+    torch.testing.assert_close(losses, plainly(model, OPTIMIZERS["adamw"](model), batches()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=1e-10, atol=1e-12)
+    # The two weights, 120 and 40 elements, are not one rank's; the largest is alone but for what it outweighs.
+    held = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    loads = [
+        sum(held[name.removeprefix("model.")] for name, owner in owners.items() if owner == rank) for rank in (0, 1)
+    ]
+    assert sorted(loads) == [54, 120]
+    assert "stage 1" in text
