@@ -39,8 +39,15 @@ def clip(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def clipping_facts(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What :func:`clip` does, in words that are equal where it does the same."""
-    return ", ".join(f"{group[_NORM]} in norm {group[_TYPE]}" if _NORM in group else "no" for group in _all(optimizers))
+    """What :func:`clip` does, in words that are equal where it does the same.
+
+    Raises:
+        ConfigError: as :func:`check_clipping`.
+    """
+    for optimizer in optimizers:
+        check_clipping(optimizer)
+    groups = _all(optimizers)
+    return ", ".join("no" if group.get(_NORM) is None else f"{group[_NORM]} in norm {group[_TYPE]}" for group in groups)
 
 
 def _all(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
