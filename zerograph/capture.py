@@ -87,8 +87,12 @@ def capture(
     """
     mode = _torch.fake_mode()
     with mode:
-        state = {name: _parameter(spec, root.get_parameter(name)) for name, spec in parameters.items()}
+        state = {name: _parameter(spec) for name, spec in parameters.items()}
         state |= {name: spec.fake() for name, spec in buffers.items()}
+        for name, fake in state.items():
+            original = root.get_parameter(name) if name in parameters else root.get_buffer(name)
+            # Weakly: graphs keep their fakes.
+            fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
         device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
@@ -188,15 +192,12 @@ def capture(
     return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
 
 
-def _parameter(spec: TensorSpec, original: nn.Parameter) -> Tensor:
-    fake = nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
-    # Weakly: graphs keep their fakes.
-    fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
-    return fake
+def _parameter(spec: TensorSpec) -> Tensor:
+    return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
 
 
 def original_of(tensor: Tensor) -> Tensor:
-    """The parameter that a fake one stands for while ``build()`` is traced; of any other tensor itself."""
+    """The parameter or buffer that a fake one stands for while ``build()`` is traced; of any other tensor itself."""
     known: Callable[[], Tensor | None] | None = getattr(tensor, "_zerograph_original", None)
     found = None if known is None else known()
     return tensor if found is None else found

@@ -88,13 +88,18 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
         return x.redistribute(placement, to_dtensor(wanted))
     _check_dims(tuple(x.shape), wanted)
     _check_equal_parts(x, placement)
+    return from_parts(x, placement, wanted)
+
+
+def from_parts(x: Tensor, placement: DeviceMesh, sbp: NdSbp) -> DTensor:
+    """As :func:`to_global` of a tensor, whose parts are known to be alike on all ranks and to fit."""
     part = x.contiguous()
     # What is broadcast becomes the first rank's. (Torch's own run_check asks all ranks of the job, also those that the
     # placement leaves out.)
-    for dim, one in enumerate(wanted):
+    for dim, one in enumerate(sbp):
         if one == broadcast and placement.size(dim) > 1:
             dist.broadcast(part.detach(), group=placement.get_group(dim), group_src=0)
-    return DTensor.from_local(part, placement, to_dtensor(wanted), run_check=False)
+    return DTensor.from_local(part, placement, to_dtensor(sbp), run_check=False)
 
 
 def to_local(x: Tensor) -> Tensor:

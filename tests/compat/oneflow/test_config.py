@@ -96,6 +96,8 @@ def small_slices() -> list[int]:
     config.enable_zero(min_shard_size=4)
     sizes.append(config.shard_min_size)
     config.set_zero_redundancy_optimizer_min_size_after_split(3)
+    # Nothing else keeps the first rank from leaving before the second has come.
+    torch.distributed.barrier()
     return [*sizes, config.shard_min_size]
 
 

@@ -64,6 +64,7 @@ def conversions() -> dict[str, Any]:
         "moved": (only.placement.ranks, only.to_local().numel(), only.to_global(line, S0).to_local()),
         "double": rows.to_global(placement=flow.placement("cpu", ranks=[[0, 1]]), sbp=[B, S0]).to_local(),
         "plain": own.to_local() is own,
+        "unchecked": (own.clone().to_global(line, S0, check_meta=False) - rows).abs().max().item(),
     }
 
 
@@ -85,6 +86,7 @@ def test_to_global_and_to_local(pool: Pool) -> None:
         assert torch.equal(found["moved"][2], parts[rank])
         assert torch.equal(found["double"], parts[rank])
         assert found["plain"]
+        assert found["unchecked"] == 0
     assert (first["copied"][1], second["copied"][1]) == (True, True)
 
 
@@ -211,5 +213,5 @@ def looking() -> list[Any]:
 def test_inside_build_all_tensors_are_global_and_code_that_places_them_runs(pool: Pool) -> None:
     *seen, message, right = pool.run(2, looking)[0]
     assert seen == [True, True, True, (B,)]
-    assert "only parameters have .sbp" in message
+    assert "only parameters and buffers have .sbp" in message
     assert right

@@ -21,7 +21,8 @@ from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
 from zerograph.errors import InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
 from zerograph.members import was_global
-from zerograph.placement import to_global as from_parts
+from zerograph.placement import from_parts
+from zerograph.placement import to_global as checked
 from zerograph.placement import to_local as own_part
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, plain_parameters, store_of
@@ -46,7 +47,7 @@ def to_global(
 
     Args:
         grad_sbp: no effect: gradients are placed as is cheapest.
-        check_meta: parts are compared in any case.
+        check_meta: compare the ranks' parts, which costs an exchange. False where they are known to be alike.
 
     Raises:
         PlacementError: an argument is missing, or does not fit the tensor; parts differ in shape or dtype.
@@ -65,10 +66,13 @@ def to_global(
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
         _check_number(x, mesh)
+        wanted = nd(sbp, mesh.ndim)
+        _check_dims(x, wanted)
         if mesh.get_coordinate() is None:
-            return _elsewhere(x, mesh, nd(sbp, mesh.ndim))
+            return _elsewhere(x, mesh, wanted)
         here = x.to(mesh.device_type)
-        return from_parts(here.clone() if copy and here is x else here, placement=mesh, sbp=sbp)
+        here = here.clone() if copy and here is x else here
+        return checked(here, placement=mesh, sbp=wanted) if check_meta else from_parts(here, mesh, wanted)
     if mesh is None and sbp is None:
         raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
     return _placed(x, mesh, sbp)
@@ -121,8 +125,8 @@ def placement_of_tensor(x: Tensor) -> placement:
 
 _MISSING = "a local tensor has no {}: make it global with to_global(placement=, sbp=)"
 _MISSING_IN_BUILD = (
-    "inside build() only parameters have .sbp and .placement: the compiler places all other tensors after it has "
-    "traced build(); graph.placements() and print(graph) tell what it chose"
+    "inside build() only parameters and buffers have .sbp and .placement: the compiler places all other tensors after "
+    "it has traced build(); graph.placements() and print(graph) tell what it chose"
 )
 
 
@@ -160,9 +164,7 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
         PlacementError: the SBP does not fit the tensor or the placement.
     """
     wanted = nd(sbp, mesh.ndim)
-    for one in wanted:
-        if getattr(one, "dim", -1) >= value.dim():
-            raise PlacementError(f"a tensor of shape {tuple(value.shape)} has no dimension to be {one}")
+    _check_dims(value, wanted)
     _check_number(value, mesh)
     value = value.to(mesh.device_type).contiguous()
     position = mesh.get_coordinate()
@@ -178,6 +180,12 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     return DTensor.from_local(
         local, mesh, to_dtensor(wanted), run_check=False, shape=value.shape, stride=value.stride()
     )
+
+
+def _check_dims(x: Tensor, sbp: NdSbp) -> None:
+    for one in sbp:
+        if isinstance(one, Split) and one.dim >= x.dim():
+            raise PlacementError(f"a tensor of shape {tuple(x.shape)} has no dimension to be {one}")
 
 
 def _check_number(x: Tensor, mesh: DeviceMesh) -> None:
@@ -204,7 +212,7 @@ def _placed(x: DTensor, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None
         raise PlacementError(f"to_global() from {x.device_mesh.ndim} to {mesh.ndim} mesh dimension(s) needs sbp=")
     wanted = from_dtensor(x.placements) if sbp is None else sbp
     if mesh == x.device_mesh:
-        return from_parts(x, placement=mesh, sbp=wanted)
+        return checked(x, placement=mesh, sbp=wanted)
     if x.requires_grad and torch.is_grad_enabled() and not isinstance(x, torch.nn.Parameter):
         raise InputError("a tensor that wants a gradient cannot move to other ranks: call detach() before to_global()")
     return cut(whole_of(x), mesh, wanted)

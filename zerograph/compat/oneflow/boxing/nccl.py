@@ -7,7 +7,6 @@ The two are of the whole process and hold for graphs whose construction ends aft
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from zerograph.compat.oneflow.notices import without_effect
@@ -36,13 +35,12 @@ def disable_group_boxing_by_dst_parallel(val: bool = False) -> None:
 
 def stage() -> int:
     """The stage that a graph with a ZeRO mode gets now: 1, 2 or 3."""
-    if _switches["disable_group_boxing"] and not _switches["use_compute_stream"]:
-        warnings.warn(
-            "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
-            "enable_use_compute_stream(True): this graph gets stage 1",
-            stacklevel=2,
-        )
-    return 1 + (_switches["use_compute_stream"] + (all(_switches.values())))
+    return 1 + _switches["use_compute_stream"] + all(_switches.values())
+
+
+def one_without_the_other() -> bool:
+    """Whether the switch for stage 3 is on, and that for stage 2 is not."""
+    return _switches["disable_group_boxing"] and not _switches["use_compute_stream"]
 
 
 def _switch(name: str, call: str, val: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,12 @@ class GraphConfig(Config):
         object.__setattr__(self, "_switched", nccl.stage())
         if self._by_switches:
             self._follow_switches()
+            if nccl.one_without_the_other():
+                warnings.warn(
+                    "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
+                    "enable_use_compute_stream(True): this graph gets stage 1",
+                    stacklevel=4,
+                )
 
     def _follow_switches(self) -> None:
         self.stage = 1 if self._switched is None else self._switched

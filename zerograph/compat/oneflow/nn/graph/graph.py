@@ -208,7 +208,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         """
         plain = pytree.tree_map(lambda one: whole_of(one) if isinstance(one, Tensor) else one, dict(state))
         rest = plain.pop(_REST, None)
-        now = super().state_dict()
+        now = super().state_dict() if rest is None or not strict else {}
         modules = plain if strict else _filled(now["modules"], plain)
         super().load_state_dict({**(now if rest is None else rest), "modules": modules})
 
