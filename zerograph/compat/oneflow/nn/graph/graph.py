@@ -246,7 +246,9 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         if id(step) not in before:
             self._keep_state_whole()
             if self._debug_level >= 0:
-                print(report(self, f"(GRAPH:{self.name}:{type(self).__name__})", self._debug_level), flush=True)
+                stage = self.config.policy.name if self.training else "off"
+                title = f"(GRAPH:{self.name}:{type(self).__name__}) ZeRO {stage},"
+                print(report(self, title, self._debug_level), flush=True)
         return step, batch
 
     def _join(self) -> Job:

@@ -10,8 +10,7 @@ from zerograph.step_graph import origin
 def report(graph: ZeroGraph, title: str, level: int) -> str:
     """A line at level 0; 1 adds the passes, 2 the operators of the graph that runs, 3 the user's line of each."""
     seconds = sum(one.seconds for one in graph.passes)
-    policy = graph.config.policy.name if graph.config.training else "off"  # type: ignore[attr-defined]
-    lines = [f"{title} compiled in {seconds:.2f} s, ZeRO {policy}, {len(graph.collectives())} collectives"]
+    lines = [f"{title} compiled in {seconds:.2f} s, {len(graph.collectives())} collectives"]
     if level >= 1:
         lines += [f"  pass {one.name}: {one.nodes} nodes, {one.seconds:.3f} s. {one.summary}" for one in graph.passes]
     if level >= 2:
