@@ -19,7 +19,7 @@ FEATURES, HIDDEN, CLASSES, SAMPLES = 256, 128, 10, 128
 class Classifier(nn.Graph):
     """One step: forward, backward, update."""
 
-    def __init__(self, model, loss_fn, optimizer, stage):
+    def __init__(self, model: nn.Module, loss_fn: nn.Module, optimizer: flow.optim.Optimizer, stage: int) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -31,7 +31,7 @@ class Classifier(nn.Graph):
         if stage >= 3:
             flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True)
 
-    def build(self, x, y):
+    def build(self, x: flow.Tensor, y: flow.Tensor) -> flow.Tensor:
         loss = self.loss_fn(self.model(x), y)
         loss.backward()
         return loss
@@ -40,15 +40,15 @@ class Classifier(nn.Graph):
 class Prediction(nn.Graph):
     """Forward only; the parameters stay where training left them, so it needs no ZeRO."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def build(self, x):
+    def build(self, x: flow.Tensor) -> flow.Tensor:
         return self.model(x).argmax(dim=1)
 
 
-def samples(device, placement):
+def samples(device: str, placement: flow.placement) -> tuple[flow.Tensor, flow.Tensor]:
     """This rank's samples, as its part of a global batch. Labels have the shape (128, 1)."""
     x = flow.randn(SAMPLES, FEATURES).to(device)
     y = flow.ones(SAMPLES, 1, dtype=flow.int64).to(device)
@@ -57,7 +57,7 @@ def samples(device, placement):
     return x.to_global(placement=placement, sbp=rows), y.to_global(placement=placement, sbp=rows)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--steps", type=int, default=100)
