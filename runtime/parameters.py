@@ -87,7 +87,7 @@ class Unmade(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with _torch.without_torch_function():
                 return func(*args, **(kwargs or {}))
         raise SplitParameterError(

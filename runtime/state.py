@@ -54,8 +54,8 @@ class Store:
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
         dissolved: the parameters live elsewhere by now.
-        provisional: it holds one parameter, which was made split, or split by the user, until a step that trains lays it
-            into a bucket. The state that an optimizer has for it is the optimizer's still.
+        provisional: it holds one parameter, made split or split by the user, until a step that trains lays that into a
+            bucket. The state that an optimizer has for it is the optimizer's still.
     """
 
     job: Job
