@@ -32,6 +32,7 @@ def slices() -> nn.Module:
     nn.init.xavier_uniform_(query)
     key.copy_(query.flip(0) * 2)
     value.fill_(3)
+    key.copy_(key)
     with torch.no_grad():
         fused.weight.narrow(0, 2, 3).mul_(2)
         fused.bias[2:5] = fused.weight[0, 0]

@@ -99,7 +99,8 @@ class Recorder(TorchDispatchMode):
         memories = [self.take_in(one) for one in given if not one.is_meta]
         if func.overloadpacket in _SETS or torch.Tag.inplace_view in func.tags:
             # They change what the tensor object says of its memory, and nothing in that.
-            self._check_size(func, args)
+            if func.overloadpacket is aten.resize_:
+                raise _unsupported(func, "it changes the size of a tensor")
             with _opened(memories):
                 return func(*args, **kwargs)
         if (on_meta := _asks_for_meta(func, kwargs)) or (given and not memories):
@@ -196,7 +197,9 @@ class Recorder(TorchDispatchMode):
         overwrites: set[int] = set()
         if func.overloadpacket in _OVERWRITES:
             memory = self.take_in(args[0])
-            if refs[id(args[0])].fills(memory.nbytes) and memory.number not in reads and not memory.outside:
+            # x.copy_(x) reads what it writes.
+            once = sum(one is args[0] for one in given) == 1 and memory.number not in reads
+            if once and refs[id(args[0])].fills(memory.nbytes) and not memory.outside:
                 overwrites = {memory.number}
         generator: int | None = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -230,10 +233,6 @@ class Recorder(TorchDispatchMode):
         self._by_storage[_torch.storage_key(storage)] = memory
         self._by_shape[_torch.storage_key(shape_only)] = memory
         return memory
-
-    def _check_size(self, func: OpOverload, args: tuple[Any, ...]) -> None:
-        if func.overloadpacket is aten.resize_:
-            raise _unsupported(func, "it changes the size of a tensor")
 
 
 class Guard(TorchFunctionMode):
