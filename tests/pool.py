@@ -7,7 +7,9 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,6 +27,7 @@ class Pool:
         self._size, self._patience = size, patience
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned, in order; raises ``RanksError`` with the tracebacks of those that raised."""
@@ -59,7 +62,8 @@ class Pool:
     def _start(self) -> None:
         while len(self._workers) < self._size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            trace = self._traces() / f"worker {len(self._workers)}"
+            process = self._context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -67,8 +71,9 @@ class Pool:
     def _answer(self, rank: int, function: Callable[..., Any]) -> tuple[bool, Any]:
         connection = self._workers[rank][1]
         if not connection.poll(self._patience):
+            where = self._where()
             self.close()
-            raise RanksError(f"rank {rank} did not answer within {self._patience} s in {function.__name__}")
+            raise RanksError(f"rank {rank} did not answer within {self._patience} s in {function.__name__}\n{where}")
         try:
             answer: tuple[bool, Any] = connection.recv()
         except EOFError:
@@ -76,16 +81,27 @@ class Pool:
             raise RanksError(f"rank {rank} died in {function.__name__}") from None
         return answer
 
+    def _where(self) -> str:
+        """What every worker is doing."""
+        for process, _ in self._workers:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._traces().iterdir()))
+
+    def _traces(self) -> Path:
+        return Path(self._folder.name)
+
 
 class RanksError(AssertionError):
     """Some rank raised, died or hung."""
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, trace: str) -> None:
     # Says where a worker was that dies of a signal.
     faulthandler.enable()
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, KeyboardInterrupt), open(trace, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
         while True:
             rank, ranks, store, function, args = connection.recv()
             # What is imported by now stays: the collection after the call need not look at it.
