@@ -58,6 +58,15 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     return "", ""
 
 
+def frames_to_user() -> int:
+    """``stacklevel`` with which the caller's ``warnings.warn`` points at the innermost user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 1
+    while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
 def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
     """As :func:`running_line`, of the innermost user's frame that an exception passed through."""
     found = ("", "")

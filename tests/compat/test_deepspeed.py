@@ -16,6 +16,8 @@ import zerograph as zg
 from tests.models import TokenLoss, batches, make, part
 from tests.pool import Pool
 
+# Most of these configurations do not say whether to clip.
+pytestmark = pytest.mark.filterwarnings("ignore:zerograph. the DeepSpeed configuration has no gradient_clipping")
 UPDATES = 6
 ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3, "warmup_type": "linear"}}
@@ -153,6 +155,12 @@ def test_files_go_where_the_configuration_says(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "needs offload_optimizer"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "lacks nvme_path"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_param": {"device": "cpu"}}}, "needs stage 3"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "zg.annotate"),
+        ({"sequence_parallel_size": 2}, "not supported"),
+        ({"gradient_allreduce_op": "sum"}, "those of the whole batch's loss"),
+        ({"optimizer": {"type": "adamax"}}, "did you mean 'Adamax'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "is a text: give a number"),
         ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
         ({"sparse_gradients": True}, "gradients are dense"),
@@ -170,7 +178,14 @@ def test_what_cannot_be_done_is_an_error_that_names_the_key(config: dict[str, An
 
 def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
     zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "stage3_max_live_parameters": 1e9}
-    config = {"zero_optimization": zero, "wall_clock_breakdown": True, "tensorboard": {"enabled": False}}
+    config = {
+        "zero_optimization": zero,
+        "wall_clock_breakdown": True,
+        "tensorboard": {"enabled": False},
+        "gradient_clipping": 0.0,
+        "_comment": "mine",
+        "sequence_parallel_size": 1,
+    }
     with pytest.warns(UserWarning, match="without effect") as said:
         zg.from_deepspeed(config)
     assert [str(one.message) for one in said] == [
@@ -179,7 +194,20 @@ def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        zg.from_deepspeed({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 10})
+        usual = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 10}
+        zg.from_deepspeed({**usual, "gradient_clipping": 1.0})
+
+
+def test_a_configuration_that_does_not_say_whether_to_clip_is_told_what_happens() -> None:
+    with pytest.warns(UserWarning, match="gradients are not clipped here, where DeepSpeed clips to 1.0") as said:
+        assert zg.from_deepspeed({"zero_optimization": {"stage": 1}}).options["clip_grad_norm"] is None
+    assert said[0].filename == __file__
+
+
+def test_field_names_are_taken_as_well_as_their_aliases() -> None:
+    zero = {"stage": 3, "param_persistence_threshold": 10, "prefetch_bucket_size": 1000}
+    options = zg.from_deepspeed({"zero_optimization": zero, "gradient_clipping": 0}).options
+    assert (options["shard_min_size"], options["bucket_size"]) == (11, 4000)
 
 
 def test_static_loss_scale_and_its_options() -> None:

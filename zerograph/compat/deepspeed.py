@@ -11,7 +11,7 @@ import torch
 
 from zerograph.compat.optimizers import ADAMS, adam, torchs
 from zerograph.compat.schedules import SCHEDULES
-from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, whole
+from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, warn, whole
 from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler, StaticGradScaler
@@ -36,17 +36,25 @@ _WITHOUT_EFFECT = {
     "autotuning": False,
     "checkpoint": False,
     "comms_logger": False,
+    "compile": False,
     "csv_monitor": False,
     "dataloader_drop_last": False,
     "disable_allgather": False,
+    "disable_python_gc": True,
     "dump_state": False,
     "flops_profiler": False,
+    "graph_harvesting": True,
     "gradient_predivide_factor": True,
+    "managed_gradient_accumulation": True,
     "memory_breakdown": False,
+    "monitor_config": False,
+    "nebula": False,
     "prescale_gradients": True,
     "seq_parallel_communication_data_type": False,
     "steps_per_print": True,
     "tensorboard": False,
+    "use_data_before_expert_parallel_": True,
+    "use_data_before_expert_parallelism": True,
     "wandb": False,
     "wall_clock_breakdown": False,
     "zero_allow_untested_optimizer": True,
@@ -60,13 +68,19 @@ _REFUSED = {
     "data_efficiency": "not supported: choose the data yourself",
     "eigenvalue": "not supported",
     "elasticity": "not supported: load_state_dict() goes on with any number of ranks",
+    "hybrid_engine": "not supported",
+    "pipeline": "not supported",
+    "progressive_layer_drop": "not supported",
+    "sequence_parallel_size": "not supported",
     "sparse_attention": "not supported: write the attention in the model",
     "sparse_gradients": "not supported: gradients are dense",
+    "tensor_parallel": "annotate parameters with zg.annotate() instead",
 }
 _READ = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
+    "gradient_allreduce_op",
     "gradient_clipping",
     "optimizer",
     "scheduler",
@@ -123,13 +137,13 @@ _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "load_from_fp32_weights": True,
     "log_trace_cache_warnings": None,
     "memory_efficient_linear": ...,
-    "module_granularity_threshold": None,
     "overlap_comm": True,
     "override_module_apply": None,
     "parameter_alignment": None,
     "pipeline_loading_checkpoint": None,
     "reduce_scatter": True,
     "round_robin_gradients": ...,
+    "save_muon_momentum_buffer_in_memory": None,
     "stage3_allgather_sequential": None,
     "stage3_gather_16bit_weights_on_model_save": ...,
     "stage3_gather_fp16_weights_on_model_save": ...,
@@ -139,6 +153,21 @@ _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "stage3_module_granularity_threshold": None,
     "stage3_use_all_reduce_for_fetch_params": None,
     "use_multi_rank_bucket_allreduce": ...,
+}
+# Field names that DeepSpeed also takes.
+_ZERO_ALIASES = {
+    name: f"stage3_{name}"
+    for name in (
+        "allgather_sequential",
+        "gather_16bit_weights_on_model_save",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "param_persistence_threshold",
+        "prefetch_bucket_size",
+        "use_all_reduce_for_fetch_params",
+    )
 }
 _ZERO_REFUSED = {
     "leaf_module": "give zg.local(module) what must not be looked into",
@@ -163,30 +192,44 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settin
         ConfigError: an unknown key, one that would change what is computed and is not supported, a value left to
             ``"auto"``, or batch sizes that contradict each other.
     """
+    read = config if isinstance(config, Mapping) else _file(config)
     given = section(
-        config if isinstance(config, Mapping) else _file(config),
+        # Comments, for want of better ones in JSON.
+        {key: value for key, value in read.items() if not str(key).startswith(("_", "//", "#"))},
         "the DeepSpeed configuration",
         sorted([*_READ, *_WITHOUT_EFFECT, *_REFUSED]),
     )
+    if given.get("gradient_allreduce_op", "mean") != "mean":
+        raise ConfigError("gradient_allreduce_op: gradients are those of the whole batch's loss; leave it out")
     for key, advice in _REFUSED.items():
-        if _is_on(given.get(key)):
+        if _is_on(given.get(key), key):
             raise ConfigError(f"{key}: {advice}")
     zero = section(
-        given.get("zero_optimization", {}),
+        _unaliased(given.get("zero_optimization", {})),
         "zero_optimization",
         sorted([*_ZERO_READ, *_ZERO_WITHOUT_EFFECT, *_ZERO_REFUSED]),
     )
     for key, advice in _ZERO_REFUSED.items():
-        # A partition of one rank is none.
-        if _is_on(zero.get(key)) and not (key == "zero_hpz_partition_size" and zero[key] == 1):
+        if _is_on(zero.get(key), key):
             raise ConfigError(f"zero_optimization.{key}: {advice}")
     options = {**_precision(given), **_zero(zero)}
     clip = number(_known(given, "gradient_clipping", 0), "gradient_clipping")
+    if "gradient_clipping" not in given:
+        warn(
+            "the DeepSpeed configuration has no gradient_clipping: gradients are not clipped here, where DeepSpeed "
+            "clips to 1.0 from version 0.19 on\nGive it, 0.0 for none."
+        )
     options["clip_grad_norm"] = clip or None
     options["gradient_accumulation_steps"], samples = _batch(given)
     settings = Settings(options, _optimizer(given.get("optimizer")), _scheduler(given.get("scheduler")), samples)
     say_without_effect([*_unused(given), *_unused_of_zero(zero)], "the DeepSpeed configuration")
     return settings
+
+
+def _unaliased(zero: Any) -> Any:
+    if not isinstance(zero, Mapping):
+        return zero
+    return {_ZERO_ALIASES.get(key, key): value for key, value in zero.items()}
 
 
 def _file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -299,6 +342,8 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
     state, parameters = _offload(zero, "offload_optimizer", "cpu_offload"), _offload(zero, "offload_param", *_OLD)
     if parameters is not None and state is None:
         raise ConfigError("zero_optimization.offload_param needs offload_optimizer as well: add it")
+    if parameters is not None and stage < 3:
+        raise ConfigError(f"zero_optimization.offload_param needs stage 3, not {stage}: parameters are whole below")
     options: dict[str, Any] = {
         "mode": "distributed_split" if stage else "off",
         "optimizer_offload": state,
@@ -387,10 +432,13 @@ def _scheduler(given: Any) -> MakeScheduler | None:
     return lambda optimizer: make(optimizer, params)
 
 
-def _is_on(value: Any) -> bool:
-    """Whether a key asks for anything; a section does unless it says that it is not enabled."""
+def _is_on(value: Any, key: str = "") -> bool:
+    """Whether a key asks for anything; a section does unless it says that it is not enabled. One of a size is none."""
+    if key.endswith("_size") and value == 1:
+        return False
     if isinstance(value, Mapping):
-        return bool(value) and value.get("enabled", True) is not False
+        sizes = [one for key, one in value.items() if key.endswith("size")]
+        return bool(value) and value.get("enabled", True) is not False and sizes != [1]
     return value not in (None, False, 0, -1, "none")
 
 

@@ -42,8 +42,10 @@ def torchs(
     found = getattr(torch.optim, name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
         choices = sorted(n for n, one in vars(torch.optim).items() if isinstance(one, type) and n != "Optimizer")
+        meant = [one for one in (*choices, *ADAMS) if one.lower() == name.lower()]
+        hint = f"; did you mean {meant[0]!r}?" if meant else ""
         raise ConfigError(
-            f"there is no optimizer {name!r}; choose one of torch.optim's ({', '.join(choices)}), {', '.join(ADAMS)}, "
+            f"there is no optimizer {name!r}{hint}; choose one of torch.optim's ({', '.join(choices)}), {', '.join(ADAMS)}, "
             "or make it yourself and leave it out of the configuration"
         )
     known = [one for one in inspect.signature(found).parameters if one != "params"]
@@ -52,5 +54,7 @@ def torchs(
             raise ConfigError(f"optimizer {called or name} has no parameter {key!r}; it has {', '.join(known)}")
         if value == "auto":
             raise ConfigError(f"optimizer.{key} is 'auto', which transformers' Trainer fills in: give a value")
+        if isinstance(value, str) and key in ("lr", "eps", "weight_decay", "momentum"):
+            raise ConfigError(f"optimizer.{key} = {value!r} is a text: give a number")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     return lambda parameters: found(parameters, **values)
