@@ -45,8 +45,8 @@ def torchs(
         meant = [one for one in (*choices, *ADAMS) if one.lower() == name.lower()]
         hint = f"; did you mean {meant[0]!r}?" if meant else ""
         raise ConfigError(
-            f"there is no optimizer {name!r}{hint}; choose one of torch.optim's ({', '.join(choices)}), {', '.join(ADAMS)}, "
-            "or make it yourself and leave it out of the configuration"
+            f"there is no optimizer {name!r}{hint}\nChoose one of torch.optim's ({', '.join(choices)}), "
+            f"{', '.join(ADAMS)}, or make it yourself and leave it out of the configuration."
         )
     known = [one for one in inspect.signature(found).parameters if one != "params"]
     for key, value in params.items():
