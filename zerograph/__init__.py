@@ -11,6 +11,7 @@ from zerograph.compat.settings import Settings
 from zerograph.config import Config
 from zerograph.errors import (
     CaptureError,
+    CheckpointError,
     CommunicationError,
     ConfigError,
     InputError,
@@ -35,6 +36,7 @@ from zerograph.sharded_init import sharded_init
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "Collective",
     "CommunicationError",
     "Config",

@@ -33,6 +33,10 @@ class OffloadError(ZeroGraphError):
     """A file that optimizer state or parameters rest in cannot be made, read or written, or has been tampered with."""
 
 
+class CheckpointError(ZeroGraphError):
+    """A checkpoint that cannot be written, or is missing, damaged, or of something else."""
+
+
 class InputError(ZeroGraphError):
     """What was given to a graph is not what it takes."""
 

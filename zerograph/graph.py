@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, hyperparameters, inspection, state_dict
+from zerograph import _torch, checkpoint, hyperparameters, inspection, state_dict
 from zerograph.batch import Batch, give_back, read_batch
+from zerograph.checkpoint.save import Saver
 from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
@@ -63,6 +65,7 @@ class ZeroGraph:
         # What the random numbers follow from, where config.seed does not say, and forward passes made so far.
         self._seed: int | None = None
         self._passes_done = 0
+        self._saver = Saver()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_optimizers", "_steps", "_job"):
@@ -254,6 +257,63 @@ class ZeroGraph:
         # States of version 0.1 say nothing of random numbers.
         if "random" in state:
             self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]
+
+    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int | None = None) -> None:
+        """Write a checkpoint: each rank its part, in parallel. Every rank must call it, with a folder that all share.
+
+        It has what training needs to go on, on any number of ranks and at any stage: parameters, buffers, the
+        optimizers' state and hyperparameters, schedulers, loss scale, counts, and the state of torch's random
+        generators of each rank. Until all of it is on the disk, what ``path`` held before is what it holds.
+
+        Args:
+            path: the folder. With ``keep`` it holds checkpoints, ``step-00000010`` for instance, and a file ``latest``.
+            asynchronous: return once everything is copied, and write while training goes on; the next save, or
+                :meth:`wait_for_save`, waits for it and raises what went wrong.
+            keep: how many checkpoints to keep in ``path``, the newest ones.
+
+        Raises:
+            CheckpointError: it cannot be written, on every rank; what was there is still there.
+            ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
+        """
+        self._check_closed()
+        self._saver.save(
+            self._join(),
+            path,
+            *checkpoint.state_of(self._parts(), self.config.shown()),
+            asynchronous=asynchronous,
+            keep=keep,
+            steps_done=self.steps_done,
+        )
+
+    def wait_for_save(self) -> None:
+        """Until a checkpoint that is written in the background is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._saver.wait()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
+
+        Compile the graph before, and each rank reads only what it is to hold; else parameters and state are whole until
+        it is compiled.
+
+        Raises:
+            CheckpointError: there is none, or a file is missing or damaged.
+            ConfigError: it is of another model or of other optimizers. Nothing is changed then, on any rank.
+        """
+        self._check_closed()
+        self._saver.wait()
+        counts = checkpoint.restore(self._join(), path, self._parts())
+        self.steps_done, self._passes_done, self._seed = counts
+
+    def _parts(self) -> checkpoint.Parts:
+        seed = self._seed if self.config.seed is None else self.config.seed
+        counts = (self.steps_done, self._passes_done, seed)
+        return checkpoint.Parts(
+            self._members(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join()
+        )
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:

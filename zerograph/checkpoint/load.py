@@ -1,0 +1,241 @@
+"""Reading a checkpoint into a graph, wherever its state lies by now; nothing is touched before all of it is checked."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
+
+from zerograph import state_dict
+from zerograph.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
+from zerograph.checkpoint.save import LATEST
+from zerograph.errors import CheckpointError, ConfigError
+from zerograph.members import Members, Optimizers, parameters_of
+from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint.index import Chunk, Index
+from zerograph.runtime.checkpoint.pieces import Loading, Pieces
+from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.process_group import Job, agree, digest, explained
+from zerograph.runtime.state import Store, load_states, store_of
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
+    """The checkpoint in a folder, or the latest of a folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or its index is damaged.
+    """
+    folder = Path(path)
+    if not (folder / index.NAME).exists() and (folder / LATEST).is_file():
+        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        if not name or name != os.path.basename(name) or name in (".", ".."):
+            raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint")
+        folder = folder / name
+    return Reader(folder, index.read(folder))
+
+
+@dataclass
+class Plan:
+    """What of a checkpoint goes where.
+
+    Attributes:
+        stores: those that take their tensors in place, with whether the optimizer's state comes too.
+        optimizers: numbers of those whose state is read whole, as it does not fit where it would lie.
+    """
+
+    stores: list[tuple[Store, bool]]
+    optimizers: list[int]
+
+
+def load(
+    job: Job, reader: Reader, members: Members, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Parameters, buffers and optimizer state from a checkpoint. Every rank calls it.
+
+    Args:
+        groups: the optimizers' saved groups, without parameters.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        ConfigError: the checkpoint is of another model or of other optimizers. Nothing is changed then, on any rank.
+    """
+    problem: Exception | None = None
+    named = names_of(members, optimizers)
+    plan = Plan([], [])
+    try:
+        _check_names(reader.index, members)
+        _check_optimizers(reader.index, optimizers, groups)
+        plan = _plan(reader, members, optimizers, named)
+        _verify(reader, plan, members, optimizers, named)
+    except Exception as error:
+        problem = error
+    facts = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
+    agree(job, f"loading {reader.folder}", digest(facts), lambda: facts, problem)
+    for store, states in plan.stores:
+        _fill(job, reader, store, named, states=states)
+    with torch.no_grad():
+        for name, tensor in _plain(members).items():
+            tensor.copy_(reader.whole(name))
+    for number in plan.optimizers:
+        state_dict.load_optimizer(optimizers[number], _plain_state(reader, optimizers[number], number, groups[number]))
+
+
+def _check_names(found: Index, members: Members) -> None:
+    skipped = unsaved_buffers(members)
+    tensors = {**members.parameters, **{n: b for n, b in members.buffers.items() if n not in skipped}}
+    mine = {f"modules.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+    theirs = {name: entry.shape for name, entry in found.tensors.items() if name.startswith("modules.")}
+    told = [f"it lacks {name}" for name in mine if name not in theirs]
+    told += [f"it has {name}, which the graph has not" for name in theirs if name not in mine]
+    told += [
+        f"{name} is {theirs[name]} there and {shape} here"
+        for name, shape in mine.items()
+        if theirs.get(name, shape) != shape
+    ]
+    if told:
+        more = f", and {len(told) - 3} more" if len(told) > 3 else ""
+        raise ConfigError(f"the checkpoint is of another model: {'; '.join(told[:3])}{more}")
+
+
+def _check_optimizers(found: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    if len(groups) != len(optimizers):
+        raise ConfigError(f"the graph has {len(optimizers)} optimizers, the checkpoint {len(groups)}")
+    for optimizer, saved in zip(optimizers, groups, strict=True):
+        state_dict.check_optimizer_state(optimizer, {"param_groups": saved})
+
+
+def _saved_states(found: Index, number: int) -> dict[int, set[str]]:
+    """Names of the saved entries of an optimizer's state, by the number of the parameter."""
+    start = f"optimizers.{number}.state."
+    states: dict[int, set[str]] = {}
+    for name in found.tensors:
+        if name.startswith(start):
+            at, _, entry = name.removeprefix(start).partition(".")
+            states.setdefault(int(at), set()).add(entry)
+    return states
+
+
+def _plan(reader: Reader, members: Members, optimizers: Optimizers, named: Named) -> Plan:
+    stores = [one for one in dict.fromkeys(map(store_of, members.parameters.values())) if one is not None]
+    whole = [
+        number
+        for number, optimizer in enumerate(optimizers)
+        if not all(_takes(reader, store, optimizer, number) for store in stores if store.keeper is optimizer)
+        or any(store_of(one) is None for one in parameters_of(optimizer))
+    ]
+    read_whole = [optimizers[number] for number in whole]
+    keepers = [*optimizers]
+    return Plan([(one, one.keeper in keepers and one.keeper not in read_whole) for one in stores], whole)
+
+
+def _takes(reader: Reader, store: Store, optimizer: torch.optim.Optimizer, number: int) -> bool:
+    """Whether the store can hold the saved state as it is: all entries, in its shapes, with equal step counts."""
+    saved, numbers = _saved_states(reader.index, number), {id(p): at for at, p in enumerate(parameters_of(optimizer))}
+    if not all(id(one) in numbers for one in store.parameters):
+        return False
+    entries = [saved.get(numbers[id(one)], set()) for one in store.parameters]
+    if not any(entries):
+        return True
+    if any(one != set(store.specs) for one in entries):
+        return False
+    tensors = reader.index.tensors
+    for name in store.specs:
+        full = [f"optimizers.{number}.state.{numbers[id(one)]}.{name}" for one in store.parameters]
+        layout = store.layouts.get(name)
+        if layout is None:
+            if any(tensors[one].shape != () for one in full) or len({float(reader.whole(one)) for one in full}) > 1:
+                return False
+        elif any(tensors[one].shape != slot.shape for one, slot in zip(full, layout.slots, strict=True)):
+            return False
+    return True
+
+
+def _verify(reader: Reader, plan: Plan, members: Members, optimizers: Optimizers, named: Named) -> None:
+    """Read everything that this rank will read, and check it, before anything is overwritten."""
+    seen: set[tuple[str, Chunk]] = set()
+
+    def check(name: str, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if (name, chunk) not in seen:
+                seen.add((name, chunk))
+                reader.chunk(name, chunk)
+
+    metadata = reader.read_metadata().state_dict_metadata
+    for store, states in plan.stores:
+        pieces, _ = in_place(store, named, states=states and _has_state(reader, store, named), read=False)
+        for name, one in pieces.items():
+            stored: Any = metadata[name]
+            entry = reader.index.tensors[name]
+            for item in create_read_items_for_chunk_list(name, stored, one.__create_chunk_list__()):
+                check(name, [next(c for c in entry.chunks if c.offsets == tuple(item.storage_index.offset or ()))])
+    for name in _plain(members):
+        check(name, reader.index.tensors[name].chunks)
+    for number in plan.optimizers:
+        for name, entry in reader.index.tensors.items():
+            if name.startswith(f"optimizers.{number}.state."):
+                check(name, entry.chunks)
+
+
+def _has_state(reader: Reader, store: Store, named: Named) -> bool:
+    start = named.states[id(store.parameters[0])]
+    return any(start + name in reader.index.tensors for name in store.specs)
+
+
+def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool) -> None:
+    there = states and _has_state(reader, store, named)
+    pieces, finish = in_place(store, named, states=there)
+    _read(job, reader, pieces)
+    finish()
+    if not states:
+        return
+    if not there:
+        load_states(store, [{} for _ in store.parameters])
+        return
+    store.fresh = False
+    for name in store.specs:
+        if name not in store.layouts:
+            held = store.state[name]
+            assert isinstance(held, Tensor)
+            held.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
+
+
+def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
+    alone = job.size == 1
+    try:
+        with explained(job, "loading a checkpoint"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            group: dist.ProcessGroup | None = None if alone else job.control
+            load_pieces(pieces, storage_reader=reader, planner=Loading(), process_group=group, no_dist=alone)
+    except CheckpointException as error:
+        rank, (cause, *_) = min(error.failures.items())
+        raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
+
+
+def _plain(members: Members) -> dict[str, Tensor]:
+    """What lies in no store, by its name in the checkpoint."""
+    skipped = unsaved_buffers(members)
+    found = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
+    found |= {f"modules.{name}": p.detach() for name, p in members.parameters.items() if store_of(p) is None}
+    return found
+
+
+def _plain_state(
+    reader: Reader, optimizer: torch.optim.Optimizer, number: int, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What ``state_dict()`` of the plain optimizer would be."""
+    read: Callable[[str], Tensor] = reader.whole
+    states = {
+        at: {name: read(f"optimizers.{number}.state.{at}.{name}") for name in names}
+        for at, names in _saved_states(reader.index, number).items()
+    }
+    return {"state": states, "param_groups": groups}

@@ -1,0 +1,182 @@
+"""Writing a checkpoint: each rank its part, beside what is there; the index at the end makes it the one that counts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
+
+from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
+from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint.pieces import Pieces, Saving, constant
+from zerograph.runtime.checkpoint.storage import Writer
+from zerograph.runtime.process_group import Job, agree, digest, explained
+
+LATEST = "latest"
+
+
+@dataclass
+class Saver:
+    """The saves of one graph, one after another; a save in the background has a process group of its own."""
+
+    _group: dist.ProcessGroup | None = None
+    _world: Any = None
+    _thread: threading.Thread | None = None
+    _failed: list[BaseException] = field(default_factory=list)
+
+    def save(
+        self,
+        job: Job,
+        path: str | os.PathLike[str],
+        pieces: Mapping[str, Pieces],
+        document: Mapping[str, Any],
+        *,
+        asynchronous: bool,
+        keep: int | None,
+        steps_done: int,
+    ) -> None:
+        """Write the tensors that this rank has, and rank 0 the index. Every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank; what was there is still there.
+        """
+        self.wait()
+        problem: Exception | None = None
+        target = Path(path)
+        try:
+            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
+            target = Path(os.fspath(path)).absolute()
+            target = target if keep is None else target / f"step-{steps_done:08d}"
+            target.mkdir(parents=True, exist_ok=True)
+            if not os.access(target, os.W_OK):
+                raise CheckpointError(f"{target} cannot be written to: no permission")
+        except OSError as error:
+            problem = CheckpointError(f"{target} cannot be made: {error.strerror}")
+        except Exception as error:
+            problem = error
+        facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
+        agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
+        group = self._own_group(job)
+        writer = Writer(target, _name(job, group), document, job.rank)
+        kept = _copied(pieces) if asynchronous else pieces
+        if not asynchronous:
+            _write(job, kept, writer, group, keep)
+            return
+        self._thread = threading.Thread(
+            target=self._in_background, args=(job, kept, writer, group, keep), name="zerograph checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last save is done.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed:
+            raise self._failed.pop()
+
+    def _in_background(self, *args: Any) -> None:
+        try:
+            _write(*args)
+        except BaseException as error:
+            self._failed.append(error)
+
+    def _own_group(self, job: Job) -> dist.ProcessGroup | None:
+        if job.size == 1:
+            return None
+        if self._group is None or self._world is not job.world:
+            self._group = dist.new_group(timeout=timedelta(seconds=job.timeout), backend="gloo")
+            self._world = job.world
+        return self._group
+
+
+def _name(job: Job, group: dist.ProcessGroup | None) -> str:
+    """A name that no save had before, the same on all ranks."""
+    name = [uuid.uuid4().hex]
+    if group is not None:
+        dist.broadcast_object_list(name, group=group, group_src=0)
+    return f"data-{name[0]}"
+
+
+def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
+    """The same in memory of its own, on the CPU."""
+    found = {}
+    for name, one in pieces.items():
+        found[name] = copy = Pieces(one.shape, one.dtype)
+        for at, (sizes, flat, start) in one.parts.items():
+            numel = torch.Size(sizes).numel()
+            copy.parts[at] = (sizes, constant(flat()[start : start + numel].to("cpu", one.dtype, copy=True)), 0)
+    return found
+
+
+def _write(
+    job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.ProcessGroup | None, keep: int | None
+) -> None:
+    try:
+        # Without a group torch warns that there is one process, which is so.
+        with explained(job, "saving a checkpoint"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save_pieces(
+                dict(pieces), storage_writer=writer, planner=Saving(), process_group=group, no_dist=group is None
+            )
+    except CheckpointException as error:
+        shutil.rmtree(writer.folder / writer.data, ignore_errors=True)
+        raise CheckpointError(_told(error, writer)) from error
+    if writer.rank == 0:
+        _tidy(writer.folder, writer.data)
+        if keep is not None:
+            _point(writer.folder)
+            _prune(writer.folder.parent, keep)
+
+
+def _told(error: CheckpointException, writer: Writer) -> str:
+    """What went wrong on the first rank that failed."""
+    rank, (cause, *_) = min(error.failures.items())
+    said = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}"
+    return (
+        f"the checkpoint in {writer.folder} could not be written, rank {rank}: {said}\nWhat was there before is kept."
+    )
+
+
+def _tidy(folder: Path, data: str) -> None:
+    """What no index speaks of any more, of this and of interrupted saves."""
+    for other in folder.glob("data-*"):
+        if other.name != data:
+            shutil.rmtree(other, ignore_errors=True)
+    for other in folder.glob(f".{index.NAME}.*"):
+        other.unlink(missing_ok=True)
+
+
+def _point(checkpoint: Path) -> None:
+    beside = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(checkpoint.name)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, checkpoint.parent / LATEST)
+    index.sync_folder(checkpoint.parent)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    valid = sorted(one.parent for one in folder.glob(f"step-*/{index.NAME}"))
+    for old in valid[:-keep]:
+        # Without its index it is none, whatever is left of it when this is interrupted.
+        (old / index.NAME).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""Everything that a checkpoint of a graph holds, and putting it back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from zerograph.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
+from zerograph.checkpoint.document import decode, encode
+from zerograph.checkpoint.load import load, open_checkpoint
+from zerograph.errors import CheckpointError, ConfigError
+from zerograph.grad_scaler import GradScaler
+from zerograph.members import Members, Optimizers
+from zerograph.runtime.checkpoint.pieces import Pieces, constant
+from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.process_group import Job
+from zerograph.runtime.state import store_of
+
+Counts = tuple[int, int, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What of a graph a checkpoint holds; ``counts``: steps, forward passes, and the seed of random numbers."""
+
+    members: Members
+    optimizers: Optimizers
+    schedulers: Sequence[LRScheduler | None]
+    scaler: GradScaler | None
+    counts: Counts
+    job: Job
+
+
+def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[str, Any]]:
+    """What this rank has of each tensor, and the document of everything else.
+
+    Raises:
+        ConfigError: something that a checkpoint cannot hold.
+    """
+    members, job = parts.members, parts.job
+    named = names_of(members, parts.optimizers)
+    pieces: dict[str, Pieces] = {}
+    for store in dict.fromkeys(map(store_of, members.parameters.values())):
+        pieces |= {} if store is None else pieces_of_store(store, named)
+    pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
+    pieces |= _generators(job)
+    steps, passes, seed = parts.counts
+    document = {
+        "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
+        "configuration": configuration,
+        "ranks": job.size,
+        "steps_done": steps,
+        "passes_done": passes,
+        "seed": seed,
+        "aliases": dict(members.aliases),
+        "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
+        "lr_schedulers": [
+            None if one is None else encode(one.state_dict(), f"the state of {type(one).__name__}")
+            for one in parts.schedulers
+        ],
+        "optimizers": [
+            [encode(group, f"{type(one).__name__}.param_groups") for group in _groups(one)] for one in parts.optimizers
+        ],
+    }
+    return pieces, document
+
+
+def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
+    """Put a checkpoint back into a graph; what the graph counts is returned.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it is of something else. Nothing is changed then.
+    """
+    reader = open_checkpoint(path)
+    document = reader.index.document
+    try:
+        groups = [[decode(group) for group in one] for one in document["optimizers"]]
+        schedulers = [decode(one) for one in document["lr_schedulers"]]
+        scaler = decode(document["grad_scaler"])
+        counts = int(document["steps_done"]), int(document["passes_done"]), document["seed"]
+        ranks = int(document["ranks"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
+    if len(schedulers) != len(parts.schedulers):
+        raise ConfigError(f"the graph has {len(parts.schedulers)} optimizers, the checkpoint {len(schedulers)}")
+    load(job, reader, parts.members, parts.optimizers, groups)
+    for optimizer, saved in zip(parts.optimizers, groups, strict=True):
+        for group, one in zip(optimizer.param_groups, saved, strict=True):
+            group.update({key: value for key, value in one.items() if key != "params"})
+    for scheduler, state in zip(parts.schedulers, schedulers, strict=True):
+        if scheduler is not None and state is not None:
+            scheduler.load_state_dict(state)
+    if parts.scaler is not None and scaler is not None:
+        parts.scaler.load_state_dict(scaler)
+    if ranks == job.size:
+        _set_generators(reader, job)
+    return counts
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """With parameters numbered, as ``state_dict()`` has them."""
+    found, start = [], 0
+    for group in optimizer.param_groups:
+        found.append({**group, "params": list(range(start, start + len(group["params"])))})
+        start += len(group["params"])
+    return found
+
+
+def _generators(job: Job) -> dict[str, Pieces]:
+    """The state of torch's own generators on each rank, which samplers of data draw from."""
+    found = {}
+    for rank in range(job.size):
+        for kind, state in _states().items():
+            found[f"generators.{rank}.{kind}"] = one = Pieces(tuple(state.shape), state.dtype)
+            if rank == job.rank:
+                one.add(0, state.numel(), constant(state), 0)
+    return found
+
+
+def _states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(reader: Reader, job: Job) -> None:
+    for kind, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        name = f"generators.{job.rank}.{kind}"
+        if name in reader.index.tensors and (kind == "cpu" or torch.cuda.is_available()):
+            set_state(reader.whole(name))
