@@ -6,6 +6,7 @@
 
 from zerograph import sbp
 from zerograph.annotate import annotate
+from zerograph.checkpoint.export import read_checkpoint
 from zerograph.compat.deepspeed import from_deepspeed
 from zerograph.compat.settings import Settings
 from zerograph.config import Config
@@ -60,6 +61,7 @@ __all__ = [
     "local",
     "placement",
     "rank",
+    "read_checkpoint",
     "register_rule",
     "sbp",
     "sharded_init",

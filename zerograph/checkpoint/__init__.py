@@ -1,5 +1,5 @@
 """A graph's state as a checkpoint: ``contents`` names the tensors, ``document`` writes what is none, ``save`` and
-``load`` move both, and ``state`` is the list of it all.
+``load`` move both, ``state`` is the list of it all, and ``export`` reads it without a graph.
 """
 
 from zerograph.checkpoint.state import Parts, restore, state_of

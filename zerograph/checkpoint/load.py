@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def load(
         for name, tensor in _plain(members).items():
             tensor.copy_(reader.whole(name))
     for number in plan.optimizers:
-        state_dict.load_optimizer(optimizers[number], _plain_state(reader, optimizers[number], number, groups[number]))
+        state_dict.load_optimizer(optimizers[number], plain_optimizer_state(reader, number, groups[number]))
 
 
 def _check_names(found: Index, members: Members) -> None:
@@ -229,13 +229,10 @@ def _plain(members: Members) -> dict[str, Tensor]:
     return found
 
 
-def _plain_state(
-    reader: Reader, optimizer: torch.optim.Optimizer, number: int, groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def plain_optimizer_state(reader: Reader, number: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What ``state_dict()`` of the plain optimizer would be."""
-    read: Callable[[str], Tensor] = reader.whole
     states = {
-        at: {name: read(f"optimizers.{number}.state.{at}.{name}") for name in names}
-        for at, names in _saved_states(reader.index, number).items()
+        at: {name: reader.whole(f"optimizers.{number}.state.{at}.{name}") for name in sorted(names)}
+        for at, names in sorted(_saved_states(reader.index, number).items())
     }
     return {"state": states, "param_groups": groups}

@@ -1,0 +1,362 @@
+"""Checkpoints: training goes on from them as if nothing had been, anywhere, and what is damaged is refused whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import zerograph as zg
+from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.pool import Pool
+from zerograph.__main__ import app
+from zerograph.runtime.checkpoint.boxes import boxes
+
+State = dict[str, Tensor]
+
+
+def step_of(stage: int, name: str = "gpt", **options: Any) -> TrainStep:
+    model = make(name)
+    return TrainStep(model, adamw(model), stage, backend="eager", **options)
+
+
+def go(step: TrainStep, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    return [float(step(part(x), part(y))) for x, y in data]
+
+
+def saved_and_gone_on(path: Path, stages: list[int]) -> list[tuple[list[float], State]]:
+    """Train 2 steps, save, train 2 more; for each stage the last losses and parameters."""
+    found = []
+    for stage in stages:
+        step = step_of(stage)
+        data = batches("gpt", 4)
+        go(step, data[:2])
+        step.save(path / str(stage))
+        found.append((go(step, data[2:]), step.state_dict()["modules"]["model"]))
+    return found
+
+
+def gone_on_from(
+    path: Path, stages: list[int], compiled: bool, bucket_size: int | None = None
+) -> list[tuple[list[float], State]]:
+    """Load what each stage has left into a graph of another, and go on."""
+    found = []
+    for stage in stages:
+        step = step_of((stage + 1) % 4 if compiled else stage, bucket_size=bucket_size)
+        data = batches("gpt", 4)
+        if compiled:
+            step.compile(*map(part, data[0]))
+        else:
+            with torch.no_grad():
+                for parameter in step.model.parameters():
+                    parameter.zero_()
+        step.load(path / str(stage))
+        found.append((go(step, data[2:]), step.state_dict()["modules"]["model"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[list[float], State]]]:
+    path = tmp_path_factory.mktemp("checkpoints")
+    return path, pool.run(2, saved_and_gone_on, path, [0, 1, 2, 3])[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["into a new graph", "into a compiled graph of another stage"])
+def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool) -> None:
+    path, expected = checkpoints
+    for (losses, state), (more, parameters) in zip(
+        expected, pool.run(2, gone_on_from, path, [0, 1, 2, 3], compiled)[0], strict=True
+    ):
+        assert more == losses
+        assert all(torch.equal(parameters[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: Any, ranks: int) -> None:
+    path, expected = checkpoints
+    losses, parameters = pool.run(ranks, gone_on_from, path, [3], True, 4096)[0][0]
+    assert losses == pytest.approx(expected[3][0], abs=1e-6)
+    for name, value in expected[3][1].items():
+        torch.testing.assert_close(parameters[name], value, atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_is_the_plain_state_of_model_and_optimizer(checkpoints: Any) -> None:
+    state = zg.read_checkpoint(checkpoints[0] / "2")
+    model = make("gpt")
+    optimizer = adamw(model)
+    model.load_state_dict(state["modules"]["model"])
+    optimizer.load_state_dict(state["optimizers"][0])
+    losses = [float(loss) for loss in train_plainly(model, optimizer, batches("gpt", 4)[2:])]
+    assert losses == pytest.approx(checkpoints[1][2][0], abs=1e-5)
+
+
+def test_export_writes_one_file_that_the_plain_model_loads(checkpoints: Any, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(checkpoints[0] / "3"), str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    model = make("gpt")
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    expected = zg.read_checkpoint(checkpoints[0] / "3")["modules"]["model"]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+class Dropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.1)
+
+
+class Scheduled(zg.ZeroGraph):
+    def __init__(self, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.loss_fn = Dropout(), TokenLoss()
+        optimizer = make_optimizer(self.model)
+        self.add_optimizer(optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5))
+        self.config.enable_zero(stage=3)
+        self.config.backend = "eager"
+        if options.pop("fp16", False):
+            self.config.enable_amp(dtype=torch.float16)
+            self.config.grad_scaler = zg.GradScaler(init_scale=2.0**30, growth_interval=2)
+        for name, value in options.items():
+            setattr(self.config, name, value)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
+    "fp16 with a loss scale": (adamw, {"fp16": True}),
+    "bf16": (sgd, {"amp_dtype": torch.bfloat16}),
+    "accumulation": (sgd, {"gradient_accumulation_steps": 2, "batch_norm": "local"}),
+    "whole parameters dealt out": (muon, {}),
+}
+
+
+def resumed(path: Path, case: str) -> tuple[list[float], list[float], bool, bool]:
+    """Losses of the last 3 of 6 steps, undisturbed and resumed; whether parameters, and draws of torch, are equal."""
+    optimizer, options = CASES[case]
+    data = batches("mlp", 6, 16)
+
+    def run(step: Scheduled, some: list[Any]) -> list[float]:
+        return [float(step(part(x), part(y))) for x, y in some]
+
+    first = Scheduled(optimizer, **options)
+    run(first, data[:3])
+    first.save(path / case)
+    drawn = torch.rand(3)
+    expected = run(first, data[3:])
+    second = Scheduled(optimizer, **options)
+    second.load(path / case)
+    alike = torch.equal(torch.rand(3), drawn)
+    found = run(second, data[3:])
+    mine, theirs = (one.state_dict()["modules"]["model"] for one in (first, second))
+    return expected, found, all(torch.equal(mine[name], theirs[name]) for name in mine), alike
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_scales_schedules_dropout_and_norms_go_on(pool: Pool, tmp_path: Path, case: str) -> None:
+    expected, found, parameters, draws = pool.run(2, resumed, tmp_path, case)[0]
+    assert found == expected
+    assert parameters
+    assert draws
+
+
+def saved_in_the_background(path: Path) -> tuple[list[float], list[float], list[str], str]:
+    step, data = step_of(2), batches("gpt", 6)
+    go(step, data[:2])
+    step.save(path, asynchronous=True, keep=2)
+    expected = go(step, data[2:4])
+    for at in (4, 5):
+        step.save(path, asynchronous=True, keep=2)
+        go(step, data[at : at + 1])
+    step.save(path, keep=2)
+    first = sorted(one.name for one in path.iterdir())
+    again = step_of(2)
+    again.load(path)
+    return expected, [again.steps_done], first, (path / "latest").read_text()
+
+
+def test_a_save_in_the_background_is_of_its_moment_and_only_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
+    _, steps, names, latest = pool.run(2, saved_in_the_background, tmp_path)[0]
+    assert names == ["latest", "step-00000005", "step-00000006"]
+    assert latest == "step-00000006"
+    assert steps == [6]
+
+
+def loaded_in_vain(path: Path, name: str = "gpt") -> str:
+    step = step_of(3, name)
+    step.compile(*map(part, batches(name, 1)[0]))
+    before = step.state_dict()
+    with pytest.raises(zg.ZeroGraphError) as caught:
+        step.load(path)
+    after = step.state_dict()
+    assert all(torch.equal(value, after["modules"]["model"][key]) for key, value in before["modules"]["model"].items())
+    assert before["optimizers"] == after["optimizers"]
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def copy_of(checkpoints: Any, tmp_path: Path) -> Path:
+    source, target = checkpoints[0] / "3", tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    return target
+
+
+def test_a_flipped_byte_is_found_before_anything_is_overwritten(pool: Pool, checkpoints: Any, tmp_path: Path) -> None:
+    path = copy_of(checkpoints, tmp_path)
+    shard = sorted(path.glob("data-*/rank00001*"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    for said in pool.run(2, loaded_in_vain, path):
+        assert shard.name in said
+        assert "does not have the SHA-256" in said
+
+
+def test_a_missing_shard_is_named(pool: Pool, checkpoints: Any, tmp_path: Path) -> None:
+    path = copy_of(checkpoints, tmp_path)
+    shard = sorted(path.glob("data-*/rank00000*"))[0]
+    shard.unlink()
+    for said in pool.run(2, loaded_in_vain, path):
+        assert f"{shard.name} is missing" in said
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool: Pool, checkpoints: Any) -> None:
+    for said in pool.run(2, loaded_in_vain, checkpoints[0] / "3", "mlp"):
+        assert "ConfigError: " in said
+        assert "another model" in said
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a name outside", "another version", "no JSON", "a number changed"])
+def test_a_damaged_index_is_refused(checkpoints: Any, tmp_path: Path, damage: str) -> None:
+    path = copy_of(checkpoints, tmp_path) / "index.json"
+    body = json.loads(path.read_text())
+    if damage == "truncated":
+        path.write_text(path.read_text()[:-50])
+    elif damage == "no JSON":
+        path.write_bytes(b"\x80\x04\x95cos\nsystem\n")
+    elif damage == "a name outside":
+        next(iter(body["tensors"].values()))["chunks"][0]["file"] = "../../etc/passwd"
+    elif damage == "another version":
+        body["version"] = 99
+    else:
+        body["document"]["steps_done"] += 1
+    if damage not in ("truncated", "no JSON"):
+        path.write_text(json.dumps(body))
+    with pytest.raises(zg.CheckpointError, match=r"index\.json"):
+        zg.read_checkpoint(path.parent)
+
+
+def saved_on_a_full_disk(path: Path) -> tuple[str, bool]:
+    """Files may not grow beyond 4 KiB for a while: what a full disk does to a save."""
+    step, data = step_of(3), batches("gpt", 3)
+    go(step, data[:1])
+    step.save(path)
+    go(step, data[1:2])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(zg.CheckpointError) as caught:
+            step.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = step_of(3)
+    again.load(path)
+    return str(caught.value), again.steps_done == 1
+
+
+def test_a_full_disk_is_an_error_and_the_checkpoint_before_is_kept(pool: Pool, tmp_path: Path) -> None:
+    for said, kept in pool.run(2, saved_on_a_full_disk, tmp_path):
+        assert "could not be written" in said
+        assert ".safetensors" in said
+        assert kept
+
+
+SAVING_FOR_EVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.zerograph.test_save import step_of, go
+from tests.models import batches
+step, data = step_of(2), batches("gpt", 1)
+for _ in range(10**6):
+    go(step, data)
+    step.save(Path({path!r}))
+    print(step.steps_done, flush=True)
+"""
+
+
+def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    code = SAVING_FOR_EVER.format(root=root, path=str(tmp_path / "one"))
+    generator = torch.Generator().manual_seed(0)
+    survived = 0
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    for _ in range(3):
+        before = int(process.stdout.readline())
+        time.sleep(float(torch.rand((), generator=generator)) * 0.05)
+        process.send_signal(signal.SIGSTOP)  # frozen in the middle of whatever it does: as good as killed
+        state = zg.read_checkpoint(tmp_path / "one")
+        assert state["steps_done"] >= before
+        survived += 1
+        process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+    assert zg.read_checkpoint(tmp_path / "one")["steps_done"] >= before
+    assert survived == 3
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (4, 1, 3)])
+def test_every_stretch_of_a_flat_tensor_is_boxes_in_their_order(shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    tensor = torch.arange(numel).view(shape)
+    for start in range(numel + 1):
+        for end in range(start, numel + 1):
+            found = [
+                tensor[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].reshape(-1)
+                for box in boxes(shape, start, end)
+            ]
+            assert torch.equal(torch.cat([*found, torch.empty(0, dtype=torch.int64)]), torch.arange(start, end))
+
+
+def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
+    class Odd(torch.optim.lr_scheduler.LRScheduler):
+        def get_lr(self) -> list[float | Tensor]:
+            self.odd = object()
+            return [0.1 for _ in self.base_lrs]
+
+    step = zg.ZeroGraph()
+    step.model = make("mlp")
+    optimizer = adamw(step.model)
+    step.add_optimizer(optimizer, Odd(optimizer))
+    with pytest.raises(zg.ConfigError, match=r"the state of Odd\['odd'\]"):
+        step.save(tmp_path)
+    assert not os.listdir(tmp_path)

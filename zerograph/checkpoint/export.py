@@ -1,0 +1,89 @@
+"""A checkpoint as what plain PyTorch and other libraries read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zerograph.checkpoint.document import decode
+from zerograph.checkpoint.load import open_checkpoint, plain_optimizer_state
+from zerograph.errors import CheckpointError, ConfigError
+from zerograph.runtime.checkpoint.storage import Reader
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """All of a checkpoint in memory, as ``step.state_dict()`` was when it was saved; needs no job and no graph.
+
+    ``["modules"]["model"]`` loads into the plain model, ``["optimizers"][0]`` into the plain optimizer.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or damaged.
+    """
+    reader = open_checkpoint(path)
+    document = reader.index.document
+    try:
+        schedulers = [decode(one) for one in document["lr_schedulers"]]
+        groups = [[decode(group) for group in one] for one in document["optimizers"]]
+        return {
+            "modules": {module: _module(reader, module) for module in modules_in(reader)},
+            "optimizers": [plain_optimizer_state(reader, number, one) for number, one in enumerate(groups)],
+            "lr_schedulers": schedulers,
+            "steps_done": int(document["steps_done"]),
+            "grad_scaler": decode(document["grad_scaler"]),
+            "random": {"seed": document["seed"], "passes": int(document["passes_done"])},
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
+
+
+def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: str | None = None) -> Path:
+    """Write a module's parameters and buffers into one safetensors file, under the plain module's names.
+
+    ``model.load_state_dict(safetensors.torch.load_file(out))`` reads it, and ``from_pretrained`` of transformers where
+    it is called ``model.safetensors`` beside the model's ``config.json``.
+
+    Args:
+        path: the checkpoint.
+        out: the file, or a folder, in which it is called ``model.safetensors``.
+        module: the graph's attribute; None where it has only one.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: no such module, or several to choose from.
+    """
+    reader = open_checkpoint(path)
+    there = modules_in(reader)
+    if module is None and len(there) != 1:
+        raise ConfigError(f"the checkpoint has the modules {', '.join(there)}: say which")
+    if module is not None and module not in there:
+        raise ConfigError(f"the checkpoint has no module {module!r}; it has {', '.join(there)}")
+    target = Path(out)
+    target = target / "model.safetensors" if target.is_dir() else target
+    # Names of one tensor are one tensor: a safetensors file has it once, and loaders tie the others to it.
+    tensors = _module(reader, module or there[0], aliases=False)
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        save_file(tensors, beside, metadata={"format": "pt"})
+        os.replace(beside, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    return target
+
+
+def modules_in(reader: Reader) -> list[str]:
+    """The modules of a checkpoint: attributes of the graph that wrote it."""
+    names = (name.split(".", 2)[1] for name in reader.index.tensors if name.startswith("modules."))
+    return list(dict.fromkeys(names))
+
+
+def _module(reader: Reader, module: str, *, aliases: bool = True) -> dict[str, Tensor]:
+    start = f"modules.{module}."
+    found = {name.removeprefix(start): reader.whole(name) for name in reader.index.tensors if name.startswith(start)}
+    for alias, name in reader.index.document["aliases"].items() if aliases else ():
+        if alias.startswith(f"{module}.") and name.startswith(f"{module}."):
+            found[alias.removeprefix(f"{module}.")] = found[name.removeprefix(f"{module}.")]
+    return found
