@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,16 @@ _FILE_BYTES = 2**28
 
 @dataclass
 class Writer(StorageWriter):
-    """Writes a rank's boxes into ``folder/data``; the first rank then writes the index, with ``document`` in it."""
+    """Writes a rank's boxes into ``folder/data``; the first rank then writes the index, with ``document`` in it.
+
+    ``written`` is called there when that is done, while the other ranks wait.
+    """
 
     folder: Path
     data: str
     document: Mapping[str, Any]
     rank: int
+    written: Callable[[], None]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -93,6 +97,7 @@ class Writer(StorageWriter):
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = Entry(dtype, tuple(stored.size), tuple(chunks[name]))
         index.write(self.folder, Index(self.data, tensors, self.document))
+        self.written()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -58,12 +58,18 @@ class Plan:
 
 
 def load(
-    job: Job, reader: Reader, members: Members, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]
+    job: Job,
+    reader: Reader,
+    members: Members,
+    optimizers: Optimizers,
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    others: Iterable[str],
 ) -> None:
     """Parameters, buffers and optimizer state from a checkpoint. Every rank calls it.
 
     Args:
         groups: the optimizers' saved groups, without parameters.
+        others: names of tensors that will be read as well, and so are checked.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -76,7 +82,7 @@ def load(
         _check_names(reader.index, members)
         _check_optimizers(reader.index, optimizers, groups)
         plan = _plan(reader, members, optimizers, named)
-        _verify(reader, plan, members, optimizers, named)
+        _verify(reader, plan, members, named, others)
     except Exception as error:
         problem = error
     facts = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
@@ -160,7 +166,7 @@ def _takes(reader: Reader, store: Store, optimizer: torch.optim.Optimizer, numbe
     return True
 
 
-def _verify(reader: Reader, plan: Plan, members: Members, optimizers: Optimizers, named: Named) -> None:
+def _verify(reader: Reader, plan: Plan, members: Members, named: Named, others: Iterable[str]) -> None:
     """Read everything that this rank will read, and check it, before anything is overwritten."""
     seen: set[tuple[str, Chunk]] = set()
 
@@ -178,7 +184,7 @@ def _verify(reader: Reader, plan: Plan, members: Members, optimizers: Optimizers
             entry = reader.index.tensors[name]
             for item in create_read_items_for_chunk_list(name, stored, one.__create_chunk_list__()):
                 check(name, [next(c for c in entry.chunks if c.offsets == tuple(item.storage_index.offset or ()))])
-    for name in _plain(members):
+    for name in (*_plain(members), *others):
         check(name, reader.index.tensors[name].chunks)
     for number in plan.optimizers:
         for name, entry in reader.index.tensors.items():

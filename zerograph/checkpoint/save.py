@@ -70,13 +70,21 @@ class Saver:
         facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
         agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
         group = self._own_group(job)
-        writer = Writer(target, _name(job, group), document, job.rank)
+        data = _name(job, group)
+
+        def written() -> None:
+            _tidy(target, data)
+            if keep is not None:
+                _point(target)
+                _prune(target.parent, keep)
+
+        writer = Writer(target, data, document, job.rank, written)
         kept = _copied(pieces) if asynchronous else pieces
         if not asynchronous:
-            _write(job, kept, writer, group, keep)
+            _write(job, kept, writer, group)
             return
         self._thread = threading.Thread(
-            target=self._in_background, args=(job, kept, writer, group, keep), name="zerograph checkpoint", daemon=False
+            target=self._in_background, args=(job, kept, writer, group), name="zerograph checkpoint", daemon=False
         )
         self._thread.start()
 
@@ -126,9 +134,7 @@ def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
     return found
 
 
-def _write(
-    job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.ProcessGroup | None, keep: int | None
-) -> None:
+def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.ProcessGroup | None) -> None:
     try:
         # Without a group torch warns that there is one process, which is so.
         with explained(job, "saving a checkpoint"), warnings.catch_warnings():
@@ -139,11 +145,6 @@ def _write(
     except CheckpointException as error:
         shutil.rmtree(writer.folder / writer.data, ignore_errors=True)
         raise CheckpointError(_told(error, writer)) from error
-    if writer.rank == 0:
-        _tidy(writer.folder, writer.data)
-        if keep is not None:
-            _point(writer.folder)
-            _prune(writer.folder.parent, keep)
 
 
 def _told(error: CheckpointException, writer: Writer) -> str:

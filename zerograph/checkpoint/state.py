@@ -91,7 +91,10 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
     if len(schedulers) != len(parts.schedulers):
         raise ConfigError(f"the graph has {len(parts.schedulers)} optimizers, the checkpoint {len(schedulers)}")
-    load(job, reader, parts.members, parts.optimizers, groups)
+    generators = [
+        name for name in reader.index.tensors if ranks == job.size and name.startswith(_generator_of(job.rank))
+    ]
+    load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, saved in zip(parts.optimizers, groups, strict=True):
         for group, one in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in one.items() if key != "params"})
@@ -100,8 +103,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
             scheduler.load_state_dict(state)
     if parts.scaler is not None and scaler is not None:
         parts.scaler.load_state_dict(scaler)
-    if ranks == job.size:
-        _set_generators(reader, job)
+    _set_generators(reader, generators)
     return counts
 
 
@@ -119,7 +121,7 @@ def _generators(job: Job) -> dict[str, Pieces]:
     found = {}
     for rank in range(job.size):
         for kind, state in _states().items():
-            found[f"generators.{rank}.{kind}"] = one = Pieces(tuple(state.shape), state.dtype)
+            found[_generator_of(rank) + kind] = one = Pieces(tuple(state.shape), state.dtype)
             if rank == job.rank:
                 one.add(0, state.numel(), constant(state), 0)
     return found
@@ -132,8 +134,13 @@ def _states() -> dict[str, Tensor]:
     return states
 
 
-def _set_generators(reader: Reader, job: Job) -> None:
-    for kind, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
-        name = f"generators.{job.rank}.{kind}"
-        if name in reader.index.tensors and (kind == "cpu" or torch.cuda.is_available()):
-            set_state(reader.whole(name))
+def _set_generators(reader: Reader, names: Sequence[str]) -> None:
+    for name in names:
+        if name.endswith(".cpu"):
+            torch.set_rng_state(reader.whole(name))
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(reader.whole(name))
+
+
+def _generator_of(rank: int) -> str:
+    return f"generators.{rank}."
