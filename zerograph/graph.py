@@ -312,7 +312,7 @@ class ZeroGraph:
         seed = self._seed if self.config.seed is None else self.config.seed
         counts = (self.steps_done, self._passes_done, seed)
         return checkpoint.Parts(
-            self._members(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join()
+            self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join()
         )
 
     @contextlib.contextmanager

@@ -187,6 +187,37 @@ def test_loss_scales_schedules_dropout_and_norms_go_on(pool: Pool, tmp_path: Pat
     assert draws
 
 
+def made_in_some_way(way: str) -> TrainStep:
+    torch.manual_seed(0)
+    if way == "made split":
+        with zg.sharded_init():
+            model = make("gpt")
+    else:
+        model = make("gpt")
+    if way == "a layer split by the user":
+        zg.to_global(model.head, placement=zg.placement("cpu", ranks=[0, 1]), sbp=zg.sbp.split(1))
+    step = TrainStep(model, adamw(model), 3, backend="eager")
+    if way == "whole parameters dealt out":
+        step.set_zero_mode("non_distributed", stage=2)
+    return step
+
+
+def resumed_however_made(path: Path, way: str) -> tuple[list[float], list[float]]:
+    data = batches("gpt", 4)
+    first = made_in_some_way(way)
+    go(first, data[:2])
+    first.save(path)
+    second = made_in_some_way(way)
+    second.load(path)
+    return go(first, data[2:]), go(second, data[2:])
+
+
+@pytest.mark.parametrize("way", ["made split", "a layer split by the user", "whole parameters dealt out"])
+def test_training_goes_on_however_parameters_are_placed(pool: Pool, tmp_path: Path, way: str) -> None:
+    expected, found = pool.run(2, resumed_however_made, tmp_path, way)[0]
+    assert found == expected
+
+
 def saved_in_the_background(path: Path) -> tuple[list[float], list[float], list[str], str]:
     step, data = step_of(2), batches("gpt", 6)
     go(step, data[:2])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerograph.buckets import Bucket, Slot
 from zerograph.errors import ConfigError
@@ -101,7 +102,8 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps {name!r} = {value!r:.40}: a checkpoint holds tensors"
                     )
-                found[named.states[id(parameter)] + name] = value
+                # What it made for a global tensor is one too.
+                found[named.states[id(parameter)] + name] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
 
 

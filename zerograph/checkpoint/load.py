@@ -137,7 +137,7 @@ def _plan(reader: Reader, members: Members, optimizers: Optimizers, named: Named
         number
         for number, optimizer in enumerate(optimizers)
         if not all(_takes(reader, store, optimizer, number) for store in stores if store.keeper is optimizer)
-        or any(store_of(one) is None for one in parameters_of(optimizer))
+        or any((found := store_of(one)) is None or found.provisional for one in parameters_of(optimizer))
     ]
     read_whole = [optimizers[number] for number in whole]
     keepers = [*optimizers]
