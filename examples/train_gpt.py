@@ -3,6 +3,9 @@
 torchrun --nproc-per-node 2 examples/train_gpt.py              # ZeRO stage 2 on two processes: a few minutes on CPU
 torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3    # the same losses, and less memory per rank
 python examples/train_gpt.py --steps 50 --corpus my_text.txt   # one process, any text
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt    # goes on after a crash
+
+With --checkpoint it saves now and then, and begins with what is there; told to stop (SIGTERM), it saves and ends.
 
 Nothing is downloaded: unless told otherwise, the text is the source of Python's own standard library.
 """
@@ -15,12 +18,14 @@ import itertools
 import math
 import os
 import random
+import signal
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -183,6 +188,22 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[int, str], None
     yield line
 
 
+class Stop:
+    """Whether a rank has been told to stop: then all of them stop, behind the same step."""
+
+    def __init__(self) -> None:
+        self.told = False
+        signal.signal(signal.SIGTERM, self._tell)
+
+    def _tell(self, *_: object) -> None:
+        self.told = True
+
+    def agreed(self, device: torch.device) -> bool:
+        told = torch.tensor(float(self.told), device=device)
+        dist.all_reduce(told)
+        return bool(told)
+
+
 def parse_options() -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n\n")[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -193,6 +214,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters, the batches and the sample")
     parser.add_argument("--corpus", type=Path, help="a file or folder of text; None: Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("runs/sample.txt"), help="where to write the text sample")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from if there is something")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1 or options.batch % int(os.environ.get("WORLD_SIZE", "1")):
         parser.error("--steps and --batch must be at least 1, and --batch must divide by the number of processes")
@@ -226,15 +249,32 @@ def main() -> None:
     inputs, targets = batch()
     train.compile(inputs, targets)
     compiling = time.perf_counter() - begun
+    first = 0
+    if options.checkpoint and (options.checkpoint / "latest").exists():
+        train.load(options.checkpoint)
+        first = train.steps_done
+        console.print(f"going on behind step {first}")
+        # The batches are a sequence of their own: those that were trained on are left out.
+        for _ in range(first):
+            inputs, targets = batch()
     before = bits_per_byte(evaluate, held_out, options.batch)
 
+    stop = Stop() if options.checkpoint else None
+    speed = 0.0
     begun = time.perf_counter()
     with progress(console, options.steps) as tell:
-        for step in range(1, options.steps + 1):
+        for step in range(first + 1, options.steps + 1):
             loss = float(train(inputs, targets))
-            speed = step * options.batch * CONTEXT / (time.perf_counter() - begun)
+            speed = (step - first) * options.batch * CONTEXT / (time.perf_counter() - begun)
             tell(step, f"loss {loss:.4f}  {speed:>7,.0f} tokens/s")
             inputs, targets = batch()
+            if stop is not None and stop.agreed(device):
+                train.save(options.checkpoint, keep=3)
+                console.print(f"told to stop: saved behind step {step}")
+                return
+            if options.checkpoint and (step % options.save_every == 0 or step == options.steps):
+                train.save(options.checkpoint, asynchronous=True, keep=3)
+        train.wait_for_save()
     after = bits_per_byte(evaluate, held_out, options.batch)
 
     with train.full_parameters():
