@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
@@ -156,8 +157,23 @@ def initialise() -> None:
         # Several ranks on a machine with fewer GPUs may still train on its CPU.
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
-        dist.init_process_group(backend, init_method="env://")
+        _init_from_environment(backend)
     atexit.register(_leave)
+
+
+def _init_from_environment(backend: str) -> None:
+    """As torch does; but of a job that torchrun has restarted on one machine under keys of its own.
+
+    There the store still has those of the ranks that are gone (rendezvous backend static, the default), and a rank may
+    find the address of a dead one. With several machines the counts of restarts may differ, and the store is a new one.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        dist.init_process_group(backend, init_method="env://")
+        return
+    store, rank, size = next(rendezvous("env://"))
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 def connect(rank: int, world_size: int, address: str, backend: str | None, local_rank: int | None) -> None:
