@@ -132,6 +132,34 @@ def reparametrized() -> nn.Module:
     return nn.Sequential(weight, spectral, parametrizations.orthogonal(nn.Linear(5, 5)))
 
 
+def from_meta() -> nn.Module:
+    """Made without values first, and only then given memory."""
+    with torch.device("meta"):
+        late = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        shape = torch.empty(3, 2)
+    late.to_empty(device="cpu")
+    for layer in late:
+        layer.reset_parameters()
+    skipped = nn.utils.skip_init(nn.Linear, 3, 4)
+    nn.init.normal_(skipped.weight)
+    nn.init.ones_(skipped.bias)
+    model = nn.ModuleList([late, skipped])
+    model.drawn = nn.Parameter(torch.randn_like(shape, device="cpu"))
+    model.filled = nn.Parameter(torch.full_like(shape, 3.0, device="cpu"))
+    model.register_buffer("made", shape.new_ones((2, 2), device="cpu"))
+    return model
+
+
+def tied_by_address() -> nn.Module:
+    """Ties what shares memory, and nothing else."""
+    first, second, third = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    third.weight.data = first.weight.data
+    for one in (second, third):
+        if one.weight.data_ptr() == first.weight.data_ptr():
+            one.weight = first.weight
+    return nn.Sequential(first, second, third)
+
+
 CONSTRUCTIONS = {
     one.__name__: one
     for one in (
@@ -146,5 +174,7 @@ CONSTRUCTIONS = {
         dtypes,
         shared_buffers,
         reparametrized,
+        from_meta,
+        tied_by_address,
     )
 }

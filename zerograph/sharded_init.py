@@ -55,7 +55,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
 
     Raises:
         PlacementError: not a placement, or one that leaves ranks out.
-        ConfigError: used inside itself or inside ``build()``; a lazy module.
+        ConfigError: used inside itself or inside ``build()``; a lazy module; gradients made inside.
         CaptureError: the construction does what cannot be put off.
         RankMismatchError: ranks make different models, or another rank has failed.
         CommunicationError: another rank does not answer.
@@ -159,7 +159,7 @@ def _collected(recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
     """What of all that was made somebody still holds.
 
     Raises:
-        ConfigError: a lazy module.
+        ConfigError: a lazy module, or a parameter with a gradient.
     """
     live = live_tensors()
     parameters = [
@@ -171,6 +171,12 @@ def _collected(recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
         raise ConfigError(
             "a lazy module made inside sharded_init() has parameters without a shape: there is nothing to split yet\n"
             "Give the module its sizes, or make it outside and run it once."
+        )
+    trained = next((one for one in parameters if one.grad is not None), None)
+    if trained is not None:
+        raise ConfigError(
+            f"backward() inside sharded_init() gave a parameter of shape {tuple(trained.shape)} a gradient, which a split "
+            "parameter cannot keep\nTrain in a graph, or give gradients up inside: model.zero_grad()."
         )
     # What numpy made and no operator has seen gets its number here, in an order that all ranks have.
     split = sorted((one for one in parameters if one.numel()), key=lambda one: _place(recorder, one))

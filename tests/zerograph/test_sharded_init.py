@@ -356,6 +356,17 @@ def sent_inside() -> None:
         dist.all_reduce(torch.rand(3))
 
 
+def trained_inside() -> None:
+    with zg.sharded_init():
+        model = nn.Linear(3, 3)
+        model(torch.ones(3)).sum().backward()
+
+
+def copied_from_meta() -> None:
+    with zg.sharded_init():
+        torch.empty(3, device="meta").to("cpu")
+
+
 def used_eagerly() -> None:
     split(lambda: nn.Linear(3, 3))(torch.ones(3))
 
@@ -376,6 +387,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "shared memory": (saved_inside, zg.CaptureError, "share_memory_"),
     "a collective": (sent_inside, zg.CaptureError, "other ranks"),
     "sparse": (lambda: split(lambda: nn.ParameterList([torch.eye(3).to_sparse()])), zg.CaptureError, "sparse_coo"),
+    "a gradient": (trained_inside, zg.ConfigError, "zero_grad"),
+    "a copy of nothing": (copied_from_meta, zg.CaptureError, "no values"),
     "eager use": (used_eagerly, zg.SplitParameterError, "full_parameters"),
     "a view of a parameter": (view_used, zg.SplitParameterError, "shares memory"),
 }

@@ -49,6 +49,8 @@ def digest_of(storage: torch.UntypedStorage) -> str:
 def _shown(value: Any) -> Any:
     if isinstance(value, Ref):
         return f"{value.dtype} {value.shape} of memory {value.memory} at {value.offset} by {value.stride}"
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} of the meta device by {value.stride()}"
     if isinstance(value, torch.device):
         return value.type
     return "a generator" if isinstance(value, torch.Generator) else value

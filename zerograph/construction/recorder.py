@@ -103,9 +103,10 @@ class Recorder(TorchDispatchMode):
                 raise _unsupported(func, "it changes the size of a tensor")
             with _opened(memories):
                 return func(*args, **kwargs)
-        if (on_meta := _asks_for_meta(func, kwargs)) or (given and not memories):
+        if _stays_on_meta(func, args, kwargs, given):
             metas = {id(one): self._shape_only(one) for one in given}
-            return func(*_replaced(args, metas), **_replaced(kwargs, metas, device="meta" if on_meta else None))
+            on_meta = "meta" if kwargs.get("device") is not None else None
+            return func(*_replaced(args, metas), **_replaced(kwargs, metas, device=on_meta))
         if torch.Tag.data_dependent_output in func.tags:
             real = {id(one): self.value(one) for one in given}
             return func(*_replaced(args, real), **_replaced(kwargs, real))
@@ -190,10 +191,12 @@ class Recorder(TorchDispatchMode):
         new: Sequence[Memory],
         device: torch.device,
     ) -> None:
-        refs = {id(one): ref(one, self.take_in(one)) for one in given}
+        refs = {id(one): ref(one, self.take_in(one)) for one in given if not one.is_meta}
+        # Asked for their shape and dtype, as of now.
+        shapes = {id(one): one.detach() for one in given if one.is_meta}
         written = {id(one): one for one in _torch.written_tensors(func, args, kwargs)}
         writes = {refs[one].memory for one in written}
-        reads = {refs[id(one)].memory for one in given if id(one) not in written}
+        reads = {refs[id(one)].memory for one in given if not one.is_meta and id(one) not in written}
         overwrites: set[int] = set()
         if func.overloadpacket in _OVERWRITES:
             memory = self.take_in(args[0])
@@ -209,8 +212,8 @@ class Recorder(TorchDispatchMode):
         number = self.program.append(
             Operation(
                 func,
-                _replaced(args, refs),
-                _replaced(kwargs, refs),
+                _replaced(args, refs | shapes),
+                _replaced(kwargs, refs | shapes),
                 results,
                 frozenset(reads),
                 frozenset(writes),
@@ -254,6 +257,10 @@ class Guard(TorchFunctionMode):
                     "Inside sharded_init() tensors have no bytes before the end. Do it after that, or make the model "
                     "plainly."
                 )
+            if func is Tensor.data_ptr and not memory.outside:
+                # Tells memories apart, as an address does; no machine has anything there.
+                at = (memory.number + 1 << 42) + tensor.storage_offset() * tensor.element_size()
+                return at if tensor.numel() else 0
             if func is Tensor.__repr__:
                 return f"Tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, made at the end of sharded_init())"
             if func is Tensor.__deepcopy__:
@@ -274,7 +281,7 @@ class Guard(TorchFunctionMode):
 
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _REFUSED = {Tensor.__reduce_ex__, Tensor.share_memory_, Tensor.__dlpack__, Tensor.storage, Tensor.untyped_storage}
-_LOOKS = {*_READS, *_REFUSED, Tensor.__repr__, Tensor.__deepcopy__}
+_LOOKS = {*_READS, *_REFUSED, Tensor.data_ptr, Tensor.__repr__, Tensor.__deepcopy__}
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -332,9 +339,25 @@ def _replaced(values: Any, by_id: Mapping[int, Any], device: str | None = None) 
     return found
 
 
-def _asks_for_meta(func: OpOverload, kwargs: Mapping[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+def _stays_on_meta(func: OpOverload, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> bool:
+    """Whether the results lie on the meta device, on which nothing has to be put off.
+
+    Raises:
+        CaptureError: a tensor without values is to be copied to where values are.
+    """
+    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+        return True
+    metas = [one for one in given if one.is_meta]
+    if not metas:
+        return False
+    if kwargs.get("device") is None:
+        written = _torch.written_tensors(func, args, kwargs)
+        if len(metas) == len(given) or (written and all(one.is_meta for one in written)):
+            return True
+    elif func.overloadpacket is not aten._to_copy:
+        # empty_like(x, device="cpu"), as module.to_empty() has it: x says a shape and no more.
+        return False
+    raise _unsupported(func, "it reads a tensor of the meta device, which has no values")
 
 
 def _device(func: OpOverload, given: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch.device:
