@@ -26,8 +26,7 @@ class SplitParameter(nn.Parameter):
         if func is torch.full_like:
             return _constant_like(*args, **(kwargs or {}))
         raise SplitParameterError(
-            f"{_name(func)} on a parameter whose values are split between the ranks\n"
-            "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
+            f"{_name(func)} on a parameter whose values are split between the ranks\n{_instead(args)}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -44,6 +43,16 @@ def _constant_like(parameter: Tensor, value: Any, **options: Any) -> Tensor:
     """One element, expanded: Adagrad makes its state so when it is built, which nobody has room for whole."""
     dtype, device = options.get("dtype") or parameter.dtype, options.get("device") or parameter.device
     return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
+
+
+def _instead(args: Any) -> str:
+    split = next((one for one in args or () if isinstance(one, SplitParameter)), None)
+    if getattr(getattr(split, "_zerograph_store", None), "provisional", False):
+        return (
+            "No graph trains the model yet: give it to a ZeroGraph. Its state_dict() and load_state_dict() have whole "
+            "states, and 'with step.full_parameters():' whole parameters."
+        )
+    return "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
 
 
 def _name(func: Any) -> str:

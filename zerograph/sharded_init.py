@@ -175,8 +175,8 @@ def _collected(recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
     trained = next((one for one in parameters if one.grad is not None), None)
     if trained is not None:
         raise ConfigError(
-            f"backward() inside sharded_init() gave a parameter of shape {tuple(trained.shape)} a gradient, which a split "
-            "parameter cannot keep\nTrain in a graph, or give gradients up inside: model.zero_grad()."
+            f"backward() inside sharded_init() gave a parameter of shape {tuple(trained.shape)} a gradient, which a "
+            "split parameter cannot keep\nTrain in a graph, or give gradients up inside: model.zero_grad()."
         )
     # What numpy made and no operator has seen gets its number here, in an order that all ranks have.
     split = sorted((one for one in parameters if one.numel()), key=lambda one: _place(recorder, one))

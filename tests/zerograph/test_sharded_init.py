@@ -389,7 +389,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sparse": (lambda: split(lambda: nn.ParameterList([torch.eye(3).to_sparse()])), zg.CaptureError, "sparse_coo"),
     "a gradient": (trained_inside, zg.ConfigError, "zero_grad"),
     "a copy of nothing": (copied_from_meta, zg.CaptureError, "no values"),
-    "eager use": (used_eagerly, zg.SplitParameterError, "full_parameters"),
+    "eager use": (used_eagerly, zg.SplitParameterError, "give it to a ZeroGraph"),
     "a view of a parameter": (view_used, zg.SplitParameterError, "shares memory"),
 }
 
