@@ -334,9 +334,11 @@ class ZeroGraph:
     def __repr__(self) -> str:
         policy = self.config.policy
         modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
-        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none: a forward graph"
+        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
+        # Without updates there is nothing that a stage would say.
+        kind = f"ZeRO {policy.name}, {self.steps_done} steps done" if self._optimizers else "forward graph"
         lines = [
-            f"{type(self).__name__}(ZeRO {policy.name}, {self.steps_done} steps done)",
+            f"{type(self).__name__}({kind})",
             f"  modules: {modules or 'none'}",
             f"  optimizers: {optimizers}",
         ]

@@ -198,7 +198,7 @@ class Looks(nn.Graph):
             self.seen.append(scores.sbp)
         except AttributeError as error:
             self.seen.append(str(error))
-        return scores.to_local()
+        return scores
 
 
 def looking() -> list[Any]:

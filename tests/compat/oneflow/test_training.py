@@ -288,6 +288,43 @@ def test_inputs_are_checked_on_every_rank_before_anything_changes(pool: Pool) ->
             assert part in message
 
 
+class Locally(nn.Graph):
+    def build(self, x: Tensor) -> Tensor:
+        return x - x.to_local().mean()  # type: ignore[attr-defined]
+
+
+def local_in_build() -> str:
+    with pytest.raises(zg.CaptureError) as problem:
+        Locally()(given(batches()[0][0]))
+    return str(problem.value)
+
+
+def test_a_ranks_own_part_inside_build_is_refused(pool: Pool) -> None:
+    message = pool.run(2, local_in_build)[1]
+    assert "x.to_local().mean()" in message
+    assert "use zg.local" in message
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "CrossEntropyLoss": lambda scores, labels: nn.CrossEntropyLoss()(scores, labels),
+    "cross_entropy": nn.functional.cross_entropy,
+    "NLLLoss": lambda scores, labels: nn.NLLLoss()(scores, labels),
+    "nll_loss": nn.functional.nll_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_may_be_a_column_of_any_integer_type(name: str) -> None:
+    scores, labels = torch.randn(5, CLASSES).log_softmax(1), torch.tensor([0, 3, 1, 2, 2])
+    # Of log probabilities the two are the same.
+    wanted = torch.nn.functional.nll_loss(scores, labels)
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        for shape in ((5,), (5, 1)):
+            torch.testing.assert_close(LOSSES[name](scores, labels.to(dtype).view(shape)), wanted)
+    with pytest.raises(zg.InputError, match=r"labels \(N,\) or \(N, 1\)"):
+        LOSSES[name](scores, torch.zeros(5, 2, dtype=torch.int64))
+
+
 def traced() -> Tensor:
     @nn.Graph.trace
     def twice(x: Tensor) -> Tensor:
@@ -338,11 +375,11 @@ def predicting_after_training() -> list[Any]:
     first = predict(given(data[0][0])).full_tensor()
     model.train()
     losses += trained(graph, data)
-    return [losses, first, predict(given(data[0][0])).full_tensor(), "ZeRO off" in repr(predict)]
+    return [losses, first, predict(given(data[0][0])).full_tensor(), repr(predict).splitlines()[0]]
 
 
 def test_training_predicting_and_training_again(pool: Pool) -> None:
-    losses, first, second, off = pool.run(2, predicting_after_training)[0]
+    losses, first, second, title = pool.run(2, predicting_after_training)[0]
     model = mlp()
     optimizer, data = OPTIMIZERS["sgd"](model), batches()
     wanted = plainly(model, optimizer, data)
@@ -350,7 +387,7 @@ def test_training_predicting_and_training_again(pool: Pool) -> None:
     wanted += plainly(model, optimizer, data)
     torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(second, model(data[0][0]).detach(), rtol=1e-10, atol=1e-12)
-    assert off
+    assert title == "Predict(forward graph)"
 
 
 def whole_variables() -> list[Any]:

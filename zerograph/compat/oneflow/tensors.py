@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zerograph.capture import original_of
 from zerograph.compat.oneflow.notices import without_effect
 from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
-from zerograph.errors import InputError, PlacementError, SplitParameterError
+from zerograph.errors import CaptureError, InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
 from zerograph.members import was_global
 from zerograph.placement import from_parts
@@ -27,6 +27,7 @@ from zerograph.placement import to_local as own_part
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, plain_parameters, store_of
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, from_dtensor, nd, to_dtensor, whole
+from zerograph.source import running_line
 
 
 def to_global(
@@ -83,7 +84,15 @@ def to_local(x: Tensor) -> Tensor:
 
     Raises:
         SplitParameterError: a parameter that a graph keeps split: its pieces lie in buckets.
+        CaptureError: inside ``build()``, where every tensor is whole.
     """
+    if building():
+        line, code = running_line()
+        raise CaptureError(
+            f"build() calls to_local()\n  {line}   {code}\n"
+            "build() sees the whole batch; for a rank's own part use zg.local (import zerograph as zg), and call "
+            "to_local() on what the graph returns."
+        )
     if isinstance(x, SplitParameter):
         raise SplitParameterError(
             "to_local() on a parameter that a graph keeps split: this rank's piece lies in a bucket with others'\n"

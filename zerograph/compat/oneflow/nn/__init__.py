@@ -1,4 +1,4 @@
-"""``flow.nn``: ``Graph``, and ``torch.nn`` with OneFlow's cross entropy."""
+"""``flow.nn``: ``Graph``, and ``torch.nn`` with OneFlow's losses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from zerograph.compat.oneflow.nn import functional, graph
 from zerograph.compat.oneflow.nn.graph import Graph
-from zerograph.compat.oneflow.nn.loss import CrossEntropyLoss
+from zerograph.compat.oneflow.nn.loss import CrossEntropyLoss, NLLLoss
 
-__all__ = ["CrossEntropyLoss", "Graph", "functional", "graph"]
+__all__ = ["CrossEntropyLoss", "Graph", "NLLLoss", "functional", "graph"]
 
 
 def __getattr__(name: str) -> Any:

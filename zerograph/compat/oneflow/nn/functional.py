@@ -1,4 +1,4 @@
-"""``flow.nn.functional``: torch's, with OneFlow's cross entropy."""
+"""``flow.nn.functional``: torch's, with OneFlow's cross entropy and negative log likelihood."""
 
 from __future__ import annotations
 
@@ -7,16 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.errors import InputError
+
 
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """``torch.nn.functional.cross_entropy``, which also takes class numbers of shape (N, 1), as OneFlow's does."""
+    """``torch.nn.functional.cross_entropy``, with labels as :func:`class_numbers` takes them.
+
+    Raises:
+        InputError: as :func:`class_numbers`.
+    """
     return torch.nn.functional.cross_entropy(input, class_numbers(input, target), *args, **options)
 
 
+def nll_loss(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``torch.nn.functional.nll_loss``, with labels as :func:`class_numbers` takes them.
+
+    Raises:
+        InputError: as :func:`class_numbers`.
+    """
+    return torch.nn.functional.nll_loss(input, class_numbers(input, target), *args, **options)
+
+
 def class_numbers(input: Tensor, target: Tensor) -> Tensor:
-    """Class numbers of shape (N, 1) for scores of shape (N, C) without their last dimension; others as they are."""
-    column = target.dim() == input.dim() == 2 and target.shape[1] == 1
-    return target.squeeze(1) if column and not target.is_floating_point() else target
+    """Labels as torch takes them, from those that OneFlow also takes: of any integer type, (N, 1) for scores (N, C).
+
+    What is no class number, but a probability, stays as it is.
+
+    Raises:
+        InputError: labels of two dimensions and several columns.
+    """
+    if target.is_floating_point():
+        return target
+    if target.dim() == input.dim() == 2:
+        if target.shape[1] != 1:
+            raise InputError(
+                f"integer labels of shape {tuple(target.shape)} for scores of shape {tuple(input.shape)}\n"
+                "Give class numbers as labels (N,) or (N, 1), or probabilities (N, C) as floating point numbers."
+            )
+        target = target.squeeze(1)
+    return target.long() if target.dtype in (torch.int8, torch.int16, torch.int32) else target
 
 
 def __getattr__(name: str) -> Any:

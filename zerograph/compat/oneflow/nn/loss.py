@@ -9,7 +9,14 @@ from zerograph.compat.oneflow.nn.functional import class_numbers
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss``, which also takes class numbers of shape (N, 1), as OneFlow's does."""
+    """``torch.nn.CrossEntropyLoss``, which also takes class numbers of shape (N, 1) and of any integer type."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, class_numbers(input, target))
+
+
+class NLLLoss(torch.nn.NLLLoss):
+    """``torch.nn.NLLLoss``, which also takes class numbers of shape (N, 1) and of any integer type."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input, class_numbers(input, target))

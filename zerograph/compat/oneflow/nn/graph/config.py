@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,15 @@ class GraphConfig(Config):
         super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
         if name == "stage":
             object.__setattr__(self, "_by_switches", False)
+
+    def __getattr__(self, name: str) -> Any:
+        # hasattr() asks as well: no error of our own.
+        alike = difflib.get_close_matches(name, [one for one in dir(self) if one[0] != "_"], 3, 0.5)
+        raise AttributeError(
+            f"the configuration has no {name!r}"
+            + (f"; did you mean {' or '.join(alike)}?" if alike else "")
+            + " docs/oneflow.md and zerograph.Config list what there is"
+        )
 
     @property
     def training(self) -> bool:

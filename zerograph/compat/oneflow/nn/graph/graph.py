@@ -198,7 +198,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks, also from ``flow.load``.
 
-        A state of modules alone is loaded too: optimizers then stay as they are.
+        A state of modules alone is loaded too: optimizers then stay as they are. Modules that have nothing to save may
+        be missing.
 
         Args:
             strict: it must be of just these modules, parameters and buffers; else what fits by name is loaded.
@@ -206,10 +207,11 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         Raises:
             ConfigError: the state does not fit; nothing is changed then.
         """
+        self._check_state(state, strict)
         plain = pytree.tree_map(lambda one: whole_of(one) if isinstance(one, Tensor) else one, dict(state))
         rest = plain.pop(_REST, None)
         now = super().state_dict() if rest is None or not strict else {}
-        modules = plain if strict else _filled(now["modules"], plain)
+        modules = self._stateless() | plain if strict else _filled(now["modules"], plain)
         super().load_state_dict({**(now if rest is None else rest), "modules": modules})
 
     @staticmethod
@@ -230,6 +232,29 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         made: Graph = traced()
         return made
 
+    def _check_state(self, state: Any, strict: bool) -> None:
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"load_state_dict() takes what state_dict() returned, or flow.load(path), not {state!r:.60}"
+            )
+        mine = [name for name, _ in self._members().root.named_children()]
+        theirs = [key for key in state if key != _REST]
+        by_module = all(isinstance(state[key], Mapping) for key in theirs)
+        missing = set(mine) - {*theirs, *self._stateless()}
+        if by_module and not (strict and (missing or set(theirs) - set(mine))):
+            return
+        shown = ", ".join(map(str, theirs[:4])) + (f", ... ({len(theirs)} keys)" if len(theirs) > 4 else "")
+        name = min(missing, key=mine.index, default=mine[0] if mine else "model")
+        raise ConfigError(
+            f"the graph has the modules {', '.join(mine) or 'none'}; the loaded state is of {shown or 'nothing'}\n"
+            f"If it is that of one module, wrap it: {{{name!r}: state}}, or call {name}.load_state_dict(state)."
+        )
+
+    def _stateless(self) -> dict[str, Any]:
+        """The modules that have nothing to save, each with its empty state."""
+        children = self._members().root.named_children()
+        return {name: {} for name, module in children if not module.state_dict(keep_vars=True)}
+
     def _constructed(self) -> None:
         self.config.take_switches()
         self._keep_state_whole()
@@ -246,8 +271,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         if id(step) not in before:
             self._keep_state_whole()
             if self._debug_level >= 0:
-                stage = self.config.policy.name if self.training else "off"
-                title = f"(GRAPH:{self.name}:{type(self).__name__}) ZeRO {stage},"
+                kind = f"ZeRO {self.config.policy.name}" if self.training else "forward graph"
+                title = f"(GRAPH:{self.name}:{type(self).__name__}) {kind},"
                 print(report(self, title, self._debug_level), flush=True)
         return step, batch
 
