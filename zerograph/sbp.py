@@ -74,7 +74,7 @@ def nd(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
     Raises:
         PlacementError: not an SBP, or not as many as the mesh has dimensions.
     """
-    many = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, Sequence) else (sbp,)
+    many = tuple(sbp) if isinstance(sbp, Sequence) and not isinstance(sbp, str) else (sbp,)
     for one in many:
         if not isinstance(one, Sbp):
             raise PlacementError(f"{one!r} is not an SBP: use sbp.broadcast, sbp.split(d) or sbp.partial_sum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from typing import Any
@@ -210,3 +211,25 @@ def test_an_unknown_name_is_said_to_be_in_neither_namespace() -> None:
     assert nn.LayerNorm is torch.nn.LayerNorm
     assert flow.optim.AdamW is torch.optim.AdamW
     assert nn.functional.gelu is torch.nn.functional.gelu
+
+
+def test_an_option_that_does_not_exist_is_named_with_those_alike() -> None:
+    config: Any = GraphConfig()
+    with pytest.raises(AttributeError, match="no 'enable_zeros'; did you mean enable_zero"):
+        config.enable_zeros(True)
+    assert not hasattr(config, "enable_foo")
+
+
+def test_one_process_that_names_several_ranks_is_told_how_to_start() -> None:
+    with pytest.raises(zg.PlacementError, match=r"one process alone: start it with .* --nproc_per_node 2"):
+        flow.placement("cpu", ranks=[0, 1])
+
+
+def test_an_sbp_given_as_text_is_named_whole() -> None:
+    with pytest.raises(zg.PlacementError, match="'broadcast' is not an SBP"):
+        flow.ones(2, placement=flow.placement.all("cpu"), sbp="broadcast")
+
+
+@pytest.mark.parametrize("name", ["nn.init", "nn.parallel", "nn.utils", "nn.utils.rnn", "utils.data"])
+def test_what_is_torchs_can_be_imported_under_oneflows_name(name: str) -> None:
+    assert importlib.import_module(f"zerograph.compat.oneflow.{name}") is importlib.import_module(f"torch.{name}")

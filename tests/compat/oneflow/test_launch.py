@@ -23,6 +23,7 @@ COMMANDS = {
     "--master_port 1234 --no_python ./run": (
         "--nnodes=1 --node-rank=0 --master-addr=127.0.0.1 --master-port=1234 --nproc-per-node=1 --no-python ./run"
     ),
+    "--nproc-per-node 3 --no-python ./run": "--standalone --nproc-per-node=3 --no-python ./run",
     "--redirect_stdout_and_stderr --logdir logs a.py": (
         "--standalone --nproc-per-node=1 --log-dir=logs --redirects=3 a.py"
     ),
@@ -38,6 +39,8 @@ MISTAKES = {
     "--redirect_stdout_and_stderr a.py": "needs --logdir",
     "-m --no_python a": "exclude each other",
     "--nnodes 2 --node_rank 2 a.py": "give 0 to 1",
+    "--nproc_per_node 0 a.py": "from 1 up",
+    "--nnodes 0 a.py": "from 1 up",
     "--nproc 2 a.py": "unrecognized arguments|required",
     "": "required",
 }

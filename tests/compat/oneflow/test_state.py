@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def saved_and_resumed(folder: str) -> dict[str, Any]:
         for parameter in other.parameters():
             parameter.zero_()
     second = step(other, stage=3)
-    second.load_state_dict(flow.load(file, global_src_rank=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = flow.load(file, global_src_rank=0)
+    second.load_state_dict(read)
     again = trained(second, data[2:])
     # A graph that runs already is taken back too.
     first.load_state_dict(flow.load(file))
@@ -222,6 +226,27 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(pool: Pool, tm
         second[5:], ("is a directory", "FileNotFound", "the modules model", "Missing"), strict=True
     ):
         assert part in message
+
+
+def test_what_is_no_state_of_the_graph_is_named() -> None:
+    model = mlp()
+    graph = Train(model, adamw(model))
+    # A loss without parameters has nothing to save, and may be missing.
+    graph.load_state_dict({"model": model.state_dict()})
+    wrong: list[Any] = [None, "graph.pt", {}, model.state_dict(), {"model": None}]
+    messages = []
+    for strict in (True, False):
+        for one in wrong:
+            if strict or one != {}:
+                with pytest.raises(zg.ConfigError) as problem:
+                    graph.load_state_dict(one, strict)
+                messages.append(str(problem.value))
+    assert "flow.load(path), not None" in messages[0]
+    assert "not 'graph.pt'" in messages[1]
+    assert "is of nothing" in messages[2]
+    assert "0.weight, 0.bias, 2.weight, 2.bias\n" in messages[3]
+    assert "{'model': state}, or call model.load_state_dict(state)" in messages[3]
+    assert messages[7] == messages[3]
 
 
 def not_strict() -> tuple[bool, bool]:

@@ -24,7 +24,7 @@ installed.install()
 globals().update(FACTORIES)
 
 # So that import statements find them too: import zerograph.compat.oneflow.utils.data as data.
-for _name in ("autograd", "utils", "utils.data"):
+for _name in ("autograd", "utils", "utils.data", "nn.init", "nn.parallel", "nn.parameter", "nn.utils", "nn.utils.rnn"):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"torch.{_name}"]
 
 

@@ -97,11 +97,10 @@ def load(
     agree(job, "going on from flow.load()", 0, dict, problem)
     mesh = placement("cpu", [global_src_rank]).mesh
     # What is no tensor goes to all, and of tensors what they are.
-    leaves, tree = pytree.tree_flatten(found)
-    told: list[Any] = [[_told(one) for one in leaves], tree]
+    told: list[Any] = [pytree.tree_map(_told, found)]
     dist.broadcast_object_list(told, src=global_src_rank, group=job.control)
-    read = leaves if rank() == global_src_rank else told[0]
-    return _mapped(pytree.tree_unflatten([_on_one_rank(one, mesh) for one in read], told[1]), map_location)
+    read = found if rank() == global_src_rank else told[0]
+    return _mapped(pytree.tree_map(lambda one: _on_one_rank(one, mesh), read), map_location)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def module_to_global(
         if isinstance(tensor, nn.Parameter) and store_of(tensor) is not None:
             raise ConfigError(
                 f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} a graph keeps\n"
-                "The graph places it. To use the module eagerly: 'with graph.full_parameters():'; a parameter's "
+                "The graph places it. To use the module eagerly: 'with graph.full_parameters():', on plain tensors "
+                "(x.to_local()); a parameter's "
                 "values: parameter.to_global(sbp=flow.sbp.broadcast)."
             )
     made: dict[int, Tensor] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from zerograph import _torch
 from zerograph.errors import PlacementError
@@ -95,8 +96,21 @@ def _mesh_of(one: placement) -> DeviceMesh:
     known, key = _known(), (one.type, str(one.ranks))
     if key not in known:
         with _torch.no_modes():
-            known[key] = device_mesh(one.type, ranks=one.ranks)
+            known[key] = _made(one)
     return known[key]
+
+
+def _made(one: placement) -> DeviceMesh:
+    try:
+        return device_mesh(one.type, ranks=one.ranks)
+    except PlacementError as error:
+        named = pytree.tree_leaves(one.ranks)
+        if world_size() > 1 or not all(isinstance(rank, int) for rank in named) or len(set(named)) < 2:
+            raise
+        raise PlacementError(
+            f"{error}\nThis is one process alone: start it with python -m zerograph.compat.oneflow.launch "
+            f"--nproc_per_node {max(named) + 1}"
+        ) from None
 
 
 def _lists(ranks: Any) -> Any:
