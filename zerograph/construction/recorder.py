@@ -258,8 +258,8 @@ class Guard(TorchFunctionMode):
                     "plainly."
                 )
             if func is Tensor.data_ptr and not memory.outside:
-                # Tells memories apart, as an address does; no machine has anything there.
-                at = (memory.number + 1 << 42) + tensor.storage_offset() * tensor.element_size()
+                # Tells memories apart, as an address does; higher than any real one, which others have.
+                at = (1 << 62) + (memory.number << 41) + tensor.storage_offset() * tensor.element_size()
                 return at if tensor.numel() else 0
             if func is Tensor.__repr__:
                 return f"Tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, made at the end of sharded_init())"

@@ -276,3 +276,25 @@ def evaluation() -> Tensor:
 
 def test_predictions_are_those_of_the_whole_module(pool: Pool) -> None:
     pool.run(2, evaluation)
+
+
+def made_split() -> list[str]:
+    with zg.sharded_init():
+        model = mlp()
+    messages = []
+    for wrong in (lambda: model.to_global(placement=everybody(), sbp=B), model.state_dict):
+        with pytest.raises(zg.ZeroGraphError) as problem:
+            wrong()
+        messages.append(str(problem.value))
+    graph = Predict(model)
+    model.load_state_dict({name: value + 1 for name, value in mlp().state_dict().items()})
+    with graph.full_parameters():
+        messages.append(str(torch.equal(model[0].bias, mlp()[0].bias + 1)))
+    return messages
+
+
+def test_a_module_made_split_needs_a_graph_before_its_state_is_read_or_loaded(pool: Pool) -> None:
+    placed, read, loaded = pool.run(2, made_split)[0]
+    assert "Give the module to a graph as it is" in placed
+    assert "give it to a ZeroGraph" in read
+    assert loaded == "True"

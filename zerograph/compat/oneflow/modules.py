@@ -28,18 +28,24 @@ def module_to_global(
     To cut a whole module, make it global with ``broadcast`` first.
 
     Raises:
-        ConfigError: a graph has taken the module over already.
+        ConfigError: a graph has taken the module over already, or ``sharded_init()`` has split it.
         PlacementError: as of tensors.
     """
     held = [(owner, name, tensor) for owner in module.modules() for name, tensor in _own(owner)]
     for _, name, tensor in held:
-        if isinstance(tensor, nn.Parameter) and store_of(tensor) is not None:
+        if not isinstance(tensor, nn.Parameter) or (store := store_of(tensor)) is None:
+            continue
+        if store.provisional:
             raise ConfigError(
-                f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} a graph keeps\n"
-                "The graph places it. To use the module eagerly: 'with graph.full_parameters():', on plain tensors "
-                "(x.to_local()); a parameter's "
-                "values: parameter.to_global(sbp=flow.sbp.broadcast)."
+                f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} is split already\n"
+                "Give the module to a graph as it is; a parameter's values: "
+                "parameter.to_global(sbp=flow.sbp.broadcast)."
             )
+        raise ConfigError(
+            f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} a graph keeps\n"
+            "The graph places it. To use the module eagerly: 'with graph.full_parameters():', on plain tensors "
+            "(x.to_local()); a parameter's values: parameter.to_global(sbp=flow.sbp.broadcast)."
+        )
     made: dict[int, Tensor] = {}
     for _, _, tensor in held:
         if id(tensor) not in made:

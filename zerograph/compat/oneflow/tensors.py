@@ -95,7 +95,7 @@ def to_local(x: Tensor) -> Tensor:
         )
     if isinstance(x, SplitParameter):
         raise SplitParameterError(
-            "to_local() on a parameter that a graph keeps split: this rank's piece lies in a bucket with others'\n"
+            "to_local() on a parameter that is kept split: this rank's piece lies in a bucket, and has no shape\n"
             "Every rank may call parameter.to_global(sbp=flow.sbp.broadcast).to_local(), or module.state_dict()."
         )
     return own_part(x)
