@@ -268,10 +268,12 @@ class Config:
         """All options' values: equal where the compiled step may be the same."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
-    def shown(self) -> str:
-        """The same in words that are equal on all ranks."""
-        names = (field.name for field in fields(self))
-        values = {name: getattr(self, name) for name in names}
+    def shown(self, *, changed: bool = False) -> str:
+        """The same in words that are equal on all ranks; ``changed``: only of options that are not at their default."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if changed:
+            default = Config()
+            values = {name: value for name, value in values.items() if value != getattr(default, name)}
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
 
 

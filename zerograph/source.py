@@ -58,11 +58,10 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     return "", ""
 
 
-def frames_to_user() -> int:
-    """``stacklevel`` with which the caller's ``warnings.warn`` points at the innermost user's line."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 1
-    while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
+def levels_to_user() -> int:
+    """``stacklevel`` for ``warnings.warn()`` in the caller, so that the warning points to the user's line."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, count = frame.f_back, count + 1
     return count
 

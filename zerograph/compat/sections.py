@@ -87,4 +87,4 @@ def say_without_effect(keys: Iterable[str], where: str) -> None:
 def warn(message: str) -> None:
     """A warning on rank 0 that points at the user's line."""
     if os.environ.get("RANK", "0") == "0":
-        warnings.warn(f"zerograph: {message}", stacklevel=source.frames_to_user())
+        warnings.warn(f"zerograph: {message}", stacklevel=source.levels_to_user())

@@ -82,7 +82,6 @@ def test_a_size_that_fits_one_part_only_says_so(engine: colossalai.Engine) -> No
 
 
 def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engine) -> None:
-    engine._verbose = True
     with pytest.warns(UserWarning, match="divided by 8"):
         _ = F.cross_entropy(engine(X), Y, reduction="sum") / len(X)
 
@@ -96,6 +95,15 @@ def test_step_needs_backward(engine: colossalai.Engine) -> None:
     engine(X)
     with pytest.raises(zg.InputError, match=r"without engine\.backward"):
         engine.step()
+
+
+def test_a_step_that_is_forgotten_is_warned_of_once(engine: colossalai.Engine) -> None:
+    engine.train()
+    with pytest.warns(UserWarning, match=r"64 times without engine\.step\(\)") as seen:
+        for _ in range(66):
+            engine.zero_grad()
+            engine.backward(engine(X).mean())
+    assert [one.filename for one in seen] == [__file__]
 
 
 def test_zero_grad_takes_backward_back(engine: colossalai.Engine) -> None:
@@ -155,9 +163,15 @@ def test_initialize_names_the_argument_that_is_wrong() -> None:
         ({"model": model, "optimizer": 3}, "optimizer=3"),
         ({"model": model, "criterion": 3}, "criterion=3"),
         ({"model": model, "lr_scheduler": 3}, "lr_scheduler=3"),
+        ({"model": model, "config": 3}, "config=3"),
     ):
         with pytest.raises(zg.ConfigError, match=name):
-            colossalai.initialize(**arguments, config=PLAIN, verbose=False)
+            colossalai.initialize(**{"config": PLAIN, "verbose": False, **arguments})
+
+
+def test_initialize_prints_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    colossalai.initialize(make("mlp"), config={"zero": {"level": 2}, "fp16": False})
+    assert capsys.readouterr().out == "zerograph: mode=distributed_split, stage=2\n"
 
 
 def count_outside() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import runpy
 import types
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from zerograph.compat.colossalai.notices import say
 from zerograph.compat.optimizers import ADAMS, adam, torchs
-from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, whole
+from zerograph.compat.sections import bucket_bytes, number, section, switch, whole
 from zerograph.compat.settings import MakeOptimizer, Settings
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler, StaticGradScaler
@@ -83,6 +83,8 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
         ConfigError: an unknown key, one that is not supported, or a value that an option cannot have; the message names
             the key and the choices.
     """
+    if not isinstance(config, (Mapping, str, os.PathLike)):
+        raise ConfigError(f"config={config!r:.60}: give a dict, or the path of a Python file")
     every = config if isinstance(config, Mapping) else _file(config)
     own = [key for key in every if isinstance(key, str) and key.isupper()]
     given = section({k: v for k, v in every.items() if k not in own}, "the ColossalAI configuration", _KEYS)
@@ -114,7 +116,8 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
             for key, same in _ZERO_WITHOUT_EFFECT.items()
             if key in zero and same is not None and zero[key] != same
         ]
-    say_without_effect(unused, "the ColossalAI configuration")
+    if unused:
+        say(f"without effect in the ColossalAI configuration: {', '.join(unused)}")
     return settings
 
 
@@ -266,10 +269,9 @@ def _offload_of_parameters(zero: Mapping[str, Any]) -> Offload | None:
     given = dict(zero["offload_param_config"]) if isinstance(zero["offload_param_config"], Mapping) else {}
     slip = given.get("fast_init")
     if isinstance(slip, (int, float)) and not isinstance(slip, bool) and "max_in_cpu" not in given:
-        warnings.warn(
-            f"zerograph: {name}.fast_init = {slip}: parameters have no fast_init, and published examples write it for "
-            "max_in_cpu; taken as that",
-            stacklevel=2,
+        say(
+            f"{name}.fast_init = {slip}: parameters have no fast_init, and published examples write it for max_in_cpu; "
+            "taken as that"
         )
         given["max_in_cpu"] = given.pop("fast_init")
         section(given, name, keys)

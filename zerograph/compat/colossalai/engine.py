@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +20,9 @@ from zerograph.compat.colossalai.program import Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
+
+# So often backward() without a step is more likely a step that was forgotten.
+_MANY = 64
 
 
 class Engine:
@@ -71,6 +73,7 @@ class Engine:
         self._tape = self._new_tape()
         self._pending: list[Tape] = []
         self._warned: set[str] = set()
+        self._backwards = 0
 
     @property
     def model(self) -> nn.Module:
@@ -147,6 +150,13 @@ class Engine:
         if loss.made in self._tape.losses:
             raise InputError("engine.backward() was called twice with one loss: multiply it by 2 if that is meant")
         self._tape.losses.append(loss.made)
+        self._backwards += 1
+        if self._backwards == _MANY:
+            self._warn(
+                f"engine.backward() was called {_MANY} times without engine.step(): all that is computed until then is "
+                "one step, and its tape grows\nCall engine.step() once for each batch; to add gradients of several "
+                "batches up, set gradient_accumulation = k."
+            )
 
     def step(self) -> bool:
         """Make the step: forward, backward and update as one graph. With accumulation, on each k-th call.
@@ -163,7 +173,7 @@ class Engine:
             raise ConfigError("the engine has no optimizer: give one to initialize(), or name one in the configuration")
         if not self._tape.losses:
             raise InputError("engine.step() without engine.backward(loss) before: there is nothing to go down")
-        self._tape.closed = True
+        self._tape.closed, self._backwards = True, 0
         tapes = [*self._pending, self._tape]
         if len(tapes) < self.graph.config.gradient_accumulation_steps:
             self._pending, self._tape = tapes, self._new_tape()
@@ -248,7 +258,7 @@ class Engine:
         """Values of what a step is still to compute, the same that it will."""
         calls = self.graph.config.gradient_accumulation_steps
         program = program_of(tape, [], wanted, self._texts)
-        self._warn(
+        self._hint(
             "a value was asked for before engine.step() has computed it, which takes a forward of its own; "
             "after engine.step() it is there at no cost"
         )
@@ -265,10 +275,15 @@ class Engine:
                 "make one update, which are no part of the state: call it after the last"
             )
 
+    def _hint(self, message: str) -> None:
+        """A warning of what costs time, and changes no number."""
+        if self._verbose:
+            self._warn(message)
+
     def _warn(self, message: str) -> None:
-        if message not in self._warned and self.graph._join().rank == 0 and self._verbose:
+        if message not in self._warned and self.graph._join().rank == 0:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=_frames_to_user())
+            warnings.warn(message, stacklevel=source.levels_to_user())
 
 
 def _refuse_by_hand(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -286,11 +301,3 @@ def _wanted(tape: Tape) -> list[Made]:
     """
     to_losses = set(tape.behind(one.call for one in tape.losses))
     return sorted({one.made for one in tape.alive() if one.known is None or one.made.call in to_losses})
-
-
-def _frames_to_user() -> int:
-    """How many frames up a warning is to point: to the user's line."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
-        frame, count = frame.f_back, count + 1
-    return count

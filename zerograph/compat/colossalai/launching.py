@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerograph.compat.colossalai import configuration
+from zerograph.compat.colossalai.notices import as_rank
 from zerograph.compat.settings import Settings
 from zerograph.errors import CommunicationError, ConfigError
 from zerograph.runtime.process_group import connect
@@ -45,7 +46,8 @@ def launch(
         CommunicationError: the ranks do not meet.
     """
     global _latest
-    settings = configuration.read(config)
+    with as_rank(rank):
+        settings = configuration.read(config)
     bracketed = f"[{host}]" if ":" in host else host
     connect(rank, world_size, f"tcp://{bracketed}:{port}", backend, local_rank)
     torch.manual_seed(seed)

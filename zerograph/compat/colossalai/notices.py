@@ -1,0 +1,32 @@
+"""Warnings of what a configuration says: once for the job, on the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch.distributed as dist
+
+from zerograph import source
+
+_rank: ContextVar[int | None] = ContextVar("rank of this process, where it has not joined the job yet", default=None)
+
+
+@contextlib.contextmanager
+def as_rank(number: int) -> Iterator[None]:
+    """This process is going to be that rank."""
+    token = _rank.set(number)
+    try:
+        yield
+    finally:
+        _rank.reset(token)
+
+
+def say(message: str) -> None:
+    """Warn, on rank 0."""
+    known = dist.get_rank() if dist.is_initialized() else _rank.get()
+    if (int(os.environ.get("RANK", "0")) if known is None else known) == 0:
+        warnings.warn(f"zerograph: {message}", stacklevel=source.levels_to_user())
