@@ -52,7 +52,10 @@ def _instead(args: Any) -> str:
             "No graph trains the model yet: give it to a ZeroGraph. Its state_dict() and load_state_dict() have whole "
             "states, and 'with step.full_parameters():' whole parameters."
         )
-    return "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph."
+    return (
+        "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph "
+        "(of an engine: engine.full_parameters(), engine.state_dict(), and a penalty in the criterion)."
+    )
 
 
 def _name(func: Any) -> str:

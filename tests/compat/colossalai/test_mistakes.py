@@ -5,6 +5,7 @@ Two calls to an update make two parts of the batch, on one process as two ranks 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "samples by number": (lambda out: out[torch.arange(8), Y], "picks samples"),
     "half the batch": (lambda out: out.chunk(2), "picks samples"),
     "sample by sample": (lambda out: list(out), "picks samples"),
-    "samples by value": (lambda out: out[out[:, 0] > 0], "picks samples"),
+    "samples by value": (lambda out: out[out[:, 0] > 0], "multiply by the mask"),
     "a size by value": (lambda out: out.nonzero(), "needs values"),
     "two batches": (lambda out: torch.cat([out, out]), "lays one batch behind another"),
     "copies": (lambda out: out.repeat(2, 1), "lays copies"),
@@ -48,6 +49,11 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "in place by index": (written, "in place"),
     "in place in a function": (lambda out: F.relu(out, inplace=True), "in place"),
     "into another": (lambda out: torch.zeros(8, 3).copy_(out), "in place"),
+    "into a total": (lambda out: torch.zeros(()).add_(out.mean().detach()), r"behind engine\.step"),
+    "a masked mean": (lambda out: out.sum() / (Y > 1).sum(), r"engine\.criterion\(output, y, mask\)"),
+    "a masked mean of samples": (lambda out: out.sum(0) * (1 / (Y > 1).sum()), r"engine\.criterion\(output, y, mask\)"),
+    "another engine's": (lambda out: engine_of(nn.Linear(3, 3))(out), "results of two engines"),
+    "a penalty by hand": (lambda out: out.mean() + nn.Linear(7, 3).weight.square().sum(), "belongs into the criterion"),
     "backward by hand": (lambda out: out.mean().backward(), r"engine\.backward\(loss\)"),
     "backward by torch": (lambda out: torch.autograd.backward(out.mean()), r"engine\.backward\(loss\)"),
     "gradients": (lambda out: torch.autograd.grad(out.mean(), [X]), "inside the step only"),
@@ -81,9 +87,49 @@ def test_a_size_that_fits_one_part_only_says_so(engine: colossalai.Engine) -> No
         engine(X).view(8, 3)
 
 
-def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engine) -> None:
-    with pytest.warns(UserWarning, match="divided by 8"):
-        _ = F.cross_entropy(engine(X), Y, reduction="sum") / len(X)
+MEANS_BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided by 8": lambda out: F.cross_entropy(out, Y, reduction="sum") / len(X),
+    "divided by 8.0": lambda out: out.sum() / float(len(X)),
+    "multiplied by 0.125": lambda out: (1 / len(X)) * (0.5 * out.sum()),
+    "summed over the batch was divided": lambda out: (F.cross_entropy(out, Y, reduction="none") / len(X)).sum(),
+}
+
+
+@pytest.mark.parametrize("message", MEANS_BY_HAND)
+def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engine, message: str) -> None:
+    with pytest.warns(UserWarning, match=message) as seen:
+        MEANS_BY_HAND[message](engine(X))
+    assert seen[0].filename == __file__
+
+
+def test_means_are_scaled_without_a_warning(engine: colossalai.Engine) -> None:
+    out = engine(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = F.cross_entropy(out, Y) / 2 + 0.5 * out.mean() * torch.tensor(2.0) + (out.sum() / (out > 0).sum()) / 4
+        engine.backward(loss + 0.5 * engine.criterion(out, Y))
+
+
+def test_what_was_taken_for_the_batch_is_named() -> None:
+    def weighted(out: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, weight)
+
+    engine = engine_of(make("mlp"), weighted, gradient_accumulation=2)
+    out = engine(X)
+    with pytest.raises(zg.CaptureError, match=r"argument 3 of shape \(3,\) was taken(.|\n)*attribute of the criterion"):
+        engine.criterion(out, Y, torch.ones(3))
+
+
+def test_as_many_classes_as_samples_are_told_apart() -> None:
+    model, weight = nn.Linear(7, 8), torch.arange(1.0, 9.0)
+    wanted = F.cross_entropy(model(torch.cat([X, X])), torch.cat([Y, Y]), weight)
+    engine = engine_of(model, gradient_accumulation=2)
+    losses = []
+    for _ in range(2):
+        losses.append(F.cross_entropy(engine(X), Y, weight))
+        engine.backward(losses[-1])
+        engine.step()
+    torch.testing.assert_close(losses[0], wanted.detach())
 
 
 def test_autocast_around_the_engine_is_refused(engine: colossalai.Engine) -> None:
@@ -98,11 +144,13 @@ def test_step_needs_backward(engine: colossalai.Engine) -> None:
 
 
 def test_a_step_that_is_forgotten_is_warned_of_once(engine: colossalai.Engine) -> None:
-    engine.train()
-    with pytest.warns(UserWarning, match=r"64 times without engine\.step\(\)") as seen:
+    def forgetful() -> None:
         for _ in range(66):
             engine.zero_grad()
             engine.backward(engine(X).mean())
+
+    with pytest.warns(UserWarning, match=r"64 times without engine\.step\(\)") as seen:
+        forgetful()
     assert [one.filename for one in seen] == [__file__]
 
 
@@ -179,8 +227,7 @@ def count_outside() -> None:
     x, y = part(X), part(Y)
     out = engine(x)
     mask = torch.arange(8).chunk(2)[zg.rank()] < 5
-    engine._verbose = False
-    loss = (F.cross_entropy(out, y, reduction="none") * mask).sum() / mask.sum()
+    loss = (F.cross_entropy(out, y, reduction="none") * mask).mean() * mask.sum()
     engine.backward(loss)
     with pytest.raises(zg.RankMismatchError, match=r"no part of the batch(.|\n)*by the model or the criterion"):
         engine.step()

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from zerograph import source
 from zerograph.compat.colossalai.deferred import Meta, name_of
-from zerograph.compat.colossalai.tape import Operand
 from zerograph.errors import CaptureError
 
 # Where the dimension stands among the arguments, its keyword, and its default.
@@ -39,7 +38,6 @@ _PICKS: Mapping[str, tuple[int, str, int | None]] = {
 }
 _JOINS = ("cat", "concat", "concatenate", "hstack", "vstack", "row_stack")
 _RESHAPES = ("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as")
-_DIVIDES = ("div", "divide", "true_divide", "__truediv__", "__div__")
 
 
 def check(
@@ -84,23 +82,6 @@ def check(
         _check_reshape(name, first, along, made[0])
 
 
-def look_at_numbers(
-    function: Callable[..., Any], arguments: Sequence[Any], parts: int, warn: Callable[[str], None]
-) -> None:
-    """Warn of a division by what may count this rank's samples: the step sums over the whole batch."""
-    if parts == 1 or getattr(function, "__name__", "") not in _DIVIDES or len(arguments) < 2:
-        return
-    value, by = arguments[0], arguments[1]
-    outside = isinstance(by, Operand) and by.real and not by.meta.shape
-    if isinstance(value, Operand) and not value.meta.shape and (outside or (isinstance(by, int) and by > 1)):
-        line, code = source.running_line()
-        warn(
-            f"a sum is divided by {'a tensor' if outside else by} before engine.step()\n  {line}   {code}\n"
-            f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
-            "Take the mean, or let the criterion count."
-        )
-
-
 def here() -> str:
     """The user's running line, on a line of its own."""
     line, code = source.running_line()
@@ -127,7 +108,12 @@ def _check_index(first: Meta, along: int, index: Any) -> None:
     dim = 0
     for one in entries:
         if dim <= along < dim + _dims(one) and one != slice(None):
-            _refuse("[...] picks samples along the batch")
+            masked = isinstance(one, Meta) and str(one.dtype) == "torch.bool"
+            _refuse(
+                "[mask] picks samples along the batch: multiply by the mask"
+                if masked
+                else "[...] picks samples along the batch"
+            )
         dim += _dims(one)
 
 

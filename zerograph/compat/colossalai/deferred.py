@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from zerograph.compat.colossalai.tape import Made, Tape
 
 
+# How a tensor without a batch dimension was made of one with it.
+Comes = Literal["sum", "mean"] | None
+
+
 @dataclass(frozen=True)
 class Meta:
     """What a tensor looks like.
@@ -28,6 +32,8 @@ class Meta:
     Attributes:
         shape: that of this rank's part, for one call of the engine.
         whole: that of the global tensor in the step, which all ranks' parts of all its calls make up together.
+        comes: it is a sum, or a mean, over the batch; None: neither, or unknown.
+        divided: by a number or tensor from outside, which may be a count of samples.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +41,8 @@ class Meta:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
+    comes: Comes = None
+    divided: bool = False
 
     @property
     def batch_dim(self) -> int | None:

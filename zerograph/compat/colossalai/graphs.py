@@ -13,7 +13,7 @@ from zerograph import _torch
 from zerograph.compat.colossalai.deferred import Meta
 from zerograph.compat.colossalai.program import Program
 from zerograph.config import Config
-from zerograph.errors import InputError
+from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.mesh import pieces
 from zerograph.runtime.process_group import agree, digest, gather_whole, mesh
@@ -68,7 +68,15 @@ class Recorded(ZeroGraph):
             self._input([call[number] for call in calls], whole=kind == "whole")
             for number, kind in enumerate(program.kinds)
         ]
-        values = [one.to_local() if isinstance(one, DTensor) else one for one in self(*inputs)]
+        try:
+            made = self(*inputs)
+        except RankMismatchError as error:
+            if "local shape" not in str(error):
+                raise
+            raise RankMismatchError(
+                f"{error} Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
+            ) from None
+        values = [one.to_local() if isinstance(one, DTensor) else one for one in made]
         assert self._latest is not None
         placed = zip(values, self._latest.outputs, program.metas, strict=True)
         columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zerograph import _torch
-from zerograph.compat.colossalai import batchwise
+from zerograph.compat.colossalai import batchwise, counts
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome
 from zerograph.errors import CaptureError
@@ -68,7 +68,7 @@ class Knowledge:
             run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype(), opaque)
             found = self._known[key] = self._found(run, arguments)
         if not opaque:
-            batchwise.look_at_numbers(function, arguments, self.parts(), self.warn)
+            counts.look(function, arguments, found.leaves, self.parts(), self.warn)
         return found
 
     def _found(self, run: _Run, arguments: Sequence[Any]) -> Outcome:
@@ -99,6 +99,7 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         raise CaptureError(
             f"{name} fits this rank's part of the batch, but not the whole batch, of which the step is made"
             f"{batchwise.here()}\n  on the whole: {str(error).strip().splitlines()[0]}\n"
+            f"{_taken(entering, run.tree) if run.opaque else ''}"
             "Sizes written as numbers are those of a part: use -1, flatten() or mean() instead."
         ) from None
     if whole.tree != part.tree:
@@ -111,6 +112,8 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         else one
         for one, other in zip(part.leaves, whole.leaves, strict=True)
     ]
+    if parts > 1:
+        leaves = [counts.comes(run.function, entering, one, opaque=run.opaque) for one in leaves]
     if run.opaque:
         # What compares samples with each other there is returned whole.
         return [
@@ -120,6 +123,24 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         metas = [one.meta if isinstance(one, Operand) else one for one in entering]
         batchwise.check(run.function, metas, run.tree, leaves, parts)
     return leaves
+
+
+def _taken(entering: Sequence[Any], tree: pytree.TreeSpec) -> str:
+    """Which tensors given to the model or the criterion are laid end to end, and what to do if one is not to be."""
+    args, kwargs = pytree.tree_unflatten(list(entering), tree)
+    named = [(f"argument {n + 1}", one) for n, one in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
+    lines = [
+        f"  {name} of shape {leaf.meta.shape} was taken as this rank's part of the batch\n"
+        for name, one in named
+        for leaf in pytree.tree_leaves(one)
+        if isinstance(leaf, Operand) and leaf.real and leaf.kind == "part"
+    ]
+    advice = (
+        "The batch is the first dimension of all that is given. What is the same for all samples (positions, weights "
+        "of classes) is to be a buffer of the model or an attribute of the criterion; what has the batch elsewhere "
+        "(states of an LSTM) is to be given with the batch first.\n"
+    )
+    return "".join(lines) + advice if lines else ""
 
 
 def _key(argument: Any) -> Hashable:
@@ -134,12 +155,14 @@ def _key(argument: Any) -> Hashable:
 
 
 def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
-    """How real tensors may enter: those that nothing is known of as is likely, and if that fails the other way."""
+    """How real tensors may enter: those that nothing is known of as is likely; then one, then all the other way."""
     operands = [one if isinstance(one, Operand) else None for one in arguments]
     other: dict[Kind, Kind] = {"part": "whole", "whole": "part"}
-    yield [None if one is None else one.kind or one.likely for one in operands]
-    if any(one is not None and one.real and one.kind is None for one in operands):
-        yield [None if one is None else one.kind or other[one.likely] for one in operands]
+    likely = [None if one is None else one.kind or one.likely for one in operands]
+    yield likely
+    free = [n for n, one in enumerate(operands) if one is not None and one.real and one.kind is None]
+    for flipped in [*([n] for n in free), *([free] if len(free) > 1 else [])]:
+        yield [other[kind] if n in flipped and kind else kind for n, kind in enumerate(likely)]
 
 
 def _entering(argument: Any, kind: Kind | None, parts: int) -> Any:
@@ -201,7 +224,15 @@ class _Run:
         ):
             result = patched(self.function)(*args, **kwargs)
         after = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
-        if before != after and not self.opaque:
+        tensors_given = [one for one, fake in zip(arguments, fakes, strict=True) if isinstance(fake, Tensor)]
+        written = [one for one, a, b in zip(tensors_given, before, after, strict=True) if a != b]
+        if any(isinstance(one, Operand) and one.real for one in written) and not self.opaque:
+            raise CaptureError(
+                f"{name_of(self.function)} writes into a tensor in place what engine.step() has yet to compute"
+                f"{batchwise.here()}\nWrite total = total + loss.detach() instead of total += loss.detach(), or move "
+                "the line behind engine.step()."
+            )
+        if written and not self.opaque:
             raise CaptureError(
                 f"{name_of(self.function)} writes to a tensor in place{batchwise.here()}\n"
                 "What the engine returns is computed with engine.step(), and cannot be written to before: write "
@@ -231,8 +262,9 @@ class _Watch(_torch.TorchDispatchMode):
         result = None if func in _READS else func(*args, **(kwargs or {}))
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
         if func in _READS or not all(isinstance(size, int) for one in tensors for size in one.shape):
+            what = "indexing by a mask" if func is torch.ops.aten.index.Tensor else str(func)
             raise CaptureError(
-                f"{func} needs values that engine.step() has yet to compute{batchwise.here()}\n"
+                f"{what} needs values that engine.step() has yet to compute{batchwise.here()}\n"
                 "A step is one graph for all values: use torch.where, multiply by a mask, or look at the values after "
                 "engine.step()."
             )

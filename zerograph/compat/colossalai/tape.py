@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -73,12 +73,14 @@ class Operand:
         real: it is one; else a call made it.
         kind: of a real tensor how it enters the step; None where that is to be found out.
         likely: how it then probably does.
+        number: it stands for a plain number that changes.
     """
 
     meta: Meta
     real: bool = False
     kind: Kind | None = None
     likely: Kind = "whole"
+    number: bool = False
 
 
 @dataclass(eq=False)
@@ -143,13 +145,15 @@ class Tape:
                 f"torch.autocast is entered around the engine\n  {line}   {code}\n"
                 "The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32."
             )
-        args = self.numbers.lifted(len(self.calls), function, args)
+        plain, args = args, self.numbers.lifted(len(self.calls), function, args)
         given, tree = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(one, Deferred) and one.tape is not self for one in given):
             given = [self._taken_over(one) for one in given]
         arguments, before = tuple(self._argument(one, parts) for one in given), len(self.calls)
         sizes = self._sizes(arguments)
         operands = [self._operand(one, sizes) for one in arguments]
+        if args is not plain:
+            operands[1] = replace(operands[1], number=True)
         with_gradients = torch.is_grad_enabled()
         outcome = self.known(function, operands, tree, with_gradients, module)
         for one, kind in zip((a for a in arguments if isinstance(a, Given)), outcome.kinds, strict=True):
@@ -238,7 +242,7 @@ class Tape:
             raise InputError(
                 f"a tensor of shape {tuple(value.shape)} that requires a gradient meets the engine's\n  {line}   {code}"
                 "\nIt is computed outside the step, which knows no way back to where it came from. Compute it with the "
-                "engine's model or criterion, or give its detach()."
+                "engine's model or criterion, or give its detach(). A penalty on parameters belongs into the criterion."
             )
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
@@ -269,6 +273,12 @@ class Tape:
             return one
         if one.requires_grad:
             line, code = source.running_line()
+            if one.tape.numbers is not self.numbers:
+                raise CaptureError(
+                    f"results of two engines are combined, or given from one to the other\n  {line}   {code}\n"
+                    "Each engine makes steps of its own. Make one engine of a module that holds both models; give "
+                    "detach() of what is only looked at."
+                )
             raise CaptureError(
                 f"results of two calls of the engine that belong to different parts of an update are combined\n"
                 f"  {line}   {code}\n"

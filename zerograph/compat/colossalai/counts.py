@@ -1,0 +1,124 @@
+"""Sums over the batch, and what counts this rank's samples: divided by each other they are no mean.
+
+A recorded sum is that of the whole batch; a count that the loop takes of a real tensor is that of this rank's part.
+Their quotient is too large by the number of parts, without any shape or difference between ranks that tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+
+from zerograph import source
+from zerograph.compat.colossalai.deferred import Comes, Meta
+from zerograph.compat.colossalai.tape import Operand
+from zerograph.errors import CaptureError
+
+_DIVIDES = ("div", "divide", "true_divide", "__truediv__", "__div__")
+_MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
+_SUMS = ("sum", "nansum", "dot", "vdot", "inner")
+_KEEPS = ("neg", "abs", "add", "sub", "detach", "clone", "float", "double", "to", "squeeze", "view", "reshape")
+
+
+def comes(function: Callable[..., Any], arguments: Sequence[Any], made: Any, *, opaque: bool) -> Any:
+    """``made``, what the call returns, with how it comes of the batch if it is a tensor without one.
+
+    Args:
+        arguments: flat, with operands as they enter the step.
+    """
+    if not isinstance(made, Meta):
+        return made
+    name = getattr(function, "__name__", "")
+    metas = [one.meta for one in arguments if isinstance(one, Operand)]
+    by = _factor(name, arguments)
+    divided = any(one.divided for one in metas) or (by is not None and not isinstance(by, float))
+    if made.batch_dim is not None:
+        return replace(made, divided=divided and not opaque)
+    found: Comes = None
+    if any(one.batch_dim is not None for one in metas):
+        found = _reduces(function, name, arguments, opaque=opaque)
+    elif not opaque and name in (*_DIVIDES, *_MULTIPLIES, *_KEEPS):
+        known = {one.meta.comes for one in arguments if isinstance(one, Operand) and not one.real}
+        # A sum divided by one in the step is a mean.
+        by_sum = name in _DIVIDES and len(metas) == 2 and metas[1].comes == "sum"
+        found = "mean" if by_sum or known == {"mean"} else "sum" if "sum" in known else None
+    return replace(made, comes=found, divided=divided and not opaque)
+
+
+def look(
+    function: Callable[..., Any], arguments: Sequence[Any], made: Sequence[Any], parts: int, warn: Callable[[str], None]
+) -> None:
+    """Look for a sum over the batch that is divided by what may count this rank's samples.
+
+    A tensor from outside is an error, for nobody divides by such a one else; a plain number is warned of.
+
+    Raises:
+        CaptureError: naming the user's line, and what to do.
+    """
+    name = getattr(function, "__name__", "")
+    first = next((one for one in made if isinstance(one, Meta)), None)
+    if parts == 1 or first is None:
+        return
+    if first.comes == "sum" and name in _SUMS and first.divided:
+        warn(
+            f"what is summed over the batch was divided by a number, or by a tensor, from outside the step{_here()}\n"
+            f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
+            "Take the mean, or let the criterion count."
+        )
+        return
+    if (by := _factor(name, arguments)) is None:
+        return
+    value = next(one.meta for one in arguments if isinstance(one, Operand) and one is not by)
+    if value.batch_dim is not None:
+        return
+    divides = name in _DIVIDES
+    if isinstance(by, Operand):
+        if value.comes == "sum" or (divides and value.comes is None and not value.shape):
+            what = "a sum over the batch" if value.comes == "sum" else "a result of the batch, perhaps a sum,"
+            raise CaptureError(
+                f"{what} is {'divided' if divides else 'multiplied'} by a tensor from outside the step"
+                f"{_here()}\nSums are those of the whole batch, {parts} times this rank's part: with a count of this "
+                f"rank's samples the result would be {parts} times too large. Let the criterion count, as in "
+                "engine.criterion(output, y, mask), which sees the whole batch. A constant is to be a plain number."
+            )
+    elif value.comes == "sum" or (value.comes is None and isinstance(by, int) and not value.shape):
+        warn(
+            f"a sum is {'divided' if divides else 'multiplied'} by {by} before engine.step(){_here()}\n"
+            f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
+            "Take the mean, or let the criterion count."
+        )
+
+
+def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], *, opaque: bool) -> Comes:
+    """Of a call that takes the batch and returns something without."""
+    if opaque:
+        reduction = getattr(function, "reduction", None)
+        return reduction if reduction in ("sum", "mean") else None
+    if name in _SUMS or any(isinstance(one, str) and one == "sum" for one in arguments):
+        return "sum"
+    return "mean" if name in ("mean", "nanmean") or getattr(function, "__module__", None) == F.__name__ else None
+
+
+def _factor(name: str, arguments: Sequence[Any]) -> Any:
+    """What a recorded tensor is divided by, or multiplied with, where that may be a count, or one's inverse."""
+    if name not in (*_DIVIDES, *_MULTIPLIES) or len(arguments) < 2:
+        return None
+    pair = list(arguments[:2])
+    recorded = [isinstance(one, Operand) and not one.real for one in pair]
+    if sum(recorded) != 1 or (name in _DIVIDES and not recorded[0]):
+        return None
+    by = pair[recorded.index(False)]
+    if isinstance(by, Operand):
+        return by if not by.meta.shape and not by.number else None
+    if isinstance(by, bool) or not isinstance(by, (int, float)):
+        return None
+    times = by if name in _DIVIDES else 1 / by if isinstance(by, float) and by else 0
+    return by if times > 1 and abs(times - round(times)) < 1e-6 * times else None
+
+
+def _here() -> str:
+    line, code = source.running_line()
+    return f"\n  {line}   {code}"
