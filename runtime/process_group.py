@@ -254,17 +254,25 @@ def agree(
         CommunicationError: a rank did not answer.
         Exception: this rank's own ``problem``.
     """
+    if (reports := differing(job, doing, number, facts, problem)) is not None:
+        raise RankMismatchError(first_difference(reports, doing))
+
+
+def differing(
+    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: Exception | None = None
+) -> list[dict[str, str]] | None:
+    """As :func:`agree`, but returns every rank's facts where the numbers differ; None: they do not."""
     if job.size == 1:
         if problem is not None:
             raise problem
-        return
+        return None
     mine = torch.tensor([number, problem is not None], dtype=torch.int64, device="cpu")
     everybodys = torch.empty(job.size * 2, dtype=torch.int64, device="cpu")
     with explained(job, f"comparing notes before {doing}"):
         _torch.all_gather(everybodys, mine, job.control)
         numbers, problems = everybodys.view(job.size, 2).unbind(1)
         if not problems.any() and bool((numbers == number).all()):
-            return
+            return None
         reports: list[Any] = [None] * job.size
         shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
         dist.all_gather_object(reports, (shown, {} if problems.any() else dict(facts())), group=job.control)
@@ -274,10 +282,11 @@ def agree(
     if failed:
         first = min(failed)
         raise RankMismatchError(f"{_ranks(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
-    raise RankMismatchError(_first_difference([report for _, report in reports], doing))
+    return [report for _, report in reports]
 
 
-def _first_difference(facts: list[dict[str, str]], doing: str) -> str:
+def first_difference(facts: list[dict[str, str]], doing: str) -> str:
+    """A message that names the first fact, of those of each rank, in which they differ."""
     place: dict[str, int] = {}
     for one in facts:
         for index, key in enumerate(one):

@@ -242,5 +242,21 @@ def count_outside() -> None:
             engine.step()
 
 
+def unlike_on_one_rank() -> None:
+    engine = engine_of(make("mlp"), gradient_accumulation=2)
+    x, y = part(X), part(Y)
+    wrong = zg.rank() == 1
+    for count in (4, 2 if wrong else 4):
+        engine.backward(engine.criterion(engine(x[:count]), y[:count]))
+        if count == 4 and not engine._pending:
+            engine.step()
+    with pytest.raises(zg.InputError if wrong else zg.RankMismatchError, match="must do the same"):
+        engine.step()
+
+
+def test_calls_that_differ_on_one_rank_are_an_error_on_all(pool: Pool) -> None:
+    pool.run(2, unlike_on_one_rank)
+
+
 def test_ranks_that_differ_are_an_error_on_all_and_no_hang(pool: Pool) -> None:
     pool.run(2, count_outside)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.compat.colossalai.loops import engine_of
@@ -56,6 +57,37 @@ def test_values_read_early_are_those_of_the_step_and_change_nothing(pool: Pool, 
         assert early == late == wanted
     for name, value in without[2].items():
         assert torch.equal(with_[2][name], value), name
+
+
+class Cycle:
+    """Held by itself alone once it is let go of, until the garbage collector comes by."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held, self.itself = held, self
+
+
+def held_by_one() -> tuple[list[float], list[Tensor]]:
+    torch.manual_seed(0)
+    engine = engine_of(Noisy(), seed=7)
+    losses, kept = [], []
+    for number, (x, y) in enumerate(batches("conv", 3)):
+        out = engine(part(x))
+        if number == 1 and dist.get_rank() == 1:
+            Cycle(out)
+        elif number == 2 and dist.get_rank() == 0:
+            kept.append(out)
+        losses.append(engine.criterion(out, part(y)))
+        del out
+        engine.backward(losses[-1])
+        engine.step()
+    return [loss.item() for loss in losses], kept
+
+
+def test_results_may_be_held_on_one_rank_only(pool: Pool) -> None:
+    (losses, (kept,)), (others, _) = pool.run(2, held_by_one)
+    assert losses == others
+    assert type(kept) is Tensor
+    assert kept.shape == (4, 5)
 
 
 def test_every_way_to_ask_for_a_value_works() -> None:

@@ -56,12 +56,12 @@ def test_a_mistake_is_named(given: str, message: str, capsys: pytest.CaptureFixt
 def test_the_example_trains_and_predicts_over_two_processes() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*LAUNCH, "--nproc_per_node", "2", "examples/oneflow_zero.py", "--stage", "3", "--steps", "60"]
+    command = [*LAUNCH, "--nproc_per_node", "2", "examples/oneflow_zero.py", "--stage", "3", "--steps", "30"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-    assert "ZeRO stage 3, 60 steps done" in result.stdout
+    assert "ZeRO stage 3, 30 steps done" in result.stdout
     assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in result.stdout
     found = re.search(r"loss ([\d.]+) to ([\d.]+)", result.stdout)
     assert found
-    assert float(found[2]) < 0.6 * float(found[1])
+    assert float(found[2]) < 0.8 * float(found[1])

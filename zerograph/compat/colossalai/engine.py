@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, deferred_in
 from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
-from zerograph.compat.colossalai.program import Texts, program_of
+from zerograph.compat.colossalai.program import Program, Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
@@ -238,19 +239,9 @@ class Engine:
 
     def _make(self, graph: Step, tapes: Sequence[Tape]) -> None:
         """Run the step that the tapes amount to, one for each call, and give what somebody holds of them its values."""
-        wanted = [_wanted(tape) for tape in tapes]
-        if len({tuple(call.function for call in tape.calls) for tape in tapes}) == 1:
-            # What was let go of in one call may be held of another.
-            wanted = [sorted(set().union(*wanted))] * len(tapes)
+        wanted = _agreed(graph, tapes)
         programs = [program_of(*one, self._texts) for one in zip(tapes, [t.losses for t in tapes], wanted, strict=True)]
-        for number, program in enumerate(programs):
-            if program.text != programs[0].text:
-                raise InputError(
-                    f"with gradient accumulation all calls of an update must do the same; call 1 does\n"
-                    f"  {programs[0].text}\nand call {number + 1}\n  {program.text}\nin another way, on tensors of "
-                    "other shapes, or with other numbers. Leave the last, smaller batch out (drop_last=True)."
-                )
-        values = graph.run(programs[0], [program.tensors for program in programs])
+        values = graph.run(programs[0], [program.tensors for program in programs], _unlike(programs))
         for tape, made, found in zip(tapes, wanted, values, strict=True):
             tape.finish(dict(zip(made, found, strict=True)))
 
@@ -292,6 +283,46 @@ def _refuse_by_hand(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _shown(loss: Any) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:60]
+
+
+def _unlike(programs: Sequence[Program]) -> InputError | None:
+    """What is wrong if the calls of an update do not do the same."""
+    for number, program in enumerate(programs):
+        if program.text != programs[0].text:
+            return InputError(
+                f"with gradient accumulation all calls of an update must do the same; call 1 does\n"
+                f"  {programs[0].text}\nand call {number + 1}\n  {program.text}\nin another way, on tensors of "
+                "other shapes, or with other numbers. Leave the last, smaller batch out (drop_last=True)."
+            )
+    return None
+
+
+def _agreed(graph: Step, tapes: Sequence[Tape]) -> list[list[Made]]:
+    """What the step returns of each call: what is wanted of it on any rank."""
+    wanted = _wanted_of_all(tapes)
+    if graph.everybodys(_from_the_end(tapes, wanted)) is None:
+        return wanted
+    # What nobody can reach any more may wait for the garbage collector on one rank, and be gone on another.
+    gc.collect()
+    wanted = _wanted_of_all(tapes)
+    for other in graph.everybodys(_from_the_end(tapes, wanted)) or ():
+        for tape, mine, theirs in zip(tapes, wanted, other, strict=False):
+            made = {Made(len(tape.calls) - call, leaf) for call, leaf in theirs}
+            mine[:] = sorted({*mine, *filter(tape.has, made)})
+    return wanted
+
+
+def _from_the_end(tapes: Sequence[Tape], wanted: Sequence[Sequence[Made]]) -> list[list[tuple[int, int]]]:
+    """As numbers that other ranks know, even those that still have calls from before on their tapes."""
+    return [[(len(tape.calls) - one.call, one.leaf) for one in made] for tape, made in zip(tapes, wanted, strict=True)]
+
+
+def _wanted_of_all(tapes: Sequence[Tape]) -> list[list[Made]]:
+    wanted = [_wanted(tape) for tape in tapes]
+    if len({tuple(call.function for call in tape.calls) for tape in tapes}) > 1:
+        return wanted
+    # What was let go of in one call may be held of another.
+    return [sorted(set().union(*wanted)) for _ in tapes]
 
 
 def _wanted(tape: Tape) -> list[Made]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,17 @@ from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.mesh import pieces
-from zerograph.runtime.process_group import agree, digest, gather_whole, mesh
+from zerograph.runtime.process_group import agree, differing, digest, first_difference, gather_whole, mesh
 from zerograph.sbp import NdSbp, Split, broadcast
 
 # Elements of tensors that ranks compare before each step; larger ones are taken to be alike.
 _FEW = 4096
 _ADVICE = "(what is computed from this rank's part must be computed in the step: by the model or the criterion)"
+
+_UNEVEN = "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
+# Name of the fact that ranks compare first.
+_HELD = "what engine.step() returns"
+_EARLY = "A value that is asked for before engine.step(), which all ranks must ask for or none, is a call of its own."
 
 
 class Recorded(ZeroGraph):
@@ -31,7 +37,7 @@ class Recorded(ZeroGraph):
         tape: the program's text: another one is another step.
     """
 
-    purpose = ""
+    purpose = advice = ""
 
     def __init__(self, model: nn.Module, criterion: Any) -> None:
         super().__init__()
@@ -54,51 +60,74 @@ class Recorded(ZeroGraph):
         job = self._join()
         return pieces(self.config.batch_on(job.mesh.dims), job.mesh)
 
-    def run(self, program: Program, calls: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def everybodys(self, held: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
+        """What each rank holds of each of some calls of the engine, where that differs: a collective.
+
+        Raises:
+            RankMismatchError: another rank makes no step now.
+        """
+        facts = {_HELD: json.dumps(held)}
+        found = differing(self._join(), self._doing(), digest(held), lambda: facts)
+        if found is None:
+            return None
+        if not all(_HELD in one for one in found):
+            raise RankMismatchError(f"{first_difference(found, self._doing())} {_EARLY}")
+        return [[[(call, leaf) for call, leaf in one] for one in json.loads(each[_HELD])] for each in found]
+
+    def run(
+        self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
+    ) -> list[list[Tensor]]:
         """Run the program on the tensors of each of some calls of the engine: its outputs for each of them.
+
+        Args:
+            problem: why this rank cannot; no other then does.
 
         Raises:
             InputError: tensors that are whole differ between the calls.
-            RankMismatchError: they differ between ranks.
+            RankMismatchError: they differ between ranks, or another rank has a problem.
             ZeroGraphError: as calling a graph does.
         """
         self._program, self.tape = program, f"{self.purpose}{program.text}"
-        self._check_alike([one for call in calls for one, k in zip(call, program.kinds, strict=True) if k == "whole"])
-        inputs = [
-            self._input([call[number] for call in calls], whole=kind == "whole")
-            for number, kind in enumerate(program.kinds)
-        ]
         try:
+            self._check_alike(program, calls, problem)
+            inputs = [
+                self._input([call[number] for call in calls], whole=kind == "whole")
+                for number, kind in enumerate(program.kinds)
+            ]
             made = self(*inputs)
         except RankMismatchError as error:
-            if "local shape" not in str(error):
-                raise
-            raise RankMismatchError(
-                f"{error} Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
-            ) from None
+            advice = _UNEVEN if "local shape" in str(error) else self.advice
+            raise RankMismatchError(f"{error} {advice}".strip()) from None
         values = [one.to_local() if isinstance(one, DTensor) else one for one in made]
         assert self._latest is not None
         placed = zip(values, self._latest.outputs, program.metas, strict=True)
         columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]
         return [[column[number] for column in columns] for number in range(len(calls))]
 
-    def _check_alike(self, tensors: Sequence[Tensor]) -> None:
-        """Raise unless all ranks have the same: a sum over this rank's part, taken outside, would go unnoticed."""
-        small = [(tuple(one.shape), one.tolist()) for one in tensors if one.numel() <= _FEW]
-        if not small:
+    def _check_alike(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> None:
+        """Raise unless all ranks have the same whole tensors: a count of this rank's part would go unnoticed.
+
+        They are those of one call, for all calls must have the same.
+        """
+        whole = [number for number, kind in enumerate(program.kinds) if kind == "whole"]
+        differing = next((n for n in whole if problem is None and not _same([call[n] for call in calls])), None)
+        if differing is not None:
+            problem = InputError(
+                f"a tensor of shape {tuple(calls[0][differing].shape)} that is no part of the batch differs between "
+                "the calls of the engine that make one update\nWith gradient accumulation such tensors must be the "
+                "same in all."
+            )
+        small = [(tuple(calls[0][n].shape), calls[0][n].tolist()) for n in whole if calls[0][n].numel() <= _FEW]
+        # Calls that differ are a problem that one rank may have alone.
+        if not small and problem is None and len(calls) == 1:
             return
         shown = {f"a tensor of shape {shape} that is no part of the batch": f"{v} " + _ADVICE for shape, v in small}
-        agree(self._join(), self._doing(), digest(small), lambda: shown)
+        agree(self._join(), self._doing(), digest(small), lambda: shown, problem)
 
     def _input(self, tensors: Sequence[Tensor], *, whole: bool) -> Tensor:
         first = tensors[0].detach()
         if not whole:
             return first if len(tensors) == 1 else torch.cat([one.detach() for one in tensors])
-        if not all(one is tensors[0] or torch.equal(one, first) for one in tensors[1:]):
-            raise InputError(
-                f"a tensor of shape {tuple(first.shape)} that is no part of the batch differs between the calls of "
-                "the engine that make one update\nWith gradient accumulation such tensors must be the same in all."
-            )
         if first.dim() == 0:
             return first
         placement = self.config.placement or mesh(first.device.type)
@@ -151,7 +180,8 @@ class Preview(Forward):
     With ``whole`` of all calls that make one update, else of one.
     """
 
-    purpose = "a value asked for before engine.step(), which all ranks must ask for: "
+    purpose = "a value asked for before engine.step(): "
+    advice = _EARLY
 
     def __init__(self, step: Step, criterion: Any, *, whole: bool) -> None:
         super().__init__(step.model, criterion, step.config)
@@ -175,6 +205,10 @@ class Preview(Forward):
 
     def _doing(self) -> str:
         return "computing a value that was asked for before engine.step()"
+
+
+def _same(tensors: Sequence[Tensor]) -> bool:
+    return all(one is tensors[0] or torch.equal(one, tensors[0]) for one in tensors[1:])
 
 
 def _at(graph: Recorded, name: str) -> Tensor:

@@ -205,6 +205,11 @@ class Tape:
         traces = {n for n in held if self.calls[n].module or self.calls[n].outcome.draws}
         return sorted(self.behind(found | traces))
 
+    def has(self, one: Made) -> bool:
+        """Whether there is such a tensor: another rank may have recorded something else."""
+        leaves = self.calls[one.call].outcome.leaves if 0 <= one.call < len(self.calls) else ()
+        return one.leaf < len(leaves) and isinstance(leaves[one.leaf], Meta)
+
     def meta(self, one: Made) -> Meta:
         """What it looks like."""
         found: Meta = self.calls[one.call].outcome.leaves[one.leaf]
