@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from zerograph.compat.notices import say
 from zerograph.compat.optimizers import ADAMS, adam, torchs
 from zerograph.compat.schedules import SCHEDULES
-from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, warn, whole
+from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, whole
 from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler, StaticGradScaler
@@ -215,7 +216,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settin
     options = {**_precision(given), **_zero(zero)}
     clip = number(_known(given, "gradient_clipping", 0), "gradient_clipping")
     if "gradient_clipping" not in given:
-        warn(
+        say(
             "the DeepSpeed configuration has no gradient_clipping: gradients are not clipped here, where DeepSpeed "
             "clips to 1.0 from version 0.19 on\nGive it, 0.0 for none."
         )

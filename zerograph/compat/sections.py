@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zerograph import source
 from zerograph.buckets import MOST_BYTES
+from zerograph.compat.notices import say
 from zerograph.errors import ConfigError
 
 
@@ -81,10 +79,4 @@ def switch(value: Any, name: str) -> bool:
 def say_without_effect(keys: Iterable[str], where: str) -> None:
     """One warning for all keys that were given and change nothing here."""
     if found := tuple(keys):
-        warn(f"without effect in {where}: {', '.join(found)}")
-
-
-def warn(message: str) -> None:
-    """A warning on rank 0 that points at the user's line."""
-    if os.environ.get("RANK", "0") == "0":
-        warnings.warn(f"zerograph: {message}", stacklevel=source.levels_to_user())
+        say(f"without effect in {where}: {', '.join(found)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerograph.compat.colossalai.notices import say
+from zerograph.compat.notices import say
 from zerograph.compat.optimizers import ADAMS, adam, torchs
 from zerograph.compat.sections import bucket_bytes, number, section, switch, whole
 from zerograph.compat.settings import MakeOptimizer, Settings

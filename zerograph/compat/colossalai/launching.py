@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerograph.compat.colossalai import configuration
-from zerograph.compat.colossalai.notices import as_rank
+from zerograph.compat.notices import as_rank
 from zerograph.compat.settings import Settings
 from zerograph.errors import CommunicationError, ConfigError
 from zerograph.runtime.process_group import connect
