@@ -100,6 +100,70 @@ def test_fp16_scales_skips_and_clips_as_torchs_grad_scaler_does(pool: Pool) -> N
     assert ours == pytest.approx(losses, abs=2e-3)
 
 
+STEPS = 20
+WARM = {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_max_lr": 1e-3, "warmup_num_steps": 5}}
+
+
+def published(folder: Path) -> dict[str, tuple[torch.dtype, dict[str, Any]]]:
+    """What DeepSpeed's own pages configure: each stage, both low precisions, state on the CPU and in files."""
+    files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    common = {"optimizer": ADAM, "scheduler": WARM, "gradient_clipping": 1.0}
+    half = {**common, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 1}}
+    brain = {**common, "bf16": {"enabled": True}}
+    cpu = {"device": "cpu", "pin_memory": True}
+    return {
+        "stage 1": (torch.float16, {**half, "zero_optimization": {"stage": 1}}),
+        "stage 2 on the CPU": (torch.float16, {**half, "zero_optimization": {"stage": 2, "offload_optimizer": cpu}}),
+        "stage 3 in files": (
+            torch.float16,
+            {**half, "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": files}},
+        ),
+        "stage 2, bf16": (torch.bfloat16, {**brain, "zero_optimization": {"stage": 2}}),
+        "stage 3, bf16, micro-batches": (
+            torch.bfloat16,
+            {**brain, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}},
+        ),
+    }
+
+
+def trained_as_published(configurations: dict[str, tuple[torch.dtype, dict[str, Any]]]) -> dict[str, list[float]]:
+    found = {}
+    for name, (_, config) in configurations.items():
+        step = Step(make("mlp"), zg.from_deepspeed(config))
+        found[name] = [float(step(part(x), part(y))) for x, y in batches("mlp", STEPS)]
+    return found
+
+
+def in_low_precision_on_one_device(dtype: torch.dtype) -> list[float]:
+    model = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    losses = []
+    for number, (x, y) in enumerate(batches("mlp", STEPS)):
+        at = number - 1  # DeepSpeed counts from behind the first update
+        warm = 0.0 if at < 0 else math.log(at + 1) / math.log(5) if at < 5 else (20 - at) / 15
+        optimizer.param_groups[0]["lr"] = 1e-3 * warm
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = TokenLoss()(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def test_twenty_steps_of_published_configurations_are_those_of_one_device(pool: Pool, tmp_path: Path) -> None:
+    configurations = published(tmp_path)
+    expected = {dtype: in_low_precision_on_one_device(dtype) for dtype in (torch.float16, torch.bfloat16)}
+    assert expected[torch.float16][0] != expected[torch.float16][-1]
+    for name, losses in pool.run(2, trained_as_published, configurations)[0].items():
+        dtype = configurations[name][0]
+        assert losses == pytest.approx(expected[dtype], abs=2e-3 if dtype is torch.float16 else 1e-2), name
+
+
 def test_a_file_says_what_the_dict_says(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(FP32))
