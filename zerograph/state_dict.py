@@ -73,13 +73,21 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
                 for name, value in held.items()
             }
+    numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}
+    return {
+        "state": {number: state for number, state in numbered.items() if state},
+        "param_groups": numbered_groups(optimizer),
+    }
+
+
+def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups as its ``state_dict()`` has them: with the numbers of their parameters."""
     groups, start = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(start, start + len(group["params"])))
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
         start += len(numbers)
-    numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}
-    return {"state": {number: state for number, state in numbered.items() if state}, "param_groups": groups}
+    return groups
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

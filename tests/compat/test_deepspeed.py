@@ -79,21 +79,33 @@ def test_clipping_accumulation_and_warm_up_are_those_of_plain_pytorch_at_every_s
             torch.testing.assert_close(parameters[name], parameter.detach(), atol=2e-5, rtol=0)
 
 
+def clipped_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    dtype: torch.dtype,
+    x: Tensor,
+    y: Tensor,
+) -> float:
+    """One step of plain PyTorch in low precision, gradients clipped to a norm of 1: its loss."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype):
+        loss = TokenLoss()(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.item()
+
+
 def test_fp16_scales_skips_and_clips_as_torchs_grad_scaler_does(pool: Pool) -> None:
     model = make("gpt")
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
     losses = []
     for x, y in batches("gpt", UPDATES):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = TokenLoss()(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
+        losses.append(clipped_step(model, optimizer, scaler, torch.float16, x, y))
     assert scaler.get_scale() < 2.0**24  # some were skipped
     (ours, _, scale), *_ = pool.run(2, trained, FP16, [3])[0]
     assert scale == scaler.get_scale()
@@ -143,15 +155,7 @@ def in_low_precision_on_one_device(dtype: torch.dtype) -> list[float]:
         at = number - 1  # DeepSpeed counts from behind the first update
         warm = 0.0 if at < 0 else math.log(at + 1) / math.log(5) if at < 5 else (20 - at) / 15
         optimizer.param_groups[0]["lr"] = 1e-3 * warm
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype):
-            loss = TokenLoss()(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
+        losses.append(clipped_step(model, optimizer, scaler, dtype, x, y))
     return losses
 
 

@@ -277,6 +277,18 @@ def test_a_missing_shard_is_named(pool: Pool, checkpoints: Any, tmp_path: Path) 
         assert f"{shard.name} is missing" in said
 
 
+def loaded_from_elsewhere(path: Path) -> str:
+    with pytest.raises(zg.ZeroGraphError) as caught:
+        step_of(3).load(path if zg.rank() == 0 else path / "nothing")
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(pool: Pool, checkpoints: Any) -> None:
+    there, missing = pool.run(2, loaded_from_elsewhere, checkpoints[0] / "3")
+    assert "there is no checkpoint in" in missing
+    assert "rank 1 failed before loading a checkpoint" in there
+
+
 def test_a_checkpoint_of_another_model_is_refused(pool: Pool, checkpoints: Any) -> None:
     for said in pool.run(2, loaded_in_vain, checkpoints[0] / "3", "mlp"):
         assert "ConfigError: " in said

@@ -45,7 +45,7 @@ def names_of(members: Members, optimizers: Optimizers) -> Named:
     return Named({key: f"modules.{name}" for key, name in members.names().items()}, states)
 
 
-def pieces_of_store(store: Store, named: Named, *, states: bool = True) -> dict[str, Pieces]:
+def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
     """The tensors of a store: parameters, and the optimizer's state unless there is none yet.
 
     Where several ranks hold the same, one of them writes it: they take turns.
@@ -55,7 +55,7 @@ def pieces_of_store(store: Store, named: Named, *, states: bool = True) -> dict[
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(one)) for one in store.parameters]
     _lay(found, store.layout, parameters, store.layout.dtype, read.of(store.flat), mesh)
-    if store.fresh or not states:
+    if store.fresh:
         return found
     for name, spec in store.specs.items():
         held = store.state[name]

@@ -81,7 +81,7 @@ def load(
     try:
         _check_names(reader.index, members)
         _check_optimizers(reader.index, optimizers, groups)
-        plan = _plan(reader, members, optimizers, named)
+        plan = _plan(reader, members, optimizers)
         _verify(reader, plan, members, named, others)
     except Exception as error:
         problem = error
@@ -131,22 +131,24 @@ def _saved_states(found: Index, number: int) -> dict[int, set[str]]:
     return states
 
 
-def _plan(reader: Reader, members: Members, optimizers: Optimizers, named: Named) -> Plan:
+def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> Plan:
     stores = [one for one in dict.fromkeys(map(store_of, members.parameters.values())) if one is not None]
-    whole = [
-        number
-        for number, optimizer in enumerate(optimizers)
-        if not all(_takes(reader, store, optimizer, number) for store in stores if store.keeper is optimizer)
-        or any((found := store_of(one)) is None or found.provisional for one in parameters_of(optimizer))
-    ]
-    read_whole = [optimizers[number] for number in whole]
-    keepers = [*optimizers]
-    return Plan([(one, one.keeper in keepers and one.keeper not in read_whole) for one in stores], whole)
+    whole = []
+    for number, optimizer in enumerate(optimizers):
+        saved = _saved_states(reader.index, number)
+        own = [store for store in stores if store.keeper is optimizer]
+        loose = any((found := store_of(one)) is None or found.provisional for one in parameters_of(optimizer))
+        if loose or not all(_takes(reader, store, optimizer, number, saved) for store in own):
+            whole.append(number)
+    kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]
+    return Plan([(one, one.keeper in kept) for one in stores], whole)
 
 
-def _takes(reader: Reader, store: Store, optimizer: torch.optim.Optimizer, number: int) -> bool:
+def _takes(
+    reader: Reader, store: Store, optimizer: torch.optim.Optimizer, number: int, saved: Mapping[int, set[str]]
+) -> bool:
     """Whether the store can hold the saved state as it is: all entries, in its shapes, with equal step counts."""
-    saved, numbers = _saved_states(reader.index, number), {id(p): at for at, p in enumerate(parameters_of(optimizer))}
+    numbers = {id(parameter): at for at, parameter in enumerate(parameters_of(optimizer))}
     if not all(id(one) in numbers for one in store.parameters):
         return False
     entries = [saved.get(numbers[id(one)], set()) for one in store.parameters]

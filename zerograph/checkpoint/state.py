@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.checkpoint.document import decode, encode
 from zerograph.checkpoint.load import load, open_checkpoint
-from zerograph.errors import CheckpointError, ConfigError
+from zerograph.errors import CheckpointError
 from zerograph.grad_scaler import GradScaler
 from zerograph.members import Members, Optimizers
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
-from zerograph.runtime.process_group import Job
+from zerograph.runtime.process_group import Job, agree
 from zerograph.runtime.state import store_of
+from zerograph.state_dict import numbered_groups
 
 Counts = tuple[int, int, int | None]
 
@@ -66,7 +67,8 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
             for one in parts.schedulers
         ],
         "optimizers": [
-            [encode(group, f"{type(one).__name__}.param_groups") for group in _groups(one)] for one in parts.optimizers
+            [encode(group, f"{type(one).__name__}.param_groups") for group in numbered_groups(one)]
+            for one in parts.optimizers
         ],
     }
     return pieces, document
@@ -79,41 +81,56 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         CheckpointError: there is none, or it is damaged.
         ConfigError: it is of something else. Nothing is changed then.
     """
+    problem: Exception | None = None
+    saved: _Saved | None = None
+    try:
+        saved = _read(path)
+    except Exception as error:
+        problem = error
+    # A file that one rank cannot read is an error on all.
+    agree(job, "loading a checkpoint", 0, dict, problem)
+    assert saved is not None
+    reader, groups = saved.reader, saved.groups
+    generators = [
+        name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(_generator_of(job.rank))
+    ]
+    load(job, reader, parts.members, parts.optimizers, groups, generators)
+    for optimizer, held in zip(parts.optimizers, groups, strict=True):
+        for group, one in zip(optimizer.param_groups, held, strict=True):
+            group.update({key: value for key, value in one.items() if key != "params"})
+    for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
+        if scheduler is not None and state is not None:
+            scheduler.load_state_dict(state)
+    if parts.scaler is not None and saved.scaler is not None:
+        parts.scaler.load_state_dict(saved.scaler)
+    _set_generators(reader, generators)
+    return saved.counts
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint's document, decoded; ``ranks`` wrote it."""
+
+    reader: Reader
+    groups: list[list[dict[str, Any]]]
+    schedulers: list[Any]
+    scaler: Any
+    counts: Counts
+    ranks: int
+
+
+def _read(path: str | os.PathLike[str]) -> _Saved:
     reader = open_checkpoint(path)
     document = reader.index.document
     try:
         groups = [[decode(group) for group in one] for one in document["optimizers"]]
         schedulers = [decode(one) for one in document["lr_schedulers"]]
-        scaler = decode(document["grad_scaler"])
+        if len(schedulers) != len(groups):
+            raise ValueError("a scheduler, or None, for each optimizer")
         counts = int(document["steps_done"]), int(document["passes_done"]), document["seed"]
-        ranks = int(document["ranks"])
+        return _Saved(reader, groups, schedulers, decode(document["grad_scaler"]), counts, int(document["ranks"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
-    if len(schedulers) != len(parts.schedulers):
-        raise ConfigError(f"the graph has {len(parts.schedulers)} optimizers, the checkpoint {len(schedulers)}")
-    generators = [
-        name for name in reader.index.tensors if ranks == job.size and name.startswith(_generator_of(job.rank))
-    ]
-    load(job, reader, parts.members, parts.optimizers, groups, generators)
-    for optimizer, saved in zip(parts.optimizers, groups, strict=True):
-        for group, one in zip(optimizer.param_groups, saved, strict=True):
-            group.update({key: value for key, value in one.items() if key != "params"})
-    for scheduler, state in zip(parts.schedulers, schedulers, strict=True):
-        if scheduler is not None and state is not None:
-            scheduler.load_state_dict(state)
-    if parts.scaler is not None and scaler is not None:
-        parts.scaler.load_state_dict(scaler)
-    _set_generators(reader, generators)
-    return counts
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """With parameters numbered, as ``state_dict()`` has them."""
-    found, start = [], 0
-    for group in optimizer.param_groups:
-        found.append({**group, "params": list(range(start, start + len(group["params"])))})
-        start += len(group["params"])
-    return found
 
 
 def _generators(job: Job) -> dict[str, Pieces]:
