@@ -1,4 +1,5 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
+# make test-faults: what happens when ranks die, saves are cut short, files are damaged: the long form, with a table.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
 PYTHON ?= python3
@@ -7,7 +8,7 @@ READY := .venv/.ready
 
 BENCH_READY := .venv/.bench-ready
 
-.PHONY: train test bench bench-memory clean
+.PHONY: train test test-faults bench bench-memory clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -17,6 +18,9 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest --long tests/faults
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

@@ -6,8 +6,39 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rich.console import Console
 
+from tests.faults.tally import PROPERTY, table
 from tests.pool import Pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also what is marked long: minutes to hours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of faults: what was tried, and what became of it."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    found = [
+        text
+        for report in reports
+        if getattr(report, "when", "") == "teardown"
+        for name, text in report.user_properties
+        if name == PROPERTY
+    ]
+    if found:
+        terminalreporter.section("faults")
+        console = Console(width=terminalreporter._tw.fullwidth)
+        with console.capture() as shown:
+            console.print(table(found))
+        terminalreporter.write(shown.get())
 
 
 @pytest.fixture(scope="session")
