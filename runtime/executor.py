@@ -10,10 +10,10 @@ from types import TracebackType
 import torch
 from torch import Tensor, fx
 
-from zerograph.errors import VerificationError
+from zerograph.errors import VerificationError, ZeroGraphError
 from zerograph.loop import loop_of
 from zerograph.runtime.backends import Compiled
-from zerograph.runtime.process_group import Job, communication_error
+from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store
 from zerograph.step_graph import Boxing, Role, placeholders
 
@@ -48,20 +48,24 @@ class Executor:
         Raises:
             CommunicationError: a collective failed, which is named.
         """
-        for name, tensor in self.numbers.items():
-            tensor.fill_(numbers[name])
-        self.seed.fill_(seed)
-        arguments = [
-            feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
-            for feed in self.feeds
-        ]
-        try:
-            with torch.no_grad():
-                return list(self.function(*arguments))
-        except RuntimeError as error:
-            raise self._explained(error, doing) from error
+        with noted(self.job, doing):
+            for name, tensor in self.numbers.items():
+                tensor.fill_(numbers[name])
+            self.seed.fill_(seed)
+            arguments = [
+                feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
+                for feed in self.feeds
+            ]
+            try:
+                with torch.no_grad():
+                    return list(self.function(*arguments))
+            except RuntimeError as error:
+                raise self._explained(error, doing) from error
 
     def _explained(self, error: RuntimeError, doing: str) -> Exception:
+        if self.job.size == 1 or isinstance(error, (ZeroGraphError, torch.OutOfMemoryError)):
+            # This rank's own.
+            return error
         lines = _failed_lines(error.__traceback__)
         node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
@@ -70,7 +74,7 @@ class Executor:
         if isinstance(found, Boxing):
             what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
             return communication_error(self.job, f"{what} of {doing}", error)
-        if self.job.size > 1 and not lines and _looks_like_communication(error):
+        if not lines and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)
         return error
 

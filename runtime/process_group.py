@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import importlib.metadata
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.mesh import Mesh
+from zerograph.runtime.signs import Signs, ranks_named, signs_of
 from zerograph.sbp import NdSbp, Split
 
 
@@ -36,6 +39,7 @@ class Job:
         control: a group on CPU, over gloo, for what ranks tell each other outside the graph.
         world: the default process group that both were made from.
         timeout: seconds until a collective without answer is an error.
+        signs: what the ranks tell each other when one has failed.
     """
 
     rank: int
@@ -47,6 +51,7 @@ class Job:
     control: dist.ProcessGroup
     world: dist.ProcessGroup
     timeout: float
+    signs: Signs
 
     def check_alive(self) -> None:
         """Raise if the process group has been destroyed since.
@@ -73,6 +78,7 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
     Raises:
         PlacementError: the placement leaves ranks out, or has them in another than ascending order somewhere.
         CommunicationError: the launcher's environment is incomplete, or the other ranks do not answer.
+        RankMismatchError: ranks run other versions of torch, zerograph or Python.
     """
     initialise()
     world = dist.group.WORLD
@@ -86,15 +92,34 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
         _jobs.clear()
     found = _jobs.get(key)
     if found is None:
-        limit = timedelta(seconds=timeout)
+        known = next(iter(_jobs.values()), None)
+        found = _made(timeout, grid, world, signs_of(world) if known is None else known.signs)
+        if known is None:
+            facts = _versions()
+            agree(found, "working together", digest(facts), lambda: facts)
+        _jobs[key] = found
+    return found
+
+
+def _made(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, signs: Signs) -> Job:
+    limit = timedelta(seconds=timeout)
+    try:
         data = dist.new_group(timeout=limit)
         control = dist.new_group(timeout=limit, backend=_control_backend(data))
         lines = (data,) if grid.dim() == 1 else _lines(grid, limit)
-        mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
-        size = dist.get_world_size()
-        found = Job(dist.get_rank(), size, grid.tolist(), mesh, lines, data, control, world, timeout)
-        _jobs[key] = found
-    return found
+    except RuntimeError as error:
+        raise CommunicationError(_lost(signs, "making process groups", timeout, error)) from error
+    mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
+    return Job(signs.rank, signs.size, grid.tolist(), mesh, lines, data, control, world, timeout, signs)
+
+
+def _versions() -> dict[str, str]:
+    """What may give other numbers, or another order of the user's batches, where ranks have it differently."""
+    return {
+        "the version of zerograph": importlib.metadata.version("zerograph"),
+        "the version of torch": torch.__version__,
+        "the version of Python": platform.python_version().rpartition(".")[0],
+    }
 
 
 def _control_backend(data: dist.ProcessGroup) -> str:
@@ -281,7 +306,7 @@ def differing(
     failed = {index: report for index, (report, _) in enumerate(reports) if report is not None}
     if failed:
         first = min(failed)
-        raise RankMismatchError(f"{_ranks(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
+        raise RankMismatchError(f"{ranks_named(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
     return [report for _, report in reports]
 
 
@@ -297,34 +322,62 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
         for index, one in enumerate(facts):
             values.setdefault(one.get(key, "nothing"), []).append(index)
         if len(values) > 1:
-            lines = "\n".join(f"  {_ranks(ranks)}: {value}" for value, ranks in values.items())
+            lines = "\n".join(f"  {ranks_named(ranks)}: {value}" for value, ranks in values.items())
             return f"ranks differ before {doing}, first in {key}:\n{lines}\nAll ranks must run the same step."
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."
 
 
-def _ranks(ranks: Any) -> str:
-    numbers = sorted(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))
+@contextlib.contextmanager
+def explained(job: Job, doing: str) -> Iterator[None]:
+    """A failed exchange outside the graph, as an error that says what it was for, and which rank is lost."""
+    job.check_alive()
+    with job.signs.busy(doing):
+        try:
+            yield
+        except ZeroGraphError:
+            raise
+        except RuntimeError as error:
+            raise communication_error(job, doing, error) from error
 
 
 @contextlib.contextmanager
-def explained(job: Job, doing: str) -> Iterator[None]:
-    """A failed exchange outside the graph, as an error that says what it was for."""
-    job.check_alive()
-    try:
-        yield
-    except ZeroGraphError:
-        raise
-    except RuntimeError as error:
-        raise communication_error(job, doing, error) from error
+def noted(job: Job, doing: str) -> Iterator[None]:
+    """What this rank alone fails with inside, ``doing`` something, the others are told of when they miss it."""
+    job.signs.forget()
+    with job.signs.busy(doing):
+        try:
+            yield
+        except (CommunicationError, RankMismatchError):
+            raise
+        except Exception as error:
+            job.signs.note(error)
+            raise
 
 
 def communication_error(job: Job, doing: str, error: BaseException) -> CommunicationError:
-    """``error``, raised by a collective on this rank while ``doing`` something, in the user's terms."""
-    return CommunicationError(
-        f"rank {job.rank} of {job.size} lost the others while {doing}\n"
-        f"  {str(error).strip().splitlines()[0]}\n"
-        f"Another rank has died, stalls, or runs something else (config.timeout is {job.timeout:g} seconds). "
+    """``error``, raised by a collective on this rank while ``doing`` something, in the user's terms.
+
+    Asks the others who is lost, which takes some seconds.
+    """
+    return CommunicationError(_lost(job.signs, doing, job.timeout, error))
+
+
+def _lost(signs: Signs, doing: str, timeout: float, error: BaseException) -> str:
+    """The message; those that will ask this rank later are told of it as well."""
+    answers = signs.ask()
+    lost = answers.lost()
+    head = f"rank {signs.rank} of {signs.size} lost {ranks_named(lost) if lost else 'the others'} while {doing}"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    signs.note(CommunicationError(head), lost)
+    return "\n".join([head, f"  {first}", *(f"  {line}" for line in answers.told()), _advice(lost, timeout)])
+
+
+def _advice(lost: Sequence[int], timeout: float) -> str:
+    limit = f"(config.timeout is {timeout:g} seconds)"
+    if lost:
+        return f"Look at the output of {ranks_named(lost)} for the cause {limit}."
+    return (
+        f"Another rank has died, stalls, or runs something else {limit}. "
         "Look at the other ranks' output; the first to fail is the cause."
     )
 

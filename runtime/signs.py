@@ -1,0 +1,317 @@
+"""Signs of life: what each rank is doing, so that when a collective fails the message can say whose fault it is.
+
+A failed collective knows an address at best. So every process has one thread that looks twice a second whether some
+rank has asked who is there; nothing else happens while all is well. A rank whose collective fails asks: the living
+answer with what they are doing, those that failed have left a note, and who says nothing is dead or stopped. All of it
+goes through the store in which the ranks met, over a connection of its own; no wait for it is without an end: the store
+may be gone with the rank that kept it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+# Seconds between two looks, for up to a thousand ranks: one store answers them all.
+_INTERVAL = 0.5
+# Looks that a rank may miss until it counts as silent: a loaded machine is not a dead one.
+_LOOKS = 6
+
+# Of what the others say a message has so many lines.
+_LINES = 8
+
+_ENDED = "its process has ended, without an error"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank says of itself.
+
+    Attributes:
+        doing: what it is doing, or was when it failed.
+        failed: what it failed with, in a line; None: it has not.
+        lost: the ranks that it says it has lost, if that is why.
+    """
+
+    doing: str
+    failed: str | None = None
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What ``rank``, which is ``doing`` something, heard from the others.
+
+    Attributes:
+        signs: what they said, by rank.
+        silent: those that said nothing.
+        reached: the store answered.
+        keeper: where it did not: the rank in whose process it is, or was.
+    """
+
+    rank: int
+    doing: str
+    signs: Mapping[int, Sign]
+    silent: tuple[int, ...] = ()
+    reached: bool = True
+    keeper: int | None = None
+
+    def lost(self) -> tuple[int, ...]:
+        """Whose fault it is, as far as can be known.
+
+        Those that failed by themselves or give no sign of life; else those that others have lost; else whoever took the
+        store along; else those that do something else.
+        """
+        failed = {rank for rank, sign in self.signs.items() if sign.failed is not None and not sign.lost}
+        others = {rank for sign in self.signs.values() for rank in sign.lost} - {self.rank}
+        gone = set() if self.keeper is None or self.keeper in self.signs else {self.keeper}
+        elsewhere = {r for r, sign in self.signs.items() if sign.failed is None and sign.doing != self.doing}
+        return tuple(sorted(failed | set(self.silent) or others or gone or elsewhere))
+
+    def told(self) -> list[str]:
+        """What they said, in lines: the silent ones first, those with the same words together."""
+        lines = []
+        if self.silent:
+            lines.append(f"{ranks_named(self.silent)}: no sign of life: died, is stopped, or is held up in native code")
+        if not self.reached:
+            keeper = "the launcher keeps" if self.keeper is None else f"rank {self.keeper} keeps"
+            lines.append(f"the store in which the ranks met, which {keeper}, does not answer")
+        same: dict[str, list[int]] = {}
+        for rank, sign in self.signs.items():
+            text = f"alive, {sign.doing}" if sign.failed is None else f"failed, {sign.doing}: {sign.failed}"
+            same.setdefault(text, []).append(rank)
+        lines += [f"{ranks_named(ranks)}: {text}" for text, ranks in same.items()]
+        return lines if len(lines) <= _LINES else [*lines[:_LINES], f"... and {len(lines) - _LINES} more"]
+
+
+@dataclass(eq=False)
+class Signs:
+    """One rank's part in this; see the module. Of a job of one, or of simulated ranks, nobody asks (``store`` None)."""
+
+    rank: int
+    size: int
+    store: Any = None
+    keeper: int | None = None
+    _doing: dict[int, str] = field(default_factory=dict)
+    _behind: str = "outside of the graph, which has done nothing yet"
+    _noted: Sign | None = None
+    _asked: int = 0
+    _answered_at: float = 0.0
+    _keepers: Sign | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+    _process: int = field(default_factory=os.getpid)
+
+    @contextlib.contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Inside, this thread is ``doing`` something, if anybody asks."""
+        thread = threading.get_ident()
+        before = self._doing.get(thread)
+        self._doing[thread] = doing
+        try:
+            yield
+        finally:
+            if before is not None:
+                self._doing[thread] = before
+            else:
+                self._doing.pop(thread, None)
+                self._behind = f"outside of the graph, behind {doing}"
+
+    def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
+        """Leave word of what this rank failed with: the others may only see that it is no longer there."""
+        first = (str(error).strip().splitlines() or [""])[0]
+        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost))
+        self._post(self._noted)
+
+    def forget(self) -> None:
+        """What was noted is over: this rank goes on."""
+        if self._noted is not None:
+            self._noted = None
+            self._post(None)
+
+    def ask(self) -> Answers:
+        """What the others are doing; takes as long as a living one may need to answer, some seconds, and no longer."""
+        doing = self._now()
+        if self.store is None:
+            return Answers(self.rank, doing, {}, reached=False)
+        found = self._in_time(lambda: self._ask(doing), (_LOOKS + 3) * self._interval)
+        if found is not None:
+            return found
+        if self.keeper in (None, self.rank):
+            return Answers(self.rank, doing, {}, reached=False)
+        last = {self.keeper: self._keepers} if self._keepers is not None and self.keeper is not None else {}
+        return Answers(self.rank, doing, last, reached=False, keeper=self.keeper)
+
+    def leave(self) -> None:
+        """This process ends: the others learn with what, and whoever keeps the store keeps it until they have."""
+        if self._over.is_set() or self.store is None or os.getpid() != self._process:
+            return
+        self._over.set()
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._noted is None:
+            self.note(error)
+        well = self._noted is None
+        if well:
+            self._post(Sign(self._now(), _ENDED))
+        self._in_time(lambda: self._leave(well), 2 * self._interval)
+        # A file that others meet in as well goes with the last who has it open.
+        self.store = None
+
+    @property
+    def _interval(self) -> float:
+        return _INTERVAL * max(1.0, self.size / 1000)
+
+    def _now(self) -> str:
+        doing = list(self._doing.values())
+        return " and ".join(doing) if doing else self._behind
+
+    def _in_time(self, work: Callable[[], T], seconds: float) -> T | None:
+        """What ``work`` returns, which talks to the store; None: it could not, or not within so many seconds."""
+        found: list[T] = []
+
+        def attempt() -> None:
+            # The store is gone: nobody is left to talk to.
+            with contextlib.suppress(RuntimeError):
+                found.append(work())
+
+        thread = threading.Thread(target=attempt, name="zerograph signs, asking", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[0] if found else None
+
+    def _post(self, sign: Sign | None) -> None:
+        if self.store is not None:
+            self._in_time(lambda: self.store.set(f"last/{self.rank}", _written(sign)), self._interval * 2)
+
+    def _ask(self, doing: str) -> Answers:
+        store, others = self.store, [rank for rank in range(self.size) if rank != self.rank]
+        number = self._asked
+        # What was said just now, to another rank that asked, is still so.
+        if not number or time.monotonic() - self._answered_at > self._interval * 2:
+            number = store.add("asked", 1)
+        answers = {rank: f"answer/{number}/{rank}" for rank in others}
+        end = time.monotonic() + _LOOKS * self._interval
+        while not (everybody := store.check(list(answers.values()))) and time.monotonic() < end:
+            time.sleep(self._interval / 5)
+        there = others if everybody else _there(store, answers, others)
+        silent = [rank for rank in others if rank not in there]
+        # Who failed and is gone has left word.
+        left = _there(store, {rank: f"last/{rank}" for rank in silent}, silent)
+        keys = {rank: answers[rank] for rank in there} | {rank: f"last/{rank}" for rank in left}
+        signs = dict(zip(keys, map(_read, _values(store, list(keys.values()))), strict=True))
+        said = {rank: sign for rank, sign in sorted(signs.items()) if sign is not None}
+        return Answers(self.rank, doing, said, tuple(rank for rank in others if rank not in said))
+
+    def _leave(self, well: bool) -> None:
+        if self.keeper != self.rank:
+            self.store.add("left", 1)
+            return
+        end = time.monotonic() + 2 * self._interval
+        if well:
+            self.store.set("over", "")
+        else:
+            # They look, and find the note.
+            self.store.add("asked", 1)
+        while time.monotonic() < end and self.store.add("left", 0) < self.size - 1:
+            time.sleep(self._interval / 50)
+
+    def _watch(self, world: Callable[[], object]) -> None:
+        """Answers whoever asks, until the process group is gone or this process leaves."""
+        while not self._over.wait(self._interval):
+            if not dist.is_initialized() or dist.group.WORLD is not world():
+                self.store = None
+                return
+            try:
+                self._look(self.store)
+            except RuntimeError:
+                # The store is gone, and with it whoever kept it: the next collective will tell.
+                return
+
+    def _look(self, store: Any) -> None:
+        if store.check(["asked"]):
+            number = int(store.get("asked"))
+            if number > self._asked:
+                store.set(f"answer/{number}/{self.rank}", _written(self._noted or Sign(self._now())))
+                self._asked, self._answered_at = number, time.monotonic()
+            if self.keeper not in (None, self.rank) and store.check([f"last/{self.keeper}"]):
+                self._keepers = _read(store.get(f"last/{self.keeper}"))
+        if self.keeper not in (None, self.rank) and store.check(["over"]):
+            self._keepers = Sign("the end of its process", _ENDED)
+            self._over.set()
+            store.add("left", 1)
+
+
+_living: list[Signs] = []
+
+
+def signs_of(world: dist.ProcessGroup) -> Signs:
+    """This rank's signs of life in the job of this process group; with them begins the thread that gives them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1 or dist.get_backend(world).startswith("fake"):
+        return Signs(rank, size)
+    store: Any = world.get_group_store()
+    found = Signs(rank, size, dist.PrefixStore("zerograph signs", store.clone()), _keeper(store))  # type: ignore[attr-defined]
+    # Weakly: a group that is over shall take its threads along.
+    here = weakref.ref(world)
+    threading.Thread(target=found._watch, args=(here,), name="zerograph signs", daemon=True).start()
+    if not _living:
+        atexit.register(_leave)
+    _living[:] = [found]
+    return found
+
+
+def _leave() -> None:
+    for one in _living:
+        if dist.is_initialized():
+            one.leave()
+
+
+def _keeper(store: Any) -> int | None:
+    """The rank in whose process the store lives; None: that of the launcher, or on a disk."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not launchers else None  # type: ignore[attr-defined]
+
+
+def _there(store: Any, keys: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
+    """Those whose key is there, found by halves: most are, and one question may be of many."""
+    if not ranks or store.check([keys[rank] for rank in ranks]):
+        return list(ranks)
+    if len(ranks) == 1:
+        return []
+    half = len(ranks) // 2
+    return _there(store, keys, ranks[:half]) + _there(store, keys, ranks[half:])
+
+
+def _values(store: Any, keys: list[str]) -> list[bytes]:
+    if not keys:
+        return []
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def _written(sign: Sign | None) -> str:
+    return json.dumps(None if sign is None else [sign.doing, sign.failed, sign.lost])
+
+
+def _read(text: bytes) -> Sign | None:
+    found = json.loads(text)
+    return None if found is None else Sign(found[0], found[1], tuple(found[2]))
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 1, 2, 5``."""
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))

@@ -1,0 +1,100 @@
+"""Ranks that may be lost: processes forked for one call each, from a server that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Seconds until a rank that neither answers nor ends is itself the failure; the machine may be busy with other tests.
+PATIENCE = 240.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank returned, or the traceback of what it raised; ``value`` None and ``raised`` "": it is lost."""
+
+    value: Any = None
+    raised: str = ""
+
+
+def run(ranks: int, lost: int, function: Callable[..., Any], *args: Any, store: str = "file") -> list[Answer]:
+    """``function(*args)`` on every rank; waits for all but ``lost``, of which only an answer that is there is taken.
+
+    Args:
+        store: ``"file"``, or ``"tcp"``: one that rank 0 keeps in its own process.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.warm"])
+    children = []
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder}/store"
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            child = context.Process(target=_serve, args=(theirs, rank, ranks, where, function, args), daemon=True)
+            child.start()
+            theirs.close()
+            children.append((child, ours))
+        try:
+            answers = [_answer(ours, 0 if rank == lost else PATIENCE) for rank, (_, ours) in enumerate(children)]
+            if answers[lost] == Answer():
+                answers[lost] = _answer(children[lost][1], 0)
+        finally:
+            for child, ours in children:
+                ours.close()
+                # A stopped process ignores SIGTERM.
+                child.kill()
+                child.join()
+    return answers
+
+
+def _answer(connection: Connection, patience: float) -> Answer:
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        if connection.poll(patience):
+            found: Answer = connection.recv()
+            return found
+        return Answer(raised=f"no answer within {patience} s" if patience else "")
+    return Answer()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def _serve(
+    connection: Connection, rank: int, ranks: int, where: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    try:
+        answer = Answer(function(*args))
+    except BaseException:
+        answer = Answer(raised=traceback.format_exc())
+    connection.send(answer)
+    connection.close()
+
+
+def note_time(folder: str) -> None:
+    """The fault happens now."""
+    Path(folder, "lost").write_text(str(time.monotonic()))
+
+
+def noted_time(folder: str) -> float:
+    """When the fault happened, of the clock that all processes of a machine share."""
+    return float(Path(folder, "lost").read_text())
