@@ -291,6 +291,8 @@ def differing(
         if problem is not None:
             raise problem
         return None
+    # Ranks at different steps may have all else in common.
+    number ^= digest(doing)
     mine = torch.tensor([number, problem is not None], dtype=torch.int64, device="cpu")
     everybodys = torch.empty(job.size * 2, dtype=torch.int64, device="cpu")
     with explained(job, f"comparing notes before {doing}"):
@@ -300,7 +302,8 @@ def differing(
             return None
         reports: list[Any] = [None] * job.size
         shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        dist.all_gather_object(reports, (shown, {} if problems.any() else dict(facts())), group=job.control)
+        told = {} if problems.any() else {_DOING: doing, **facts()}
+        dist.all_gather_object(reports, (shown, told), group=job.control)
     if problem is not None:
         raise problem
     failed = {index: report for index, (report, _) in enumerate(reports) if report is not None}
@@ -308,6 +311,9 @@ def differing(
         first = min(failed)
         raise RankMismatchError(f"{ranks_named(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
     return [report for _, report in reports]
+
+
+_DOING = "what they are about to do"
 
 
 def first_difference(facts: list[dict[str, str]], doing: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -32,6 +33,9 @@ _LOOKS = 6
 _LINES = 8
 
 _ENDED = "its process has ended, without an error"
+
+# So many that ask within one look are answered.
+_AT_ONCE = 32
 
 T = TypeVar("T")
 
@@ -108,8 +112,9 @@ class Signs:
     _doing: dict[int, str] = field(default_factory=dict)
     _behind: str = "outside of the graph, which has done nothing yet"
     _noted: Sign | None = None
+    _gone: bool = False
     _asked: int = 0
-    _answered_at: float = 0.0
+    _answered_at: float = -math.inf
     _keepers: Sign | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _process: int = field(default_factory=os.getpid)
@@ -134,6 +139,10 @@ class Signs:
         first = (str(error).strip().splitlines() or [""])[0]
         self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost))
         self._post(self._noted)
+        if self.keeper == self.rank:
+            # The store may go with this process in a moment: let all look, and find the note.
+            self._in_time(lambda: self.store.add("asked", 1), self._interval)
+            time.sleep(2 * self._interval)
 
     def forget(self) -> None:
         """What was noted is over: this rank goes on."""
@@ -162,10 +171,9 @@ class Signs:
         error = getattr(sys, "last_value", None)
         if error is not None and self._noted is None:
             self.note(error)
-        well = self._noted is None
-        if well:
+        if self._noted is None:
             self._post(Sign(self._now(), _ENDED))
-        self._in_time(lambda: self._leave(well), 2 * self._interval)
+            self._in_time(self._leave, 3 * self._interval)
         # A file that others meet in as well goes with the last who has it open.
         self.store = None
 
@@ -182,24 +190,26 @@ class Signs:
         found: list[T] = []
 
         def attempt() -> None:
-            # The store is gone: nobody is left to talk to.
             with contextlib.suppress(RuntimeError):
                 found.append(work())
 
+        if self.store is None or self._gone:
+            return None
         thread = threading.Thread(target=attempt, name="zerograph signs, asking", daemon=True)
         thread.start()
         thread.join(seconds)
+        # Once is enough: each further attempt would wait, or be logged by torch with its whole stack.
+        self._gone = not found
         return found[0] if found else None
 
     def _post(self, sign: Sign | None) -> None:
-        if self.store is not None:
-            self._in_time(lambda: self.store.set(f"last/{self.rank}", _written(sign)), self._interval * 2)
+        self._in_time(lambda: self.store.set(f"last/{self.rank}", _written(sign)), self._interval * 2)
 
     def _ask(self, doing: str) -> Answers:
         store, others = self.store, [rank for rank in range(self.size) if rank != self.rank]
-        number = self._asked
-        # What was said just now, to another rank that asked, is still so.
-        if not number or time.monotonic() - self._answered_at > self._interval * 2:
+        # Where another rank has asked just now, its answers will do.
+        number = int(store.get("asked")) if store.check(["asked"]) else 0
+        if number <= self._asked and time.monotonic() - self._answered_at > self._interval * 2:
             number = store.add("asked", 1)
         answers = {rank: f"answer/{number}/{rank}" for rank in others}
         end = time.monotonic() + _LOOKS * self._interval
@@ -214,16 +224,13 @@ class Signs:
         said = {rank: sign for rank, sign in sorted(signs.items()) if sign is not None}
         return Answers(self.rank, doing, said, tuple(rank for rank in others if rank not in said))
 
-    def _leave(self, well: bool) -> None:
+    def _leave(self) -> None:
+        """All is well: nobody shall look for a store that goes with the process of this rank."""
         if self.keeper != self.rank:
             self.store.add("left", 1)
             return
+        self.store.set("over", "")
         end = time.monotonic() + 2 * self._interval
-        if well:
-            self.store.set("over", "")
-        else:
-            # They look, and find the note.
-            self.store.add("asked", 1)
         while time.monotonic() < end and self.store.add("left", 0) < self.size - 1:
             time.sleep(self._interval / 50)
 
@@ -237,13 +244,15 @@ class Signs:
                 self._look(self.store)
             except RuntimeError:
                 # The store is gone, and with it whoever kept it: the next collective will tell.
+                self._gone = True
                 return
 
     def _look(self, store: Any) -> None:
         if store.check(["asked"]):
             number = int(store.get("asked"))
-            if number > self._asked:
-                store.set(f"answer/{number}/{self.rank}", _written(self._noted or Sign(self._now())))
+            # Ranks that asked at the same moment wait for an answer each.
+            for one in range(max(self._asked, number - _AT_ONCE) + 1, number + 1):
+                store.set(f"answer/{one}/{self.rank}", _written(self._noted or Sign(self._now())))
                 self._asked, self._answered_at = number, time.monotonic()
             if self.keeper not in (None, self.rank) and store.check([f"last/{self.keeper}"]):
                 self._keepers = _read(store.get(f"last/{self.keeper}"))

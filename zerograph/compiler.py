@@ -37,7 +37,7 @@ from zerograph.residence import assign, make_room
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.offload.transfers import check
-from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest
+from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, extents, move, settle, store_of
 from zerograph.sbp import NdSbp
 from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
@@ -145,15 +145,18 @@ class Compiler:
         prepared: Prepared | None = None
         exchanges = wire.exchanges(job)
         try:
-            prepared = self.prepare(job.mesh, members, batch, key, exchanges)
-            backend, function = self._compiled(members, prepared.graph)
+            with job.signs.busy(f"tracing and rewriting {doing}"):
+                prepared = self.prepare(job.mesh, members, batch, key, exchanges)
+            with job.signs.busy(f"compiling {doing} with the backend"):
+                backend, function = self._compiled(members, prepared.graph)
             places = make_room(prepared.layout, job.mesh, job.rank)
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: _numbered(lines), problem)
         assert prepared is not None
-        stores = self._apply(job, members, prepared.layout, places)
+        with noted(job, f"laying out parameters for {doing}"):
+            stores = self._apply(job, members, prepared.layout, places)
         return self._bind(job, members, prepared, backend, function, stores)
 
     def prepare(

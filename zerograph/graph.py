@@ -276,10 +276,11 @@ class ZeroGraph:
             ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
         """
         self._check_closed()
+        parts = self._parts()
         self._saver.save(
             self._join(),
             path,
-            *checkpoint.state_of(self._parts(), self.config.shown()),
+            lambda: checkpoint.state_of(parts, self.config.shown()),
             asynchronous=asynchronous,
             keep=keep,
             steps_done=self.steps_done,

@@ -86,7 +86,7 @@ def load(
     except Exception as error:
         problem = error
     facts = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
-    agree(job, f"loading {reader.folder}", digest(facts), lambda: facts, problem)
+    agree(job, "loading a checkpoint", digest(facts), lambda: facts, problem)
     for store, states in plan.stores:
         _fill(job, reader, store, named, states=states)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.pieces import Pieces, Saving, constant
 from zerograph.runtime.checkpoint.storage import Writer
-from zerograph.runtime.process_group import Job, agree, digest, explained
+from zerograph.runtime.process_group import Job, agree, digest, explained, noted
 
 LATEST = "latest"
 
@@ -40,8 +40,7 @@ class Saver:
         self,
         job: Job,
         path: str | os.PathLike[str],
-        pieces: Mapping[str, Pieces],
-        document: Mapping[str, Any],
+        contents: Callable[[], tuple[Mapping[str, Pieces], Mapping[str, Any]]],
         *,
         asynchronous: bool,
         keep: int | None,
@@ -49,12 +48,17 @@ class Saver:
     ) -> None:
         """Write the tensors that this rank has, and rank 0 the index. Every rank calls it.
 
+        Args:
+            contents: yields this rank's tensors, and the document; what it raises is an error on every rank.
+
         Raises:
             CheckpointError: on every rank; what was there is still there.
         """
         self.wait()
         problem: Exception | None = None
         target = Path(path)
+        pieces: Mapping[str, Pieces] = {}
+        document: Mapping[str, Any] = {}
         try:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
@@ -63,14 +67,16 @@ class Saver:
             target.mkdir(parents=True, exist_ok=True)
             if not os.access(target, os.W_OK):
                 raise CheckpointError(f"{target} cannot be written to: no permission")
+            pieces, document = contents()
         except OSError as error:
             problem = CheckpointError(f"{target} cannot be made: {error.strerror}")
         except Exception as error:
             problem = error
         facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
         agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
-        group = self._own_group(job)
-        data = _name(job, group)
+        with explained(job, "saving a checkpoint"):
+            group = self._own_group(job)
+            data = _name(job, group)
 
         def written() -> None:
             _tidy(target, data)
@@ -79,7 +85,8 @@ class Saver:
                 _prune(target.parent, keep)
 
         writer = Writer(target, data, document, job.rank, written)
-        kept = _copied(pieces) if asynchronous else pieces
+        with noted(job, "saving a checkpoint"):
+            kept = _copied(pieces) if asynchronous else pieces
         if not asynchronous:
             _write(job, kept, writer, group)
             return

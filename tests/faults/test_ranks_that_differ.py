@@ -1,0 +1,66 @@
+"""Ranks that run different software, or stand at different places, find out before anything is exchanged."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+
+
+def with_other(what: str) -> tuple[str, str]:
+    """(type of error, message) of a first step for which rank 1 has another version of something."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2)
+    (x, y), *_ = batches("mlp", 1)
+    other = {
+        "torch": patch.object(torch, "__version__", "2.11.0"),
+        "zerograph": patch.object(importlib.metadata, "version", lambda name: "0.0.9"),
+        "Python": patch.object(platform, "python_version", lambda: "3.99.1"),
+    }[what]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank:
+        other.start()
+    try:
+        step(x.chunk(ranks)[rank], y.chunk(ranks)[rank])
+    except zg.ZeroGraphError as error:
+        return type(error).__name__, str(error)
+    finally:
+        patch.stopall()
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(("what", "version"), [("torch", "2.11.0"), ("zerograph", "0.0.9"), ("Python", "3.99")])
+def test_another_version_on_one_rank_is_an_error_on_all_that_says_whose(pool: Pool, what: str, version: str) -> None:
+    for kind, message in pool.run(2, with_other, what):
+        assert kind == "RankMismatchError"
+        assert f"first in the version of {what}" in message
+        assert f"rank 1: {version}" in message
+        assert "rank 0: " in message
+
+
+def astray() -> str:
+    """The message when rank 1 believes to be a step ahead."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 0)
+    (x, y), *_ = batches("mlp", 1)
+    x, y = part(x), part(y)
+    step(x, y)
+    step.steps_done += dist.get_rank()
+    with pytest.raises(zg.RankMismatchError) as error:
+        step(x, y)
+    return str(error.value)
+
+
+def test_ranks_at_different_steps_do_not_go_on_together(pool: Pool) -> None:
+    for message in pool.run(2, astray):
+        assert "what they are about to do" in message
+        assert "rank 0: step 2" in message
+        assert "rank 1: step 3" in message

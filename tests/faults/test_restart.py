@@ -1,0 +1,132 @@
+"""The example under torchrun: it goes on from its last checkpoint after a crash, and saves when it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerograph as zg
+from tests.faults.tally import Tally
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+OPTIONS = ["--steps", "12", "--batch", "4", "--save-every", "4"]
+STEPS = 12
+
+# A rank dies once, some seconds behind a step of its own: between steps, or in the middle of one.
+CRASHING = """
+import os, pathlib, runpy, signal, sys, threading, time
+import zerograph as zg
+
+folder, rank, step, delay = sys.argv[1:5]
+call = zg.ZeroGraph.__call__
+
+def die():
+    pathlib.Path(folder, "died").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dying(self, *args, **kwargs):
+    found = call(self, *args, **kwargs)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == rank and self.steps_done == int(step) and self._optimizers:
+        threading.Timer(float(delay), die).start() if float(delay) else die()
+    return found
+
+zg.ZeroGraph.__call__ = dying
+sys.argv = sys.argv[5:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def command(folder: Path, *before: str) -> list[str]:
+    corpus = folder.parent / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("to be or not to be, that is the question; " * 400)
+    example = [str(ROOT / "examples" / "train_gpt.py"), *OPTIONS, "--corpus", str(corpus)]
+    return [*before, *example, "--checkpoint", str(folder), "--out", str(folder.parent / f"{folder.name} sample.txt")]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Popen[bytes], Path]:
+    """A whole run, begun and not waited for, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "whole"
+    return subprocess.Popen(command(folder, *TORCHRUN), env=environment(), stdout=subprocess.DEVNULL), folder
+
+
+def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]:
+    """(updates made again, seconds from the death of a rank until the job goes on) of a run that ends well."""
+    script = folder.parent / "crashing.py"
+    script.write_text(CRASHING)
+    how = [str(script), str(folder.parent), str(rank), str(step), str(delay)]
+    job = subprocess.Popen(
+        command(folder, *TORCHRUN, "--max-restarts", "2", *how), env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert job.stdout is not None
+    behind, went_on = 0, 0.0
+    for line in job.stdout:
+        if found := re.match(r"going on behind step (\d+)", line):
+            behind, went_on = int(found[1]), time.monotonic()
+        elif re.match(r"step +\d+/", line) and (folder.parent / "died").exists() and not went_on:
+            # It died before there was a checkpoint.
+            went_on = time.monotonic()
+    assert job.wait(240) == 0
+    assert went_on
+    return step - behind, went_on - float((folder.parent / "died").read_text())
+
+
+def _random() -> list[tuple[int, int, float]]:
+    draw = random.Random(7)
+    return [(rank, draw.randint(1, STEPS - 2), draw.random() * 0.2) for rank in (0, 1, 0, 1, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "delay"),
+    [(1, 7, 0.0), *(pytest.param(*one, marks=pytest.mark.long) for one in _random())],
+)
+def test_a_job_that_loses_a_rank_restarts_and_ends_as_if_nothing_had_been(
+    tmp_path: Path,
+    undisturbed: tuple[subprocess.Popen[bytes], Path],
+    tally: Callable[[str], Tally],
+    rank: int,
+    step: int,
+    delay: float,
+) -> None:
+    lost_steps, seconds = crash(tmp_path / "crashed", rank, step, delay)
+    whole, folder = undisturbed
+    assert whole.wait(240) == 0
+    expected, found = (zg.read_checkpoint(one) for one in (folder, tmp_path / "crashed"))
+    assert expected["steps_done"] == found["steps_done"] == STEPS
+    for name, value in expected["modules"]["model"].items():
+        assert torch.equal(found["modules"]["model"][name], value)
+    tally(f"torchrun: rank {rank} is killed at a step").add(True, lost_steps=lost_steps, seconds=seconds)
+
+
+def test_a_job_that_is_told_to_stop_saves_and_ends_well(tmp_path: Path, tally: Callable[[str], Tally]) -> None:
+    stopped = [*command(tmp_path / "stopped", *TORCHRUN), "--steps", "100000", "--save-every", "100000"]
+    job = subprocess.Popen(stopped, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.startswith("step "):
+            break
+    time.sleep(0.5)
+    began = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    rest = job.stdout.read()
+    job.wait(60)
+    assert "told to stop: saved behind step" in rest
+    assert zg.read_checkpoint(tmp_path / "stopped")["steps_done"] >= 1
+    tally("torchrun: SIGTERM").add(True, lost_steps=0, seconds=time.monotonic() - began)

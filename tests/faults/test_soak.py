@@ -1,0 +1,99 @@
+"""Two thousand steps with all that a run of weeks does in between: memory, files and threads stay what they were."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import zerograph as zg
+from tests.faults.tally import Tally
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+
+
+class Evaluate(zg.ZeroGraph):
+    """The loss, from the parameters of a training step."""
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__()
+        self.model, self.loss_fn = step.model, step.loss_fn
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(self.model(x), y)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of a process: resident bytes, open files, threads."""
+
+    resident: int
+    files: int
+    threads: int
+
+
+def usage() -> Usage:
+    """What is in use, not what Python and glibc keep in reserve: garbage is collected and free heap given back first.
+
+    Without that, the resident size goes up and down by some percent with the moment of the last collection.
+    """
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Usage(
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+    )
+
+
+def begun() -> tuple[TrainStep, Evaluate]:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2)
+    return step, Evaluate(step)
+
+
+def soak(steps: int, folder: str) -> list[Usage]:
+    """Usage at ten moments; the first is behind a tenth of the steps, when everything has happened once."""
+    step, evaluate = begun()
+    data, small = batches("mlp", 8), batches("mlp", 8, size=4)
+    every = steps // 20
+    found = []
+    for number in range(1, steps + 1):
+        # Two shapes of the batch in turn: the second is a compile of its own.
+        x, y = (small if number % 7 == 0 else data)[number % 8]
+        step(part(x), part(y))
+        if number % (every // 2) == 0:
+            evaluate(part(x), part(y))
+            step.save(folder, asynchronous=number % every == 0, keep=2)
+        if number % (2 * every) == every:
+            # A restart, with all but the process new.
+            step.wait_for_save()
+            del step, evaluate
+            step, evaluate = begun()
+            step.load(folder)
+            assert step.steps_done == number
+        if number % (2 * every) == 0:
+            step.wait_for_save()
+            found.append(usage())
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux shows in /proc")
+@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.long)])
+def test_nothing_grows(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], steps: int) -> None:
+    row = tally(f"a soak of {steps} steps on two ranks")
+    for first, *rest in pool.run(2, soak, steps, str(tmp_path)):
+        # A short run has not been everywhere when it is measured first: of memory it tells only what is gross.
+        allowed = 0.01 if steps >= 2000 else 0.05
+        growth = rest[-1].resident / first.resident - 1
+        assert growth < allowed, f"memory grew by {growth:.1%}: {[one.resident for one in (first, *rest)]}"
+        assert rest[-1].files <= first.files
+        assert rest[-1].threads <= first.threads
+    row.add(True)
