@@ -212,14 +212,17 @@ class Signs:
         if number <= self._asked and time.monotonic() - self._answered_at > self._interval * 2:
             number = store.add("asked", 1)
         answers = {rank: f"answer/{number}/{rank}" for rank in others}
+        notes = {rank: f"last/{rank}" for rank in others}
         end = time.monotonic() + _LOOKS * self._interval
-        while not (everybody := store.check(list(answers.values()))) and time.monotonic() < end:
-            time.sleep(self._interval / 5)
-        there = others if everybody else _there(store, answers, others)
-        silent = [rank for rank in others if rank not in there]
-        # Who failed and is gone has left word.
-        left = _there(store, {rank: f"last/{rank}" for rank in silent}, silent)
-        keys = {rank: answers[rank] for rank in there} | {rank: f"last/{rank}" for rank in left}
+        while True:
+            there = _there(store, answers, others)
+            silent = [rank for rank in others if rank not in there]
+            # Who failed and is gone has left word.
+            left = _there(store, notes, silent)
+            if len(left) == len(silent) or time.monotonic() > end:
+                break
+            time.sleep(self._interval / 4)
+        keys = {rank: answers[rank] for rank in there} | {rank: notes[rank] for rank in left}
         signs = dict(zip(keys, map(_read, _values(store, list(keys.values()))), strict=True))
         said = {rank: sign for rank, sign in sorted(signs.items()) if sign is not None}
         return Answers(self.rank, doing, said, tuple(rank for rank in others if rank not in said))

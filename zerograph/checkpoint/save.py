@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +29,7 @@ from zerograph.runtime.process_group import Job, agree, digest, explained, noted
 LATEST = "latest"
 
 
-@dataclass
+@dataclass(eq=False)
 class Saver:
     """The saves of one graph, one after another; a save in the background has a process group of its own."""
 
@@ -119,7 +121,15 @@ class Saver:
         if self._group is None or self._world is not job.world:
             self._group = dist.new_group(timeout=timedelta(seconds=job.timeout), backend="gloo")
             self._world = job.world
+            # It goes with the graph that saves: torch would keep its sockets and threads until the job ends.
+            weakref.finalize(self, _end, self._group).atexit = False
         return self._group
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    # It may have gone with its job.
+    with contextlib.suppress(AssertionError, RuntimeError, ValueError):
+        dist.destroy_process_group(group)
 
 
 def _name(job: Job, group: dist.ProcessGroup | None) -> str:
