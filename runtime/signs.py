@@ -148,7 +148,7 @@ class Signs:
         """What was noted is over: this rank goes on."""
         if self._noted is not None:
             self._noted = None
-            self._post(None)
+            self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
 
     def ask(self) -> Answers:
         """What the others are doing; takes as long as a living one may need to answer, some seconds, and no longer."""
@@ -202,7 +202,7 @@ class Signs:
         self._gone = not found
         return found[0] if found else None
 
-    def _post(self, sign: Sign | None) -> None:
+    def _post(self, sign: Sign) -> None:
         self._in_time(lambda: self.store.set(f"last/{self.rank}", _written(sign)), self._interval * 2)
 
     def _ask(self, doing: str) -> Answers:
@@ -224,8 +224,7 @@ class Signs:
             time.sleep(self._interval / 4)
         keys = {rank: answers[rank] for rank in there} | {rank: notes[rank] for rank in left}
         signs = dict(zip(keys, map(_read, _values(store, list(keys.values()))), strict=True))
-        said = {rank: sign for rank, sign in sorted(signs.items()) if sign is not None}
-        return Answers(self.rank, doing, said, tuple(rank for rank in others if rank not in said))
+        return Answers(self.rank, doing, dict(sorted(signs.items())), tuple(r for r in silent if r not in left))
 
     def _leave(self) -> None:
         """All is well: nobody shall look for a store that goes with the process of this rank."""
@@ -314,13 +313,13 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
     return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
-def _written(sign: Sign | None) -> str:
-    return json.dumps(None if sign is None else [sign.doing, sign.failed, sign.lost])
+def _written(sign: Sign) -> str:
+    return json.dumps([sign.doing, sign.failed, sign.lost])
 
 
-def _read(text: bytes) -> Sign | None:
-    found = json.loads(text)
-    return None if found is None else Sign(found[0], found[1], tuple(found[2]))
+def _read(text: bytes) -> Sign:
+    doing, failed, lost = json.loads(text)
+    return Sign(doing, failed, tuple(lost))
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
