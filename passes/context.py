@@ -60,6 +60,7 @@ class Context:
         node_by_node: the backend runs the graph as it is, rather than compiling it.
         reduce_dtype: that in which gradients travel; None for the dtype that their parameters are computed with in.
         scaler: scales the loss; None for no scaling.
+        checked: a step whose loss or gradients are not finite is to change nothing.
         memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
         recompute: what backward makes again, as in the configuration.
         blocks: module paths of the blocks that the model repeats.
@@ -84,6 +85,7 @@ class Context:
     node_by_node: bool = True
     reduce_dtype: torch.dtype | None = None
     scaler: GradScaler | None = None
+    checked: bool = False
     memory_budget: int | None = None
     recompute: str = "none"
     blocks: tuple[str, ...] = ()
@@ -95,6 +97,11 @@ class Context:
     @property
     def ranks(self) -> int:
         return self.mesh.size
+
+    @property
+    def guarded(self) -> bool:
+        """Whether updates are made on a condition."""
+        return self.scaler is not None or self.checked
 
     @property
     def rank_dims(self) -> int:

@@ -103,7 +103,7 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
     name = node.meta["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
-    rank, guarded = context.mesh.position[bucket.zero_dim], context.scaler is not None
+    rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
     module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], rank, guarded=guarded))
     inputs = node.all_input_nodes
     flat = inputs[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,7 +15,7 @@ from zerograph.errors import VerificationError, ZeroGraphError
 from zerograph.loop import loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
-from zerograph.runtime.state import Held, Store
+from zerograph.runtime.state import Held, Store, in_memory
 from zerograph.step_graph import Boxing, Role, placeholders
 
 Lookup = Callable[[], Tensor]
@@ -85,18 +86,24 @@ def bind(
     function: Compiled,
     stores: Mapping[str, Store],
     lookups: Mapping[Role, Lookup],
+    copied: Collection[fx.Node] | None = None,
 ) -> Executor:
-    """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph."""
+    """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph.
+
+    Args:
+        copied: for a graph that knows of no files: the placeholders that it reads. They get copies of what rests in
+            files, for each run anew.
+    """
     feeds: list[Tensor | Lookup | int] = []
     numbers: dict[str, Tensor] = {}
     seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
         found: Role = node.meta["role"]
         if found.kind == "bucket":
-            feeds.append(_fed(stores[found.name].flat))
+            feeds.append(_fed(stores[found.name].flat, node, copied))
         elif found.kind == "state":
             bucket, name = found.name.split(".", 1)
-            feeds.append(_fed(stores[bucket].state[name]))
+            feeds.append(_fed(stores[bucket].state[name], node, copied))
         elif found.kind == "hyperparameter":
             numbers[found.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[found.name])
@@ -111,9 +118,11 @@ def bind(
     return Executor(job, graph, function, tuple(feeds), numbers, seed)
 
 
-def _fed(held: Held) -> Tensor:
+def _fed(held: Held, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:
     """What rests in a file the graph fetches by its handle."""
-    return held if isinstance(held, Tensor) else held.handle
+    if isinstance(held, Tensor):
+        return held
+    return functools.partial(in_memory, held) if copied is not None and node in copied else held.handle
 
 
 def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:

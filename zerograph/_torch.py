@@ -205,6 +205,11 @@ def preserved_metadata() -> contextlib.AbstractContextManager[None]:
     return fx_traceback.preserve_node_meta()
 
 
+def has_fractions(tensor: Tensor) -> bool:
+    """Whether its elements are floating or complex numbers: others are finite."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def annotated(values: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Nodes made inside get ``values`` in ``node.meta["custom"]``, the one field of ours that fx copies along."""
     return fx_traceback.annotate(values)

@@ -27,12 +27,15 @@ class Backward:
 
     Attributes:
         count: calls so far.
-        found_inf: 1.0 where a scaled gradient was infinite or not a number, else 0.0; None until the last call.
+        roots: the tensors that it was called on, unscaled.
+        overflow: the largest scaled gradient, and 1.0 where that is infinite or not a number, else 0.0; None until the
+            last call.
     """
 
     def __init__(self, device: str, scale: Tensor | None, calls: int, parameters: Iterable[Tensor]) -> None:
         self.count = 0
-        self.found_inf: Tensor | None = None
+        self.roots: list[Tensor] = []
+        self.overflow: tuple[Tensor, Tensor] | None = None
         self._device, self._scale, self._calls, self._parameters = device, scale, calls, list(parameters)
 
     @contextmanager
@@ -46,8 +49,9 @@ class Backward:
             # A reentrant checkpoint calls it inside of it: the gradients that it goes on from are scaled already.
             original(tensors, *args, **kwargs)
             return
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self.roots += roots
         if self._scale is not None:
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             tensors = [root * self._scale for root in roots]
         # Each operator's backward computes in the dtype of its forward; autocast would cast once more.
         with self._outside_autocast():
@@ -65,7 +69,7 @@ class Backward:
     def _unscale(self, scale: Tensor) -> None:
         found = [parameter for parameter in self._parameters if parameter.grad is not None]
         largest = TOTAL_NORM([parameter.grad for parameter in found], float("inf"))
-        self.found_inf = torch.isfinite(largest).logical_not().float()
+        self.overflow = largest, torch.isfinite(largest).logical_not().float()
         inverse = scale.double().reciprocal().float()
         for parameter in found:
             parameter.grad = parameter.grad * inverse  # type: ignore[operator]

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from zerograph import _torch, decompositions, draws, source
+from zerograph import _torch, decompositions, draws, finite, source
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
@@ -61,6 +61,7 @@ def capture(
     batch_norm_groups: int = 1,
     amp_dtype: torch.dtype | None = None,
     scaled: bool = False,
+    checked: bool = False,
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -79,6 +80,7 @@ def capture(
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
         amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
+        checked: return besides whether losses and gradients are finite (:mod:`zerograph.finite`).
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
@@ -105,6 +107,7 @@ def capture(
     returned: list[Any] = []
     output_spec: list[pytree.TreeSpec] = []
     regions: list[Region] = []
+    checks: list[Role] = []
     # How often build() calls backward(): known once it has been traced.
     backwards = [1]
 
@@ -138,10 +141,16 @@ def capture(
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
         found = {name: own[name].grad for name in parameters}
         gradients.extend(name for name, gradient in found.items() if gradient is not None)
+        left = [gradient for gradient in found.values() if gradient is not None]
+        behind = [] if backward.overflow is None else [(Role("scaler", "found_inf"), backward.overflow[1])]
+        if checked:
+            scalars = [value for value in flat if isinstance(value, Tensor) and not value.dim()]
+            behind += finite.residues([*backward.roots, *scalars], left, backward.overflow)
+        checks.extend(found for found, _ in behind)
         return [
             *(value.detach() for value in flat if isinstance(value, Tensor)),
-            *(gradient for gradient in found.values() if gradient is not None),
-            *([] if backward.found_inf is None else [backward.found_inf]),
+            *left,
+            *(value for _, value in behind),
         ]
 
     def autocast() -> contextlib.AbstractContextManager[None]:
@@ -160,7 +169,7 @@ def capture(
             )
         if scaled and backwards[-1] > 1:
             # Gradients were unscaled behind the first backward() of several.
-            for noted in (gradients, returned, output_spec, regions):
+            for noted in (gradients, returned, output_spec, regions, checks):
                 noted.clear()
             drawn.count = 0
             for tensor in state.values():
@@ -177,7 +186,7 @@ def capture(
         graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
     roles += [Role("seed", "seed"), *([Role("scaler", "scale")] if scaled else [])]
-    _name_roles(graph, roles, gradients, scaled=scaled)
+    _name_roles(graph, roles, [*(Role("gradient", name) for name in gradients), *checks])
     draws.refuse_others(graph.graph)
     _drop_restored(graph.graph)
     _refuse_changed_parameters(graph.graph)
@@ -380,11 +389,11 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
             )
 
 
-def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], gradients: Sequence[str], *, scaled: bool) -> None:
+def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], behind: Sequence[Role]) -> None:
+    """``roles`` of the first inputs, and of the outputs ``behind`` what ``build()`` returned."""
     for index, node in enumerate(placeholders(graph.graph)):
         node.meta["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
     output = graph.graph.output_node()
-    behind = [Role("gradient", name) for name in gradients] + ([Role("scaler", "found_inf")] if scaled else [])
     returned = len(output_nodes(graph.graph)) - len(behind)
     output.meta["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
     take_origins(graph.graph)

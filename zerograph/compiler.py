@@ -58,6 +58,7 @@ class CompiledStep:
         stores: the bucket at rest behind each of ``context.buckets``, by name.
         numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
         outputs: SBP and global shape of each tensor that it returns.
+        lookups: finds what rests in no store, for each run.
     """
 
     captured: Captured
@@ -68,6 +69,13 @@ class CompiledStep:
     stores: Mapping[str, Store]
     numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
+    lookups: Mapping[Role, Lookup]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Names of the 0-d tensors that the graph returns behind the user's."""
+        roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
+        return tuple(found.name for found in roles if found.kind != "output")
 
     @property
     def updated(self) -> Iterator[Store]:
@@ -275,6 +283,7 @@ class Compiler:
             zero_dim=zero_dim,
             reduce_dtype=self.config.reduce_dtype,
             scaler=self.config.scaler if self.optimizers else None,
+            checked=self.config.on_nonfinite != "ignore",
             memory_budget=self.config.memory_bytes,
             recompute=self.config.recompute,
             blocks=blocks,
@@ -309,8 +318,9 @@ class Compiler:
         """``parts``: of the batch that are computed each by itself, beside each other or in turn."""
         clip = self.config.clip_grad_norm if self.optimizers else None
         scaled = self.config.scaler is not None and bool(self.optimizers)
+        checked = self.config.on_nonfinite != "ignore"
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled)
+        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
         if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
             began = time.perf_counter()
             captured = capturing.capture(
@@ -328,6 +338,7 @@ class Compiler:
                 batch_norm_groups=batch_norm_groups,
                 amp_dtype=self.config.amp_dtype,
                 scaled=scaled,
+                checked=checked,
             )
             self._captures[key] = captured, time.perf_counter() - began, parts
         return self._captures[key][:2]
@@ -477,7 +488,7 @@ class Compiler:
         returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
         outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
-            prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs
+            prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs, lookups
         )
 
 

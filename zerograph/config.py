@@ -59,6 +59,23 @@ class Config:
             that in which the parameter is computed with.
         grad_scaler: loss scaling, a :class:`zerograph.GradScaler` or :class:`zerograph.StaticGradScaler`. Default None:
             no scaling; :meth:`enable_amp` puts a ``GradScaler()`` here for fp16.
+        on_nonfinite: what to do where a loss or gradient is infinite or not a number on any rank: ``"ignore"``
+            (default): nothing, and nothing is looked at; ``"skip"`` or ``"raise"``: look, and change no state:
+            parameters, buffers, optimizer state and schedulers stay bitwise what they were, on all ranks. ``"skip"``
+            goes on with the next batch, warns once, and counts in ``step.steps_skipped``. ``"raise"`` raises
+            :class:`zerograph.NonFiniteError` on every rank; to find the first operator that made such a number, and
+            its module, it runs the step's forward and backward again, node by node. Looked at are the tensors on which
+            ``backward()`` is called, all 0-d tensors that ``build()`` returns, and the gradients as the update reads
+            them: reduced, unscaled, clipped. Each step then waits for the device. Under loss scaling an overflow of
+            the scaled gradients is no error: the update is skipped and the scale falls, as without this option. It is
+            one where a loss is not finite before it is scaled, and where the scale cannot fall: it is at
+            ``min_scale`` (give one, 1.0 for instance), or a ``StaticGradScaler``.
+        check_replicas: every so many steps compare what ranks hold alike, before the step: parameters, buffers and
+            optimizer state that are broadcast along a dimension of the mesh (with hybrid sharding the copies of each
+            shard), bit by bit; and on the host hyperparameters, the state of schedulers and loss scaler, counts and
+            seed. A difference is a :class:`zerograph.ReplicaError` on every rank that names the tensor, where in it,
+            and the ranks. What rests in files is read for it. Each rank hashes what it has on its device, and one
+            small exchange compares the hashes. Default None or 0: never.
         timeout: seconds until a rank that does not answer is an error. Default 600.
         placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
         batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
@@ -107,6 +124,8 @@ class Config:
     amp_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_scaler: GradScaler | None = None
+    on_nonfinite: str = "ignore"
+    check_replicas: int | None = None
     timeout: float = 600.0
     placement: DeviceMesh | None = None
     batch_sbp: tuple[Sbp, ...] | None = None
@@ -364,6 +383,10 @@ def _on_missing_rule(value: Any) -> str:
     return "" if value in ("gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
 
 
+def _on_nonfinite(value: Any) -> str:
+    return "" if value in ("ignore", "skip", "raise") else "choose 'ignore', 'skip' or 'raise'"
+
+
 def _clip_grad_norm(value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
     return "" if value is None or number else "give the largest norm that gradients may have, more than 0, or None"
@@ -400,6 +423,8 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "amp_dtype": _amp_dtype,
     "reduce_dtype": _reduce_dtype,
     "grad_scaler": _grad_scaler,
+    "on_nonfinite": _on_nonfinite,
+    "check_replicas": lambda value: "" if value is None else _whole_number(0, "steps")(value),
     "timeout": _timeout,
     "placement": _placement,
     "batch_sbp": _batch_sbp,

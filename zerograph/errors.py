@@ -53,6 +53,14 @@ class RankMismatchError(ZeroGraphError):
     """Ranks were about to do different things: other inputs, another graph, or one of them failed."""
 
 
+class ReplicaError(RankMismatchError):
+    """What every rank holds alike is not bitwise equal on all of them."""
+
+
+class NonFiniteError(ZeroGraphError):
+    """A loss or gradient is infinite or not a number, and ``config.on_nonfinite`` is ``"raise"``."""
+
+
 class CommunicationError(ZeroGraphError):
     """A collective failed or timed out, usually because another rank died or stalls."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, checkpoint, hyperparameters, inspection, state_dict
+from zerograph import _torch, checkpoint, finite, hyperparameters, inspection, replicas, state_dict
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
 from zerograph.compiler import CompiledStep, Compiler, Prepared
@@ -22,6 +23,7 @@ from zerograph.errors import CaptureError, ConfigError, InputError, SplitParamet
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
 from zerograph.memory import Memory, profile
 from zerograph.mesh import Mesh
+from zerograph.nonfinite import explained
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
@@ -45,15 +47,19 @@ class ZeroGraph:
 
     Attributes:
         config: its options, see :class:`zerograph.config.Config`.
-        steps_done: updates made so far, without those skipped for an overflow; 0 for a graph without optimizer.
+        steps_done: updates made so far, without those skipped; 0 for a graph without optimizer.
+        steps_skipped: updates left out in this process because a loss or gradient was not finite, see
+            ``config.on_nonfinite``; overflows that loss scaling deals with do not count.
     """
 
     config: Config
     steps_done: int
+    steps_skipped: int
 
     def __init__(self) -> None:
         self.config = Config()
         self.steps_done = 0
+        self.steps_skipped = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
         self._compiler = Compiler(self._traced_build, self._optimizers, self.config)
@@ -115,16 +121,25 @@ class ZeroGraph:
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
+            ReplicaError: likewise, if ranks differ in what they hold alike, see ``config.check_replicas``.
+            NonFiniteError: likewise, if a loss or gradient is not finite and ``config.on_nonfinite`` is ``"raise"``.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
         step, batch = self._ready(args, kwargs)
+        self._check_replicas()
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
-        values = step.executor(batch.tensors, numbers, self._seed_of_step(), self._doing())
-        overflowed = step.context.scaler is not None and bool(values.pop())
-        if self._optimizers and not overflowed:
+        run = batch.tensors, numbers, self._seed_of_step(), self._doing()
+        values = step.executor(*run)
+        # What is not finite is not 0 either.
+        flags = {name: bool(values.pop()) for name in reversed(step.flags)}
+        if flags.get(finite.NOT_FINITE.name):
+            if self.config.on_nonfinite == "raise":
+                raise explained(step, batch.names, *run)
+            self._skipped()
+        if self._optimizers and not flags.get("found_inf"):
             self._step_made(step, values)
         else:
-            # A step that overflowed is none, but the next one draws other numbers.
+            # A step that was skipped is none, but the next one draws other numbers.
             self._passes_done += 1
         sbp = [one for one, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
@@ -378,7 +393,8 @@ class ZeroGraph:
 
         def facts() -> dict[str, str]:
             assert batch is not None
-            return {**batch.facts(), **self._shown(known), "the compiled step": "missing" if step is None else "there"}
+            there = {"the compiled step": "missing" if step is None else "there"}
+            return {**batch.facts(), **self._shown(known), **there, **self._counts()}
 
         try:
             members = self._adopted()
@@ -393,10 +409,13 @@ class ZeroGraph:
             if step is not None:
                 step.check_files()
             if job.size > 1 and key not in self._digests:
-                self._digests[key] = digest(facts())
+                self._digests[key] = digest({**batch.facts(), **self._shown(known)})
         except Exception as error:
             problem = error
         number = self._digests.get(key, 0) ^ (step is None)
+        if self.config.check_replicas:
+            # From these each rank knows whether replicas are to be compared now.
+            number ^= digest(self._counts())
         agree(job, self._doing(), number, facts, problem)
         assert batch is not None
         assert members is not None
@@ -410,10 +429,37 @@ class ZeroGraph:
         self._latest = step
         return step, batch
 
+    def _counts(self) -> dict[str, str]:
+        return {"steps done": str(self.steps_done), "forward passes and skipped steps": str(self._passes_done)}
+
+    def _check_replicas(self) -> None:
+        every = self.config.check_replicas
+        if not every or (self.steps_done + self._passes_done) % every:
+            return
+        job, scaler = self._join(), self.config.scaler
+        seed = self._seed if self.config.seed is None else self.config.seed
+        counts = {**self._counts(), "seed": str(seed)}
+        replicas.check(
+            job,
+            replicas.replicas_of(self._members(), self._optimizers, job.mesh),
+            lambda: replicas.host_facts(counts, self._optimizers, self._schedulers, scaler),
+            self._doing(),
+        )
+
     def _seed_of_step(self) -> int:
         """The class counts too: two graphs that train in turn, one step each, do not draw the same numbers."""
         seed = self._seed if self.config.seed is None else self.config.seed
         return digest((seed, type(self).__qualname__, self.steps_done, self._passes_done))
+
+    def _skipped(self) -> None:
+        self.steps_skipped += 1
+        if self.steps_skipped == 1:
+            warnings.warn(
+                f"{self._doing()} was skipped: its loss or a gradient is not finite, and nothing was changed\n"
+                "step.steps_skipped counts such steps from here on, without a further warning. "
+                "config.on_nonfinite = 'raise' says where the first such number is made.",
+                stacklevel=3,
+            )
 
     def _step_made(self, step: CompiledStep, values: Sequence[Tensor]) -> None:
         for store in step.updated:
@@ -440,7 +486,7 @@ class ZeroGraph:
         return self._job
 
     def _attributes(self) -> dict[str, Any]:
-        own = ("config", "steps_done")
+        own = ("config", "steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
 
     def _members(self) -> Members:

@@ -89,17 +89,24 @@ class Loop(nn.Module):
         return Loop(body, self.micro_batches, self.cuts, self.results, function)
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        results = tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in self.results)
+        results = self.make_results()
         turn = torch.zeros((), dtype=torch.int64, device="cpu")
         # Not body(): GraphModule's __call__ drops the traceback that tells which node failed.
         run = self._function or self.body.forward
         for number in range(self.micro_batches):
-            parts = [
-                operand if cut is None else self._part(operand, cut, number)
-                for operand, cut in zip(operands, self.cuts, strict=True)
-            ]
-            run(*parts, *results, turn.fill_(number))
+            run(*self.parts(operands, number), *results, turn.fill_(number))
         return results
+
+    def make_results(self) -> tuple[Tensor, ...]:
+        """Tensors for the results, with nothing in them yet."""
+        return tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in self.results)
+
+    def parts(self, operands: Sequence[Tensor], number: int) -> list[Tensor]:
+        """What the body is given of the operands in the micro-batch of this number."""
+        return [
+            operand if cut is None else self._part(operand, cut, number)
+            for operand, cut in zip(operands, self.cuts, strict=True)
+        ]
 
     def extra_repr(self) -> str:
         return f"{self.micro_batches} micro-batches\n{self.body.code}"

@@ -42,6 +42,7 @@ RoleKind = Literal[
     "hyperparameter",
     "seed",
     "scaler",
+    "check",
     "output",
     "gradient",
     # Of a loop's body: what was computed before the loop, what it yields, and the number of the micro-batch.
@@ -170,9 +171,17 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def found_inf(graph: fx.Graph) -> fx.Node | None:
-    """What is not 0 where a scaled gradient overflowed; None in a graph that scales no loss."""
+    """What is not 0 where a scaled gradient overflowed; from ``guard`` on, where the step is to change nothing.
+
+    None in a graph that scales no loss and checks nothing.
+    """
+    return returned(graph, "scaler", "found_inf")
+
+
+def returned(graph: fx.Graph, kind: RoleKind, name: str) -> fx.Node | None:
+    """What the graph returns under this role, if it does."""
     roles = graph.output_node().meta["roles"]
-    return next((node for node, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "scaler"), None)
+    return next((node for node, r in zip(output_nodes(graph), roles, strict=True) if r == Role(kind, name)), None)
 
 
 def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
