@@ -27,6 +27,8 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
     """
     if not isinstance(parameter, nn.Parameter):
         raise PlacementError(f"annotate() takes a parameter of a module, not {type(parameter).__name__}")
+    if not isinstance(sbp, Sbp) and (not isinstance(sbp, Sequence) or not sbp):
+        raise PlacementError(f"annotate(sbp={sbp!r:.60}): give sbp.split(d) or sbp.broadcast, one per mesh dimension")
     wanted = nd(sbp, 1 if isinstance(sbp, Sbp) else len(sbp))
     for one in wanted:
         if isinstance(one, PartialSum):

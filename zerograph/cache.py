@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 
@@ -20,6 +20,7 @@ def write(file: Path, text: str) -> None:
     """Replace ``file`` whole, or leave it: a folder that cannot be written costs time again, never a step."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            new.write(text)
-        os.replace(new.name, file)
+        # Not tempfile's, which nobody else may read: a cache may be shared, and the umask says with whom.
+        beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+        beside.write_text(text)
+        os.replace(beside, file)

@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerograph.errors import ConfigError, PlacementError
+from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
 from zerograph.grad_scaler import GradScaler
 from zerograph.offload import Offload, complaint
 from zerograph.precision import LOW_DTYPES
@@ -138,15 +138,21 @@ class Config:
     accumulation_outputs: str = "whole"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check = _CHECKS.get(name)
-        if check is None:
-            near = difflib.get_close_matches(name, _CHECKS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"there is no option {name!r}{hint}\nOptions: {', '.join(_CHECKS)}.")
+        check_name(name)
+        check = _CHECKS[name]
         complaint = check(value)
         if complaint:
             raise ConfigError(f"{name} = {value!r}: {complaint}")
         object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"option {name!r} cannot be deleted: set it to its default, {getattr(Config, name, None)!r}")
+
+    if not TYPE_CHECKING:  # mypy tells of names that do not exist, unless it sees this
+
+        def __getattr__(self, name: str) -> Any:
+            # Those that Python itself looks for are no mistake.
+            raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
     def enable_zero(self, mode: bool | str = True, *, stage: int = 1, shard_min_size: int = 0) -> None:
         """Choose ZeRO's mode and stage: True means ``"distributed_split"``, False means ``"off"``.
@@ -154,6 +160,8 @@ class Config:
         Raises:
             ConfigError: no such mode or stage; nothing is changed then.
         """
+        if not isinstance(mode, (str, bool)):
+            raise ConfigError(f"enable_zero({mode!r:.60}): give True, False or a mode, and the stage as stage=")
         wanted = mode if isinstance(mode, str) else MODES[0] if mode else "off"
         new = Config(mode=wanted, stage=stage, shard_min_size=shard_min_size)
         self.mode, self.stage, self.shard_min_size = new.mode, new.stage, new.shard_min_size
@@ -166,7 +174,7 @@ class Config:
         Raises:
             ConfigError: no such dtype; nothing is changed then.
         """
-        if enabled not in (True, False):
+        if not isinstance(enabled, bool):
             raise ConfigError(f"enable_amp({enabled!r}): give True or False, and the dtype as dtype=")
         self.amp_dtype = dtype if enabled else None
         if not enabled:
@@ -301,7 +309,25 @@ def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
     return {dim for sbp in sbps for dim, one in enumerate(sbp) if isinstance(one, Split)}
 
 
+def check_name(name: Any) -> None:
+    """Raise if there is no such option.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest, and all.
+    """
+    if name not in _CHECKS:
+        raise ConfigError(_unknown(name))
+
+
+def _unknown(name: Any) -> str:
+    near = difflib.get_close_matches(str(name), _CHECKS, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no option {name!r:.60}{hint}\nOptions: {', '.join(_CHECKS)}."
+
+
 def _offload(device: Any, nvme_path: Any, *rest: Any) -> Offload | None:
+    if nvme_path is not None and not isinstance(nvme_path, (str, os.PathLike)):
+        raise ConfigError(f"nvme_path = {nvme_path!r:.60}: give a directory, as text or as a path")
     return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *rest)
 
 
@@ -319,22 +345,31 @@ def _whole_number(low: int, unit: str) -> Callable[[Any], str]:
     return check
 
 
+def _one_of(value: Any, *choices: str) -> bool:
+    """Values that compare in ways of their own, tensors among them, are none."""
+    return isinstance(value, str) and value in choices
+
+
 def _mode(value: Any) -> str:
-    return "" if value in MODES else f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"
+    return (
+        ""
+        if isinstance(value, str) and value in MODES
+        else f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"
+    )
 
 
 def _stage(value: Any) -> str:
-    known = not isinstance(value, bool) and value in STAGES
+    known = type(value) is int and value in STAGES
     return "" if known else "unknown ZeRO stage; choose 1, 2 or 3, or the mode 'off' for plain data parallel"
 
 
 def _backend(value: Any) -> str:
-    known = callable(value) or value in ("auto", "eager", "inductor")
+    known = callable(value) or _one_of(value, "auto", "eager", "inductor")
     return "" if known else "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable"
 
 
 def _batch_norm(value: Any) -> str:
-    return "" if value in ("global", "local") else "unknown batch norm; choose 'global' or 'local'"
+    return "" if _one_of(value, "global", "local") else "unknown batch norm; choose 'global' or 'local'"
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -347,7 +382,8 @@ def _bytes(size: int | str) -> int | None:
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
-    return int(float(found[1]) * _UNITS[found[2] or ""]) or None if found else None
+    given = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    return int(given) or None if given < 2.0**63 else None
 
 
 def _memory_budget(value: Any) -> str:
@@ -356,11 +392,12 @@ def _memory_budget(value: Any) -> str:
 
 
 def _amp_dtype(value: Any) -> str:
-    return "" if value is None or value in LOW_DTYPES else "give torch.bfloat16 or torch.float16, or None for neither"
+    good = value is None or (isinstance(value, torch.dtype) and value in LOW_DTYPES)
+    return "" if good else "give torch.bfloat16 or torch.float16, or None for neither"
 
 
 def _reduce_dtype(value: Any) -> str:
-    good = value is None or value in (*LOW_DTYPES, torch.float32)
+    good = value is None or (isinstance(value, torch.dtype) and value in (*LOW_DTYPES, torch.float32))
     return "" if good else "give torch.float32, torch.bfloat16 or torch.float16, or None for the compute dtype"
 
 
@@ -370,8 +407,8 @@ def _grad_scaler(value: Any) -> str:
 
 
 def _seed(value: Any) -> str:
-    good = value is None or (isinstance(value, int) and not isinstance(value, bool))
-    return "" if good else "give a whole number, or None for that of torch.manual_seed()"
+    good = value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
+    return "" if good else "give a whole number of 64 bits, or None for that of torch.manual_seed()"
 
 
 def _timeout(value: Any) -> str:
@@ -380,7 +417,7 @@ def _timeout(value: Any) -> str:
 
 
 def _on_missing_rule(value: Any) -> str:
-    return "" if value in ("gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
+    return "" if _one_of(value, "gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
 
 
 def _on_nonfinite(value: Any) -> str:
@@ -397,16 +434,16 @@ def _placement(value: Any) -> str:
 
 
 def _batch_sbp(value: Any) -> str:
-    good = isinstance(value, tuple) and all(one in (Split(0), broadcast) for one in value)
+    good = isinstance(value, tuple) and bool(value) and all(one in (Split(0), broadcast) for one in value)
     return "" if value is None or good else "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension"
 
 
 def _recompute(value: Any) -> str:
-    return "" if value in ("none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
+    return "" if _one_of(value, "none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
 
 
 def _accumulation_outputs(value: Any) -> str:
-    return "" if value in ("whole", "packed") else "choose 'whole' or 'packed'"
+    return "" if _one_of(value, "whole", "packed") else "choose 'whole' or 'packed'"
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {

@@ -11,6 +11,10 @@ class ConfigError(ZeroGraphError):
     """An option, mode, stage or backend that does not exist or cannot hold the given value."""
 
 
+class UnknownOptionError(ConfigError, AttributeError):
+    """An option was read that does not exist; ``hasattr`` and ``getattr`` with a default see what they expect."""
+
+
 class CaptureError(ZeroGraphError):
     """``build()`` or an optimizer does something that cannot be one graph for all values."""
 

@@ -48,6 +48,17 @@ class GradScaler:
         min_scale: float = 0.0,
         hysteresis: int = 1,
     ) -> None:
+        for name, value in (
+            *(("init_scale", init_scale), ("growth_factor", growth_factor), ("backoff_factor", backoff_factor)),
+            ("min_scale", min_scale),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{name} = {value!r:.60}: give a number")
+        for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise ConfigError(f"{name} = {count!r:.60}: give a whole number")
+        if not isinstance(enabled, bool):
+            raise ConfigError(f"enabled = {enabled!r:.60}: choose True or False")
         for good, complaint in (
             (0 < init_scale < float("inf"), f"init_scale = {init_scale}: give a finite number above 0"),
             (growth_factor > 1, f"growth_factor = {growth_factor}: give a number above 1"),
@@ -92,12 +103,28 @@ class GradScaler:
         Raises:
             ConfigError: it is not such a state.
         """
-        if "scale" not in state:
-            raise ConfigError(f"not a state of a GradScaler: it has {', '.join(state) or 'no entries'}, but no scale")
+        self.check_state(state)
         tensors = self.tensors(torch.device("cpu")) if not self._tensors else self._tensors
         tensors["scale"].fill_(float(state["scale"]))
         tensors["growth_tracker"].fill_(int(state.get("_growth_tracker", 0)))
         tensors["hysteresis_tracker"].fill_(int(state.get("_hysteresis_tracker", self.hysteresis)))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if :meth:`load_state_dict` could not take it.
+
+        Raises:
+            ConfigError: it is not a state of a scaler, and why.
+        """
+        if not isinstance(state, Mapping) or "scale" not in state:
+            has = ", ".join(map(str, state)) or "no entries" if isinstance(state, Mapping) else f"{state!r:.60}"
+            raise ConfigError(f"not a state of a GradScaler: it has {has}, but no scale")
+        scale = state["scale"]
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 <= scale < float("inf"):
+            raise ConfigError(f"scale = {scale!r:.60}: give a finite number")
+        for name in ("_growth_tracker", "_hysteresis_tracker"):
+            count = state.get(name, 0)
+            if isinstance(count, bool) or not isinstance(count, int) or not -(2**31) <= count < 2**31:
+                raise ConfigError(f"{name} = {count!r:.60}: give a number of steps")
 
     def __repr__(self) -> str:
         # Equal on all ranks, which compare their configurations by it: no state.

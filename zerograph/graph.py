@@ -19,7 +19,7 @@ from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
 from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError, SplitParameterError
+from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError, SplitParameterError
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
 from zerograph.memory import Memory, profile
 from zerograph.mesh import Mesh
@@ -166,6 +166,16 @@ class ZeroGraph:
         Raises:
             ZeroGraphError: as calling the graph does, but for what only running shows.
         """
+        if (
+            not isinstance(mesh, Mesh)
+            or not mesh.size
+            or any(a >= n for a, n in zip(mesh.position, mesh.shape, strict=True))
+        ):
+            raise PlacementError(
+                f"prepare({mesh!r:.80}): give the ranks, and which of them, as zerograph.mesh.line(1024, 0, 'ranks')"
+            )
+        if device not in ("cpu", "cuda"):
+            raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu' or 'cuda'")
         members = replace(self._members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
@@ -183,8 +193,8 @@ class ZeroGraph:
         """
         # Only the one that is asked for is made again.
         records = {record.name: record for record in self.passes}
-        if name is not None and name not in records:
-            raise ConfigError(f"there is no pass {name!r}; there are {', '.join(records)}")
+        if name is not None and name not in list(records):
+            raise ConfigError(f"there is no pass {name!r:.60}; there are {', '.join(records)}")
         return (self.passes[-1] if name is None else records[name]).graph
 
     @property
@@ -253,13 +263,9 @@ class ZeroGraph:
             ConfigError: the state does not fit; nothing is changed then.
         """
         self._check_closed()
-        missing = [key for key in ("modules", "optimizers", "lr_schedulers", "steps_done") if key not in state]
-        if missing:
-            raise ConfigError(f"not a state of a graph: it has no {', '.join(missing)}")
-        if len(state["optimizers"]) != len(self._optimizers):
-            raise ConfigError(f"the graph has {len(self._optimizers)} optimizers, the state {len(state['optimizers'])}")
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            state_dict.check_optimizer_state(optimizer, saved)
+        state_dict.check_state(self._optimizers, state)
+        if self.config.scaler is not None and state.get("grad_scaler") is not None:
+            self.config.scaler.check_state(state["grad_scaler"])
         state_dict.load_modules(self._adopted(), state["modules"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             state_dict.load_optimizer(optimizer, saved)

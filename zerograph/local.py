@@ -50,9 +50,11 @@ def local(region: Any, *, inputs: Sbps | None = None, outputs: Sbps = Split(0)) 
         outputs: SBP of the tensors that it returns, likewise; ``partial_sum`` for what is summed over the ranks.
 
     Raises:
-        PlacementError: an input that is a partial sum, or an output that is broadcast: nothing that ranks compute
-            on their own parts is equal on all of them.
+        PlacementError: neither module nor function, what is no SBP, an input that is a partial sum, or an output that
+            is broadcast: nothing that ranks compute on their own parts is equal on all of them.
     """
+    if not callable(region):
+        raise PlacementError(f"local() takes a module or a function, not {region!r:.60}")
     for sbp in () if inputs is None else _listed(inputs):
         if not isinstance(sbp, (Split, Broadcast)):
             raise PlacementError(f"local(inputs=...) has {sbp!r}: give sbp.split(d) or sbp.broadcast")
@@ -195,7 +197,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _listed(sbps: Sbps) -> Sequence[Sbp]:
-    return (sbps,) if isinstance(sbps, Sbp) else sbps
+    return sbps if isinstance(sbps, Sequence) else (sbps,)
 
 
 def _spread(sbps: Sbps, count: int) -> list[Sbp]:

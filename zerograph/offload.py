@@ -45,11 +45,14 @@ def complaint(value: Any) -> str:
         return ""
     if not isinstance(value, Offload):
         return "set it by config.offload_optimizer(...) or config.offload_parameters(...)"
-    if value.device not in ("cpu", "nvme"):
+    if not isinstance(value.device, str) or value.device not in ("cpu", "nvme"):
         return "unknown device; choose 'cpu', 'nvme', or None to offload nothing"
     if value.device == "nvme" and not isinstance(value.nvme_path, (str, os.PathLike)):
         return "give nvme_path, a directory on the disk whose files the state is to rest in"
     if value.device == "cpu" and value.nvme_path is not None:
         return "nvme_path is for the device 'nvme'"
+    for name in ("pin_memory", "fast_init", "keep_files"):
+        if not isinstance(getattr(value, name), bool):
+            return f"{name}: choose True or False"
     whole = isinstance(value.max_in_cpu, int) and not isinstance(value.max_in_cpu, bool)
     return "" if whole and value.max_in_cpu >= 0 else "max_in_cpu: give a whole number of bytes, 0 or more"

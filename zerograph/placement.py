@@ -16,7 +16,7 @@ from zerograph.annotate import carry_over
 from zerograph.errors import PlacementError
 from zerograph.runtime.process_group import initialise
 from zerograph.runtime.process_group import mesh as mesh_of_all
-from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd, to_dtensor
+from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd, partial_sum, to_dtensor
 
 
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
@@ -37,7 +37,11 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
         )
     if len(set(wanted)) != len(wanted) or not all(0 <= one < size for one in wanted):
         raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
-    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
+    if (
+        not isinstance(device_type, str)
+        or device_type not in ("cpu", "cuda")
+        or (device_type == "cuda" and not torch.cuda.is_available())
+    ):
         raise PlacementError(
             f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'"
         )
@@ -78,8 +82,14 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
     Raises:
         PlacementError: an SBP that does not fit the tensor or the placement, or parts of different shape.
     """
+    if not isinstance(placement, DeviceMesh):
+        raise PlacementError(
+            f"to_global(placement={placement!r:.60}): give a placement, as zg.placement('cpu', ranks=[0, 1]) makes one"
+        )
     wanted = nd(sbp, placement.ndim)
     if isinstance(x, nn.Module):
+        if partial_sum in wanted:
+            raise PlacementError("a module's parameters cannot be partial sums: use broadcast or split(d)")
         return _module_to_global(x, placement, wanted)
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_global() takes a tensor or a module, not {type(x).__name__}")
@@ -103,7 +113,13 @@ def from_parts(x: Tensor, placement: DeviceMesh, sbp: NdSbp) -> DTensor:
 
 
 def to_local(x: Tensor) -> Tensor:
-    """What this rank holds of a global tensor; a plain tensor is returned as it is."""
+    """What this rank holds of a global tensor; a plain tensor is returned as it is.
+
+    Raises:
+        PlacementError: not a tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise PlacementError(f"to_local() takes a tensor, not {type(x).__name__}")
     local = x.to_local() if isinstance(x, DTensor) else x
     # A collective in flight is waited for here, not at some later use.
     wait: Any = getattr(local, "wait", None)

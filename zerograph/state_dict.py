@@ -37,7 +37,13 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
     Raises:
         ConfigError: other modules, names or shapes; nothing is changed then.
     """
-    _check_names("modules", [name for name, _ in members.root.named_children()], list(states))
+    # Modules without parameters and buffers have no state: a loss function, say, which a checkpoint does not mention.
+    mine = {name: bool(module.state_dict()) for name, module in members.root.named_children()}
+    _check_names(
+        "modules",
+        [name for name, has in mine.items() if has],
+        [name for name, state in states.items() if state or mine.get(name, True)],
+    )
     with torch.no_grad():
         whole: dict[str, Tensor] = {
             name: torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -46,7 +52,7 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
         with _torch.with_tensors(members.root, _with_aliases(members, whole)):
             for name, module in members.root.named_children():
                 try:
-                    module.load_state_dict(states[name])
+                    module.load_state_dict(states.get(name, {}))
                 except RuntimeError as error:
                     raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
         for name, buffer in members.buffers.items():
@@ -90,12 +96,50 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
+def check_state(optimizers: Sequence[torch.optim.Optimizer], state: Any) -> None:
+    """Raise if what a graph's ``load_state_dict()`` was given is no state of it; modules are checked as they are read.
+
+    Raises:
+        ConfigError: something is missing, of another type, or does not fit the optimizers.
+    """
+    wanted = {"modules": Mapping, "optimizers": Sequence, "lr_schedulers": Sequence, "steps_done": int}
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{state!r:.60} is no state of a graph: give what its state_dict() returned")
+    missing = [key for key in wanted if key not in state]
+    if missing:
+        raise ConfigError(f"not a state of a graph: it has no {', '.join(missing)}")
+    for key, kind in wanted.items():
+        if not isinstance(state[key], kind) or isinstance(state[key], (str, bool)):
+            raise ConfigError(f"not a state of a graph: its {key} are {state[key]!r:.60}")
+    if state["steps_done"] < 0:
+        raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
+    for name, one in state["modules"].items():
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"not a state of a graph: that of the module {name!r:.60} is {one!r:.60}")
+    for key in ("optimizers", "lr_schedulers"):
+        if len(state[key]) != len(optimizers):
+            raise ConfigError(f"the graph has {len(optimizers)} optimizers, the state {len(state[key])} {key}")
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        check_optimizer_state(optimizer, saved)
+    random = state.get("random", {"seed": None, "passes": 0})
+    if not isinstance(random, Mapping) or not {"seed", "passes"} <= set(random):
+        raise ConfigError(f"not a state of a graph: its random numbers are {random!r:.60}")
+
+
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise if :func:`load_optimizer` could not take ``state``.
 
     Raises:
-        ConfigError: other groups, or groups of other sizes.
+        ConfigError: no state of an optimizer, other groups, or groups of other sizes.
     """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(one, Mapping) and isinstance(one.get("params"), Sequence) for one in groups
+    ):
+        raise ConfigError(f"{state!r:.60} is no state of an optimizer: it has no param_groups with their params")
+    held = state.get("state", {})
+    if not isinstance(held, Mapping) or not all(isinstance(one, Mapping) for one in held.values()):
+        raise ConfigError(f"{held!r:.60} is no state of parameters: give what state_dict() of the optimizer returned")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in state["param_groups"]]
     if mine != theirs:
@@ -103,6 +147,25 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
             f"{type(optimizer).__name__} has groups of {mine} parameters, the loaded state of {theirs}\n"
             "Build the optimizer as it was when the state was saved."
         )
+    _check_shapes(optimizer, groups, held)
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], held: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Of what the optimizer holds already, the same shapes must come."""
+    numbers = [number for group in groups for number in group["params"]]
+    parameters = {id(one): number for one, number in zip(parameters_of(optimizer), numbers, strict=True)}
+    for store in _stores(parameters_of(optimizer)):
+        for name, layout in store.layouts.items() if store.keeper is optimizer else ():
+            for parameter, slot in zip(store.parameters, layout.slots, strict=True):
+                number = parameters.get(id(parameter))
+                value = held.get(number, {}).get(name)
+                if value is not None and tuple(getattr(value, "shape", ())) != slot.shape:
+                    raise ConfigError(
+                        f"{name} of parameter {number} of {type(optimizer).__name__} is of shape {slot.shape}, "
+                        f"the loaded state has {value!r:.60}"
+                    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

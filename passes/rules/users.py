@@ -41,6 +41,10 @@ def register_rule(operator: Any, notation: str | None = None, *, linear: Lineari
         if _torch.is_mutable(one):
             raise ConfigError(f"{one} writes to its arguments: give the rule to the operator that returns its result")
     if notation is not None:
+        if not isinstance(notation, str):
+            raise ConfigError(
+                f"the rule {notation!r:.60}: give a text such as 'm k, k n -> m n', or decorate a function"
+            )
         for one in found:
             _check(one, notation, linear)
             _register(one, notation, linear)
@@ -48,6 +52,8 @@ def register_rule(operator: Any, notation: str | None = None, *, linear: Lineari
     def decorate(function: Rule) -> Rule:
         if notation is not None:
             raise ConfigError("register_rule() with a notation is no decorator: give one or the other")
+        if not callable(function):
+            raise ConfigError(f"register_rule() decorates a function of the operands, not {function!r:.60}")
         for one in found:
             _register(one, function, linear)
         return function

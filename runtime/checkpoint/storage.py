@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ class Reader(StorageReader):
 
     folder: Path
     index: Index
+    _bytes: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for entry in self.index.tensors.values():
+            for chunk in entry.chunks:
+                self._bytes[chunk.file] += math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -158,13 +165,12 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: its file is missing or damaged.
         """
-        path, entry = self.folder / self.index.data / chunk.file, self.index.tensors[name]
+        path, entry = self._file(name, chunk), self.index.tensors[name]
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(chunk.key)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: it holds a part of {name}") from None
-        except (OSError, SafetensorError, ValueError) as error:
+        # Of a dtype that this torch does not have safetensors says KeyError or AttributeError.
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != DTYPES[entry.dtype]:
             raise CheckpointError(f"{path} is damaged: the part of {name} in it has another shape or dtype")
@@ -172,9 +178,29 @@ class Reader(StorageReader):
             raise CheckpointError(f"{path} is damaged: the part of {name} in it does not have the SHA-256 of the index")
         return tensor
 
+    def _file(self, name: str, chunk: Chunk) -> Path:
+        """The file of a box, which is there and as large as what the index says to be in it."""
+        path = self.folder / self.index.data / chunk.file
+        try:
+            size = index.inside(self.folder, self.index.data, chunk.file).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: it holds a part of {name}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if size < self._bytes[chunk.file]:
+            raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, its tensors {self._bytes[chunk.file]:,}")
+        return path
+
     def whole(self, name: str) -> Tensor:
-        """A whole tensor, put together from its boxes."""
+        """A whole tensor, put together from its boxes.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
         entry = self.index.tensors[name]
+        for chunk in entry.chunks:
+            # No memory is taken for what is not there.
+            self._file(name, chunk)
         found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:
             found[_slices(chunk.offsets, chunk.sizes)] = self.chunk(name, chunk)

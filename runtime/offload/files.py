@@ -154,13 +154,13 @@ def _made(folder: Path, rank: int, keep: bool) -> StateFile:
 def _opened(path: Path, flags: int) -> tuple[int, bool]:
     if _direct:
         try:
-            return os.open(path, flags | _direct, 0o600), True
+            return os.open(path, flags | _direct, 0o666), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Refused only after it was made.
             path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o600), False
+    return os.open(path, flags, 0o666), False
 
 
 def _close(descriptor: int, path: Path | None, process: int) -> None:

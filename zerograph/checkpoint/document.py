@@ -27,10 +27,10 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[encode(key, where), encode(one, f"{where}[{key!r}]")] for key, one in value.items()]}
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.dtype in DTYPES.values() and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.detach().reshape(-1).tolist()]}
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
         return {"dtype": str(value).removeprefix("torch.")}
     raise ConfigError(
         f"{where} is {value!r:.60}, which a checkpoint cannot hold: it keeps numbers, texts, lists, tuples and dicts"
@@ -43,22 +43,38 @@ def decode(value: Any) -> Any:
     Raises:
         CheckpointError: nothing that it returns.
     """
+    try:
+        return _decoded(value)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's document is damaged: {error!s:.200}") from error
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [_decoded(one) for one in value]
     if not isinstance(value, dict):
         return value
-    try:
-        ((kind, held),) = value.items()
-        if kind == "tuple":
-            return tuple(map(decode, held))
-        if kind in ("dict", "counter"):
-            pairs = {decode(key): decode(one) for key, one in held}
-            return Counter(pairs) if kind == "counter" else pairs
-        if kind == "tensor":
-            dtype, shape, elements = held
-            return torch.tensor(elements, dtype=DTYPES[dtype]).view(shape)
-        if kind == "dtype":
-            return DTYPES[held]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint's document is damaged: {error}") from error
-    raise CheckpointError(f"the checkpoint's document is damaged: it has a {kind!r:.40}")
+    ((kind, held),) = value.items()
+    if kind == "dtype":
+        return DTYPES[held]
+    if not isinstance(held, list):
+        raise TypeError(f"{held!r:.40} is no list")
+    if kind == "tuple":
+        return tuple(map(_decoded, held))
+    if kind in ("dict", "counter"):
+        pairs = {_decoded(key): _decoded(one) for key, one in held}
+        if len(pairs) != len(held):
+            raise ValueError("a key stands twice")
+        if kind == "dict":
+            return pairs
+        if not all(type(one) is int for one in pairs.values()):
+            raise TypeError("a counter of what is no number")
+        return Counter(pairs)
+    if kind == "tensor":
+        dtype, shape, elements = held
+        if not all(type(one) is int and one >= 0 for one in shape):
+            raise ValueError(f"{shape!r:.40} is no shape")
+        if not all(isinstance(one, (int, float)) for one in elements):
+            raise TypeError("a tensor of what are no numbers")
+        return torch.tensor(elements, dtype=DTYPES[dtype]).view(shape)
+    raise ValueError(f"it has a {kind!r:.40}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zerograph.checkpoint.document import decode
 from zerograph.checkpoint.load import open_checkpoint, plain_optimizer_state
+from zerograph.checkpoint.written import written
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint.storage import Reader
 
@@ -24,20 +25,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: there is none, or a file is missing or damaged.
     """
     reader = open_checkpoint(path)
-    document = reader.index.document
-    try:
-        schedulers = [decode(one) for one in document["lr_schedulers"]]
-        groups = [[decode(group) for group in one] for one in document["optimizers"]]
-        return {
-            "modules": {module: _module(reader, module) for module in modules_in(reader)},
-            "optimizers": [plain_optimizer_state(reader, number, one) for number, one in enumerate(groups)],
-            "lr_schedulers": schedulers,
-            "steps_done": int(document["steps_done"]),
-            "grad_scaler": decode(document["grad_scaler"]),
-            "random": {"seed": document["seed"], "passes": int(document["passes_done"])},
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
+    found = written(reader)
+    return {
+        "modules": {module: _module(reader, module, found.aliases) for module in modules_in(reader)},
+        "optimizers": [plain_optimizer_state(reader, number, one) for number, one in enumerate(found.groups)],
+        "lr_schedulers": found.schedulers,
+        "steps_done": found.counts[0],
+        "grad_scaler": found.scaler,
+        "random": {"seed": found.counts[2], "passes": found.counts[1]},
+    }
 
 
 def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: str | None = None) -> Path:
@@ -56,6 +52,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: st
         ConfigError: no such module, or several to choose from.
     """
     reader = open_checkpoint(path)
+    written(reader)
     there = modules_in(reader)
     if module is None and len(there) != 1:
         raise ConfigError(f"the checkpoint has the modules {', '.join(there)}: say which")
@@ -64,7 +61,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: st
     target = Path(out)
     target = target / "model.safetensors" if target.is_dir() else target
     # Names of one tensor are one tensor: a safetensors file has it once, and loaders tie the others to it.
-    tensors = _module(reader, module or there[0], aliases=False)
+    tensors = _module(reader, module or there[0], {})
     beside = target.with_name(f".{target.name}.part")
     try:
         save_file(tensors, beside, metadata={"format": "pt"})
@@ -80,10 +77,10 @@ def modules_in(reader: Reader) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _module(reader: Reader, module: str, *, aliases: bool = True) -> dict[str, Tensor]:
+def _module(reader: Reader, module: str, aliases: Mapping[str, str]) -> dict[str, Tensor]:
     start = f"modules.{module}."
     found = {name.removeprefix(start): reader.whole(name) for name in reader.index.tensors if name.startswith(start)}
-    for alias, name in reader.index.document["aliases"].items() if aliases else ():
+    for alias, name in aliases.items():
         if alias.startswith(f"{module}.") and name.startswith(f"{module}."):
             found[alias.removeprefix(f"{module}.")] = found[name.removeprefix(f"{module}.")]
     return found

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
 from zerograph import state_dict
 from zerograph.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
-from zerograph.checkpoint.save import LATEST
+from zerograph.checkpoint.save import LATEST, folder_of
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.members import Members, Optimizers, parameters_of
 from zerograph.runtime.checkpoint import index
@@ -35,13 +35,24 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
     Raises:
         CheckpointError: there is none, or its index is damaged.
     """
-    folder = Path(path)
+    folder = folder_of(path)
     if not (folder / index.NAME).exists() and (folder / LATEST).is_file():
-        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-        if not name or name != os.path.basename(name) or name in (".", ".."):
-            raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint")
-        folder = folder / name
+        folder = _latest(folder)
     return Reader(folder, index.read(folder))
+
+
+def _latest(folder: Path) -> Path:
+    """The checkpoint that the file ``latest`` names: one in the folder itself."""
+    try:
+        with open(index.inside(folder, LATEST), encoding="utf-8") as file:
+            name = index.plain_name(file.read(300).strip())
+        return index.inside(folder, name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / LATEST} names a checkpoint that is not there") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be followed: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint") from error
 
 
 @dataclass
@@ -108,9 +119,21 @@ def _check_names(found: Index, members: Members) -> None:
         for name, shape in mine.items()
         if theirs.get(name, shape) != shape
     ]
+    told += [
+        f"{name} is of {kind} there and of {str(tensor.dtype).removeprefix('torch.')} here"
+        for name, tensor in tensors.items()
+        if (entry := found.tensors.get(f"modules.{name}")) is not None
+        and not _converts(kind := entry.dtype, tensor.dtype)
+    ]
     if told:
         more = f", and {len(told) - 3} more" if len(told) > 3 else ""
         raise ConfigError(f"the checkpoint is of another model: {'; '.join(told[:3])}{more}")
+
+
+def _converts(saved: str, dtype: torch.dtype) -> bool:
+    """Whether saved values may become those of a tensor: floating ones may be converted, others not."""
+    source = index.DTYPES[saved]
+    return source == dtype or (source.is_floating_point and dtype.is_floating_point)
 
 
 def _check_optimizers(found: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -58,13 +59,13 @@ class Saver:
         """
         self.wait()
         problem: Exception | None = None
-        target = Path(path)
+        target = Path()
         pieces: Mapping[str, Pieces] = {}
         document: Mapping[str, Any] = {}
         try:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
-            target = Path(os.fspath(path)).absolute()
+            target = folder_of(path).absolute()
             target = target if keep is None else target / f"step-{steps_done:08d}"
             target.mkdir(parents=True, exist_ok=True)
             if not os.access(target, os.W_OK):
@@ -132,6 +133,18 @@ def _end(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def folder_of(path: object) -> Path:
+    """A checkpoint's folder as the user gave it.
+
+    Raises:
+        CheckpointError: no path.
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"{path!r:.60} is no path of a checkpoint: give that of a folder")
+    return Path(text)
+
+
 def _name(job: Job, group: dist.ProcessGroup | None) -> str:
     """A name that no save had before, the same on all ranks."""
     name = [uuid.uuid4().hex]
@@ -176,7 +189,8 @@ def _told(error: CheckpointException, writer: Writer) -> str:
 def _tidy(folder: Path, data: str) -> None:
     """What no index speaks of any more, of this and of interrupted saves."""
     for other in folder.glob("data-*"):
-        if other.name != data:
+        # What somebody else calls so stays.
+        if other.name != data and re.fullmatch("data-[0-9a-f]{32}", other.name):
             shutil.rmtree(other, ignore_errors=True)
     for other in folder.glob(f".{index.NAME}.*"):
         other.unlink(missing_ok=True)

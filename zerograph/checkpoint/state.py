@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
-from zerograph.checkpoint.document import decode, encode
+from zerograph.checkpoint.document import encode
+from zerograph.checkpoint.fitting import check_fits, check_generators
 from zerograph.checkpoint.load import load, open_checkpoint
-from zerograph.errors import CheckpointError
+from zerograph.checkpoint.written import Counts, Written, written
+from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler
 from zerograph.members import Members, Optimizers
+from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.process_group import Job, agree
 from zerograph.runtime.state import store_of
 from zerograph.state_dict import numbered_groups
-
-Counts = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,9 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         pieces |= {} if store is None else pieces_of_store(store, named)
     pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
     pieces |= _generators(job)
+    for name, one in pieces.items():
+        if one.dtype not in DTYPES.values():
+            raise ConfigError(f"{name} is of {one.dtype}, which a checkpoint cannot hold")
     steps, passes, seed = parts.counts
     document = {
         "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
@@ -82,18 +86,23 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         ConfigError: it is of something else. Nothing is changed then.
     """
     problem: Exception | None = None
-    saved: _Saved | None = None
+    reader: Reader | None = None
+    saved: Written | None = None
+    generators: list[str] = []
     try:
-        saved = _read(path)
+        reader = open_checkpoint(path)
+        saved = written(reader)
+        check_fits(saved, parts.optimizers, parts.schedulers, parts.scaler)
+        start = _generator_of(job.rank)
+        generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
+        check_generators(reader, generators)
     except Exception as error:
         problem = error
     # A file that one rank cannot read is an error on all.
     agree(job, "loading a checkpoint", 0, dict, problem)
+    assert reader is not None
     assert saved is not None
-    reader, groups = saved.reader, saved.groups
-    generators = [
-        name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(_generator_of(job.rank))
-    ]
+    groups = saved.groups
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, held in zip(parts.optimizers, groups, strict=True):
         for group, one in zip(optimizer.param_groups, held, strict=True):
@@ -105,32 +114,6 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         parts.scaler.load_state_dict(saved.scaler)
     _set_generators(reader, generators)
     return saved.counts
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A checkpoint's document, decoded; ``ranks`` wrote it."""
-
-    reader: Reader
-    groups: list[list[dict[str, Any]]]
-    schedulers: list[Any]
-    scaler: Any
-    counts: Counts
-    ranks: int
-
-
-def _read(path: str | os.PathLike[str]) -> _Saved:
-    reader = open_checkpoint(path)
-    document = reader.index.document
-    try:
-        groups = [[decode(group) for group in one] for one in document["optimizers"]]
-        schedulers = [decode(one) for one in document["lr_schedulers"]]
-        if len(schedulers) != len(groups):
-            raise ValueError("a scheduler, or None, for each optimizer")
-        counts = int(document["steps_done"]), int(document["passes_done"]), document["seed"]
-        return _Saved(reader, groups, schedulers, decode(document["grad_scaler"]), counts, int(document["ranks"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
 
 
 def _generators(job: Job) -> dict[str, Pieces]:

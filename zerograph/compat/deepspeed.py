@@ -193,6 +193,8 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settin
         ConfigError: an unknown key, one that would change what is computed and is not supported, a value left to
             ``"auto"``, or batch sizes that contradict each other.
     """
+    if not isinstance(config, (Mapping, str, os.PathLike)):
+        raise ConfigError(f"from_deepspeed({config!r:.60}): give a dict, or the path of a JSON file")
     read = config if isinstance(config, Mapping) else _file(config)
     given = section(
         # Comments, for want of better ones in JSON.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph.config import Config
+from zerograph.config import Config, check_name
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler
 from zerograph.graph import ZeroGraph
@@ -40,10 +40,23 @@ class Settings:
     samples: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"Settings({self.options!r:.60}): give options by name, as {{'stage': 2}}")
+        for name in self.options:
+            check_name(name)
         Config(**self.options)
+        for name, made in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            if made is not None and not callable(made):
+                raise ConfigError(f"Settings({name}={made!r:.60}): give a function that makes one")
 
     def configure(self, config: Config) -> None:
-        """Set the options; others stay as they are."""
+        """Set the options; others stay as they are.
+
+        Raises:
+            ConfigError: not a configuration.
+        """
+        if not isinstance(config, Config):
+            raise ConfigError(f"configure() takes a graph's config, not {type(config).__name__}")
         for name, value in self.options.items():
             # It has a state, and the next graph that is configured so another.
             setattr(config, name, copy.deepcopy(value) if isinstance(value, GradScaler) else value)
@@ -54,8 +67,10 @@ class Settings:
         Call it in the graph's ``__init__``, as ``settings.set_up(self, model.parameters())``.
 
         Raises:
-            ConfigError: the configuration names no optimizer.
+            ConfigError: not a graph, or the configuration names no optimizer.
         """
+        if not isinstance(graph, ZeroGraph):
+            raise ConfigError(f"set_up() takes a graph and its parameters, not {type(graph).__name__}")
         self.configure(graph.config)
         optimizer = self.make_optimizer(parameters)
         graph.add_optimizer(optimizer, None if self.scheduler is None else self.scheduler(optimizer))

@@ -1,0 +1,293 @@
+"""Checkpoints that somebody has damaged, or made on purpose: an error, and never code, a crash or other values."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import zerograph as zg
+from tests.faults.tally import Tally
+from tests.models import adamw, batches, make
+from zerograph.runtime.checkpoint import index
+
+CALM = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+Body = dict[str, Any]
+
+
+class Step(zg.ZeroGraph):
+    """Everything that a document has something to say of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.loss_fn = make("mlp"), torch.nn.CrossEntropyLoss()
+        optimizer = adamw(self.model)
+        self.add_optimizer(optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5))
+        self.config.grad_scaler = zg.GradScaler(init_scale=4.0)
+        self.config.enable_zero(stage=3)
+        self.config.backend = "eager"
+
+    def build(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    made = Step()
+    for batch in batches("mlp", 2):
+        made(*batch)
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(step: Step, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "runs"
+    step.save(path, keep=1)
+    return path
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Nothing may be unpickled inside, and little more memory be asked for than the process has."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something was unpickled")
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "loads", "Unpickler"):
+            patch.setattr(pickle, name, refuse)
+        patch.setattr(torch, "load", refuse)
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**29, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def flat(value: Any, at: str = "") -> dict[str, Any]:
+    """Every leaf of a state by its path."""
+    if isinstance(value, dict):
+        return {k: v for key, one in value.items() for k, v in flat(one, f"{at}/{key!r}").items()} | {
+            at: sorted(map(str, value))
+        }
+    if isinstance(value, (list, tuple)):
+        return {k: v for key, one in enumerate(value) for k, v in flat(one, f"{at}/{key}").items()} | {at: len(value)}
+    return {at: value}
+
+
+def same(a: Any, b: Any) -> bool:
+    mine, theirs = flat(a), flat(b)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(one, theirs[at]) if isinstance(one, torch.Tensor) else one == theirs[at] for at, one in mine.items()
+    )
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(one for one in path.rglob("*") if one.is_file())
+
+
+# What can be done to the bytes of a file. It still says what it says, or it is refused.
+def flip(data: bytearray, at: int, value: int) -> None:
+    if data:
+        data[at % len(data)] ^= value
+
+
+def cut(data: bytearray, at: int, value: int) -> None:
+    del data[at % (len(data) + 1) :]
+
+
+def insert(data: bytearray, at: int, value: int) -> None:
+    data[at % (len(data) + 1) : at % (len(data) + 1)] = bytes([value]) * (value + 1)
+
+
+def remove(data: bytearray, at: int, value: int) -> None:
+    del data[at % (len(data) + 1) : at % (len(data) + 1) + value]
+
+
+def a_pickle(data: bytearray, at: int, value: int) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os._exit, (3,)
+
+    data[:] = pickle.dumps(Evil())
+
+
+def a_header(data: bytearray, at: int, value: int) -> None:
+    """A header of a safetensors file with other offsets, and the rest as it was."""
+    numbers = [0, -1, 2**63, 2**64 - 1, 10**30, 10**9, 1]
+    low, high = numbers[at % 7], numbers[value % 7]
+    header = json.dumps({"0": {"dtype": "F32", "shape": [high, value], "data_offsets": [low, high]}}).encode()
+    data[:] = len(header).to_bytes(8, "little") + header + bytes(data)
+    if at % 3 == 0:
+        data[:8] = (2**64 - 1 - value).to_bytes(8, "little")
+
+
+BYTES = [flip, flip, cut, insert, remove, a_pickle, a_header]
+
+
+def check(path: Path, step: Step, expected: Any, *, values: bool, tally: Tally) -> None:
+    """It is refused, or (``values``) says what it said before; a graph that refuses it is as it was."""
+    good = False
+    try:
+        with guarded():
+            found = zg.read_checkpoint(path)
+        good = not values or same(found, expected)
+        assert good, "other values were read"
+    except zg.CheckpointError:
+        good = True
+    finally:
+        tally.add(good)
+    before = step.state_dict()
+    try:
+        with guarded():
+            step.load(path)
+    # An index that is whole may be of another model.
+    except (zg.CheckpointError, zg.ConfigError):
+        assert same(step.state_dict(), before)
+    else:
+        loaded = step.state_dict()
+        del loaded["modules"]["loss_fn"]
+        assert not values or same(loaded, expected)
+
+
+Bytes = st.lists(
+    st.tuples(st.sampled_from(BYTES), st.integers(0, 2**31), st.integers(0, 2**20), st.integers(1, 255)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def fuzz_bytes(checkpoint: Path, step: Step, folder: Path, examples: int, number: int, tally: Tally) -> None:
+    step.load(checkpoint)
+    # That of a module without tensors, which no file has.
+    expected = step.state_dict()
+    del expected["modules"]["loss_fn"]
+    assert same(zg.read_checkpoint(checkpoint), expected)
+
+    @seed(number)
+    @settings(max_examples=examples, phases=(Phase.generate, Phase.shrink), **CALM)
+    @given(Bytes)
+    def run(changes: Any) -> None:
+        path = folder / "copy"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(checkpoint, path)
+        for change, which, at, value in changes:
+            target = files(path)[which % 3]
+            data = bytearray(target.read_bytes())
+            change(data, at, value)
+            target.write_bytes(data)
+        check(path, step, expected, values=True, tally=tally)
+
+    run()
+
+
+NUMBERS = [0, 1, -1, 2**31, 2**62, 2**63, 2**64, 10**400, 1.5, 1e308, float("nan"), float("inf"), -0.0]
+TEXTS = ["", "..", "../x", "/etc/passwd", "a/b", "\0", "\ud800", "data", "index.json", "latest", "float64", "x" * 300]
+NESTED: list[Any] = [[], {}, None, True, [[]], {"tuple": 3}, {"dict": [[1]]}, {"tensor": ["float32", [2**40], []]}]
+NESTED += [{"tensor": ["float32", [0, 2**62, 2**62], []]}, {"dtype": "os.system"}, {"counter": [["a", 1], ["a", 2]]}]
+DEEP: Any = []
+for _ in range(400):
+    DEEP = [DEEP]
+ANYTHING = [*NUMBERS, *TEXTS, *NESTED, DEEP, {"dict": [["step", 1], ["optimizer", None]]}, {"tuple": [0.9, 0.9]}]
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(one for key, held in inside for one in places(held, (*at, key)))]
+
+
+def put(body: Body, at: tuple[Any, ...], action: int, value: Any) -> None:
+    """Replace, remove, or double what is at a place; a value may be one from elsewhere in the index."""
+    *way, last = at
+    holder: Any = body
+    for key in way:
+        holder = holder[key]
+    if action % 4 == 0:
+        del holder[last]
+    elif action % 4 == 1 and isinstance(holder, list):
+        holder.insert(last, copy.deepcopy(holder[last]))
+    elif action % 4 == 1:
+        holder[f"{last}.more"] = copy.deepcopy(holder[last])
+    else:
+        holder[last] = copy.deepcopy(value)
+
+
+def sign(body: Body) -> str:
+    """As somebody writes it who knows the format: the SHA-256 is right."""
+    body.pop("sha256", None)
+    with contextlib.suppress(ValueError, RecursionError):
+        body["sha256"] = index._digest(body)
+    return json.dumps(body)
+
+
+Edits = st.lists(
+    st.tuples(
+        st.integers(0, 2**31), st.integers(0, 3), st.sampled_from(ANYTHING), st.booleans(), st.integers(0, 2**31)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def fuzz_index(checkpoint: Path, step: Step, folder: Path, examples: int, number: int, tally: Tally) -> None:
+    step.load(checkpoint)
+    original = json.loads(next(checkpoint.glob("*/index.json")).read_text())
+    path = folder / "copy"
+    shutil.copytree(checkpoint, path)
+    target = next(path.glob("*/index.json"))
+
+    @seed(number)
+    @settings(max_examples=examples, phases=(Phase.generate, Phase.shrink), **CALM)
+    @given(Edits)
+    def run(edits: Any) -> None:
+        body = copy.deepcopy(original)
+        for at, action, value, elsewhere, other in edits:
+            there = places(body)[1:]
+            if not there:
+                continue
+            if elsewhere:
+                value = body
+                for key in there[other % len(there)]:
+                    value = value[key]
+            put(body, there[at % len(there)], action, value)
+        target.write_text(sign(body))
+        step.load(checkpoint)
+        check(path, step, None, values=False, tally=tally)
+
+    run()
+
+
+def test_changed_bytes_are_refused(checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally]) -> None:
+    fuzz_bytes(checkpoint, step, tmp_path, 60, 0, tally("a checkpoint with changed bytes"))
+
+
+def test_a_hostile_index_is_refused(
+    checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally]
+) -> None:
+    fuzz_index(checkpoint, step, tmp_path, 60, 0, tally("a checkpoint with a hostile index"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(1, 11))
+def test_many_damaged_checkpoints_are_refused(
+    checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally], number: int
+) -> None:
+    (tmp_path / "a").mkdir()
+    fuzz_bytes(checkpoint, step, tmp_path, 500, number, tally("a checkpoint with changed bytes"))
+    fuzz_index(checkpoint, step, tmp_path / "a", 500, number, tally("a checkpoint with a hostile index"))

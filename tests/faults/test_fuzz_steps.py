@@ -1,0 +1,173 @@
+"""Whatever is trained, and however: the numbers of one device, or a clear error, and never anything else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.faults.drawn import LAYERS, LOSSES, Drawn, tried
+from tests.faults.tally import Tally
+from tests.pool import Pool
+
+# Rank by rank what an example does is the same; what differs is only how long it takes.
+CALM = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+
+lr = st.sampled_from([0.1, 0.01])
+decay = st.sampled_from([0.0, 0.0, 0.1])
+flag = st.booleans()
+betas = st.sampled_from([(0.9, 0.999), (0.5, 0.9)])
+
+HYPERPARAMETERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "SGD": {"lr": lr, "momentum": st.sampled_from([0.0, 0.9]), "weight_decay": decay, "maximize": flag},
+    "Adam": {"lr": lr, "betas": betas, "weight_decay": decay, "amsgrad": flag, "fused": flag, "eps": st.just(1e-4)},
+    "AdamW": {"lr": lr, "betas": betas, "weight_decay": decay, "amsgrad": flag, "maximize": flag, "fused": flag},
+    "NAdam": {"lr": lr, "betas": betas, "weight_decay": decay, "decoupled_weight_decay": flag},
+    "RAdam": {"lr": lr, "betas": betas, "weight_decay": decay},
+    "Adamax": {"lr": lr, "betas": betas, "weight_decay": decay},
+    "ASGD": {"lr": lr, "weight_decay": decay, "t0": st.sampled_from([1.0, 1e6])},
+    "Adagrad": {"lr": lr, "lr_decay": st.sampled_from([0.0, 0.1]), "weight_decay": decay},
+    "Adadelta": {"lr": lr, "rho": st.sampled_from([0.9, 0.5]), "weight_decay": decay},
+    "RMSprop": {"lr": lr, "momentum": st.sampled_from([0.0, 0.9]), "centered": flag, "weight_decay": decay},
+    "Rprop": {"lr": lr, "etas": st.just((0.5, 1.2))},
+    "Adafactor": {"lr": lr, "weight_decay": decay},
+    "Muon": {"lr": lr, "nesterov": flag, "weight_decay": decay},
+    "LBFGS": {"lr": lr},
+    "SparseAdam": {"lr": lr},
+}
+# Their updates are smooth enough that rounding in fp32 stays rounding.
+SMOOTH = ("SGD", "ASGD", "Adam")
+
+
+@st.composite
+def optimizers(draw: st.DrawFn, smooth: bool) -> tuple[str, tuple[dict[str, Any], ...]]:
+    names = SMOOTH if smooth else [*list(HYPERPARAMETERS)[:13] * 4, "LBFGS", "SparseAdam"]
+    name = draw(st.sampled_from(names))
+    groups = st.fixed_dictionaries(HYPERPARAMETERS[name])
+    return name, tuple(draw(st.lists(groups, min_size=1, max_size=1 if name == "LBFGS" else 3)))
+
+
+def rarely(draw: st.DrawFn) -> bool:
+    """What is refused almost always, and so must not be drawn often."""
+    return draw(st.integers(0, 15)) == 7
+
+
+@st.composite
+def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
+    every: dict[str, st.SearchStrategy[Any]] = {
+        "shard_min_size": st.sampled_from([0, 4, 10**6]),
+        "bucket_size": st.sampled_from([1, 100, 1000, 10**9]),
+        "clip_grad_norm": st.sampled_from([1e-3, 0.5, 100.0]),
+        "memory_budget": st.sampled_from(["1MiB", "1GiB", 20000]),
+        "recompute": st.sampled_from(["blocks", "auto"]),
+        "gradient_accumulation_steps": st.sampled_from([2, 3]),
+        "offload_activations": flag,
+        "on_missing_rule": st.sampled_from(["gather", "error"]),
+        "seed": st.integers(-(2**63), 2**63 - 1),
+        "zero_dim": st.just(0),
+    }
+    if dtype is torch.float32:
+        every["amp_dtype"] = st.just(torch.bfloat16)
+        every["reduce_dtype"] = st.sampled_from([torch.float32, torch.bfloat16])
+    picked = draw(st.lists(st.sampled_from(sorted(every)), unique=True, max_size=4))
+    found = {name: draw(every[name]) for name in sorted(picked)}
+    if rarely(draw):
+        found |= draw(st.sampled_from([{"zero_dim": 1}, {"memory_budget": 1}, {"amp_dtype": torch.bfloat16}]))
+    found["mode"] = draw(st.sampled_from(["off", "distributed_split", "distributed_split", "non_distributed"]))
+    return {**found, "stage": draw(st.sampled_from([1, 2, 3, 3])), "backend": "eager", "timeout": 120}
+
+
+OPTIMIZER_CALLS = [
+    ("offload_optimizer", ("nvme",), {"nvme_path": "folder"}),
+    ("offload_optimizer", ("nvme",), {"nvme_path": "folder", "fast_init": False}),
+    ("offload_optimizer", ("cpu",), {}),
+]
+PARAMETER_CALLS = [
+    ("offload_parameters", ("nvme",), {"nvme_path": "folder"}),
+    ("offload_parameters", ("nvme",), {"nvme_path": "folder", "max_in_cpu": 200}),
+]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Drawn:
+    source = draw(st.sampled_from(["vectors", "vectors", "tokens", "images"]))
+    dtype = draw(st.sampled_from([torch.float64] * 4 + [torch.float32] * 2 + [torch.bfloat16]))
+    widths = st.integers(1, 9)
+    kinds = [kind for kind in LAYERS if kind != "batch norm"]
+    layers = draw(st.lists(st.tuples(st.sampled_from(kinds), widths), min_size=1, max_size=5))
+    if source != "tokens" and draw(st.booleans()):
+        # Not behind a bias, whose gradient would be rounding noise and nothing else.
+        layers = [("batch norm", 1), *layers] if source == "vectors" else [("no bias", 4), ("batch norm", 1), *layers]
+    chosen = draw(options(dtype))
+    micro = chosen.get("gradient_accumulation_steps", 1)
+    samples = [(draw(st.sampled_from([1, 2, 2, 3, 4, 5])) * micro,)] * 2
+    for number in range(2):
+        if rarely(draw):
+            samples[number] = draw(st.sampled_from([(0,), (1, 2), (3,), (5,), (0, 1)]))
+    calls = []
+    if draw(st.integers(0, 4)) == 2:
+        calls.append(draw(st.sampled_from(OPTIMIZER_CALLS)))
+    if draw(st.integers(0, 4)) == 2 and (chosen["stage"] == 3 or rarely(draw)):
+        calls.append(draw(st.sampled_from(PARAMETER_CALLS)))
+    trained = draw(st.lists(optimizers(dtype is not torch.float64), min_size=1, max_size=2))
+    if any(name == "Muon" for name, _ in trained):
+        # It takes matrices, and nothing else.
+        layers = [("no bias", out) for _, out in layers]
+        source = draw(st.sampled_from(["vectors", "tokens"]))
+    return Drawn(
+        source,
+        draw(widths),
+        tuple(layers),
+        draw(st.sampled_from(sorted(LOSSES))),
+        dtype,
+        tuple(samples),
+        tuple(trained),
+        chosen,
+        tuple(calls),
+        draw(st.sampled_from([1, 2, 2, 2, 3])),
+    )
+
+
+def check(pool: Pool, folder: Path, drawn: Drawn, numbers: Tally, refusals: Tally) -> None:
+    outcomes = pool.run(drawn.ranks, tried, drawn, str(folder))
+    kinds = {one.kind for one in outcomes}
+    good = len(kinds) == 1 and "wrong" not in kinds
+    if (log := os.environ.get("FUZZ_LOG")) is not None:
+        with open(log, "a") as file:
+            file.write(f"{outcomes[0].kind} {outcomes[0].said.splitlines()[:1]}\n")
+            if not good:
+                file.write(f"{drawn!r}\n" + "\n".join(one.said for one in outcomes) + "\n")
+        return
+    (refusals if "refused" in kinds else numbers).add(good)
+    assert good, "\n".join(f"rank {rank}, {one.kind}: {one.said}" for rank, one in enumerate(outcomes))
+    if (log := os.environ.get("FUZZ_LOG")) is not None:
+        with open(log, "a") as file:
+            file.write(f"{outcomes[0].kind} {outcomes[0].said.splitlines()[:1]}\n")
+
+
+def fuzzed(pool: Pool, folder: Path, examples: int, number: int, tally: Callable[[str], Tally]) -> None:
+    numbers, refusals = tally("a drawn training step: numbers of one device"), tally("a drawn training step: refused")
+
+    @seed(number)
+    @settings(max_examples=examples, phases=(Phase.generate, Phase.shrink), **CALM)
+    @given(steps())
+    def run(drawn: Drawn) -> None:
+        check(pool, folder, drawn, numbers, refusals)
+
+    run()
+
+
+def test_a_drawn_step_is_right_or_refused(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally]) -> None:
+    fuzzed(pool, tmp_path, 25, 0, tally)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(1, 21))
+def test_many_drawn_steps_are(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], number: int) -> None:
+    fuzzed(pool, tmp_path, 200, number, tally)
