@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,17 +40,19 @@ def offload(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not turns:
         return module
     fetched = [_fetch(graph, turns[0], turns[0].first, about)]
-    leaving: Sequence[fx.Node] = ()
+    leaving: list[tuple[fx.Node, Sequence[fx.Node]]] = []
     for index, turn in enumerate(turns):
         if index + 1 < len(turns):
             fetched.append(_fetch(graph, turns[index + 1], turn.first, about))
         _land(graph, fetched[index], turn.first)
         if turn.writes:
-            behind = _put_back(graph, turn, fetched[index])
-            # While this turn computed, these were on their way to the disk.
-            _land(graph, leaving, behind.next)
-            leaving = fetched[index]
-    _land(graph, leaving, graph.output_node())
+            leaving.append((_put_back(graph, turn, fetched[index]), fetched[index]))
+    # In the order in which they leave: a turn may lie within another one's. While the next computes, one is on its way
+    # to the disk.
+    leaving.sort(key=lambda one: one[0])
+    for (_, values), (behind, _) in pairwise(leaving):
+        _land(graph, values, behind.next)
+    _land(graph, leaving[-1][1] if leaving else (), graph.output_node())
     _fetch_early(graph, fetched[0], context)
     return module
 

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,9 +76,7 @@ class Writer(StorageWriter):
         name = f"rank{self.rank:05d}-{number:06d}.safetensors"
         path = self.folder / self.data / name
         try:
-            save_file({str(at): tensor for at, (_, tensor) in enumerate(items)}, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            write_file({str(at): tensor for at, (_, tensor) in enumerate(items)}, path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
         found = []
@@ -209,6 +208,21 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def write_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, on the disk for good, for whom the umask says.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    # Safetensors puts a file in its place that only its owner may read; a new one of ours shows the mode it must have.
+    with open(path, "wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    save_file(tensors, path, metadata)
+    os.chmod(path, mode)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:

@@ -133,52 +133,6 @@ def _line_of(build: Callable[..., Any], words: list[str]) -> int:
     return next(n for n in range(start, start + 10) if any(word in lines[n - 1] for word in words))
 
 
-@pytest.mark.parametrize("value", [3, 1.5, "text", None, [1, 2], {"a": X, "b": None}])
-def test_a_batch_that_is_not_a_tensor(value: Any) -> None:
-    graph = Step(no_backward, train=False)
-    with pytest.raises(zg.InputError, match="not a tensor"):
-        graph(value)
-
-
-def test_inputs_that_want_gradients_or_are_sparse() -> None:
-    graph = Step(no_backward, train=False)
-    with pytest.raises(zg.InputError, match=r"args\[0\]\.detach"):
-        graph(X.clone().requires_grad_())
-    with pytest.raises(zg.InputError, match="to_dense"):
-        graph(X.to_sparse())
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda g: g.set_zero_mode("zero"), "unknown ZeRO mode"),
-        (lambda g: g.set_zero_mode("distributed_split", stage=4), "choose 1, 2 or 3"),
-        (lambda g: g.set_zero_mode("distributed_split", stage=True), "choose 1, 2 or 3"),
-        (lambda g: g.config.enable_zero(True, stage=0), "choose 1, 2 or 3"),
-        (lambda g: g.config.enable_zero(True, shard_min_size=-1), "0 or more"),
-        (lambda g: setattr(g.config, "bucketsize", 3), "did you mean bucket_size"),
-        (lambda g: setattr(g.config, "backend", "tensorrt"), "unknown backend"),
-        (lambda g: setattr(g.config, "timeout", 0), "more than 0"),
-        (lambda g: g.add_optimizer("adam"), "takes a torch.optim.Optimizer"),
-        (lambda g: g.add_optimizer(g._optimizers[0]), "registered already"),
-        (lambda g: g.graph("placed"), "nothing is compiled yet"),
-        (lambda g: g.collectives(), "nothing is compiled yet"),
-    ],
-)
-def test_options_that_do_not_exist(call: Callable[[Step], Any], words: str) -> None:
-    graph = Step(no_backward)
-    with pytest.raises(zg.ConfigError, match=words):
-        call(graph)
-    assert graph.config == zg.Config()
-
-
-def test_a_pass_that_does_not_exist() -> None:
-    graph = Step(no_backward, train=False)
-    graph(X)
-    with pytest.raises(zg.ConfigError, match="there are capture, simplify, unfuse"):
-        graph.graph("placed")
-
-
 def test_an_optimizer_of_other_parameters() -> None:
     graph = Step(no_backward, train=False)
     graph.add_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
@@ -343,20 +297,3 @@ def group_gone() -> None:
 
 def test_a_graph_whose_process_group_is_gone(pool: Pool) -> None:
     pool.run(2, group_gone)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: zg.placement("cpu", ranks=[0, 1]), "ranks 0 to 0"),
-        (lambda: zg.placement("cpu", ranks=[]), "whole numbers"),
-        (lambda: zg.placement("tpu", ranks=[0]), "no device"),
-        (lambda: zg.sbp.split(-1), "from 0 up"),
-        (lambda: zg.to_global(X, placement=zg.placement("cpu", ranks=[0]), sbp=zg.sbp.split(2)), "no dimension"),
-        (lambda: zg.to_global(X, placement=zg.placement("cpu", ranks=[0]), sbp="B"), "not an SBP"),
-        (lambda: zg.to_global(3, placement=zg.placement("cpu", ranks=[0]), sbp=zg.sbp.broadcast), "not int"),
-    ],
-)
-def test_placements_that_do_not_fit(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(zg.PlacementError, match=words):
-        call()

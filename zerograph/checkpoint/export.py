@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from zerograph.checkpoint.load import open_checkpoint, plain_optimizer_state
 from zerograph.checkpoint.written import written
 from zerograph.errors import CheckpointError, ConfigError
-from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.checkpoint.storage import Reader, write_file
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: st
     tensors = _module(reader, module or there[0], {})
     beside = target.with_name(f".{target.name}.part")
     try:
-        save_file(tensors, beside, metadata={"format": "pt"})
+        write_file(tensors, beside, {"format": "pt"})
         os.replace(beside, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     return target
 

@@ -1,0 +1,89 @@
+"""What of a job others can reach: its sockets, and its files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import TrainStep, adamw, batches, make, part
+from zerograph import cache
+from zerograph.checkpoint.export import export
+
+LISTEN = "0A"
+
+TRAINS = """
+import sys
+from tests.faults.test_exposure import listening
+from tests.models import TrainStep, adamw, batches, make, part
+from zerograph.checkpoint.export import export
+
+model = make("mlp")
+step = TrainStep(model, adamw(model), 2, backend="eager")
+x, y = batches("mlp", 1)[0]
+step.compile(part(x), part(y))
+step(part(x), part(y))
+step.save(sys.argv[1], asynchronous=True)
+step.wait_for_save()
+print("listens", *listening())
+"""
+
+
+def listening() -> list[str]:
+    """Addresses that this process listens on, in the kernel's hexadecimal digits."""
+    sockets = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        rows = Path(table).read_text().splitlines()[1:] if Path(table).exists() else []
+        for row in map(str.split, rows):
+            if row[3] == LISTEN and f"socket:[{row[9]}]" in sockets:
+                found.append(row[1].split(":")[0])
+    return found
+
+
+def test_ranks_of_one_machine_listen_on_it_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    root = str(Path(__file__).parents[2])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launcher, "--master-addr", "127.0.0.1", "--master-port", "0", str(script), str(tmp_path / "checkpoint")]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("listens")]
+    assert len(found) == 2
+    for address in (one for rank in found for one in rank):
+        # 127.x.x.x, little-endian, and ::1.
+        assert address.endswith("7F") or address == "0" * 24 + "01000000", address
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o027])
+def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "state").mkdir()
+    before = os.umask(mask)
+    try:
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), 2, backend="eager")
+        step.config.offload_optimizer("nvme", nvme_path=str(tmp_path / "state"))
+        step(*map(part, batches("mlp", 1)[0]))
+        step.save(tmp_path / "runs", keep=1)
+        export(tmp_path / "runs", tmp_path / "model.safetensors")
+        cache.write(cache.folder("rules") / "one.json", "{}")
+    finally:
+        os.umask(before)
+    files = [one for one in tmp_path.rglob("*") if one.is_file()]
+    kinds = {".state", ".safetensors", ".json", ""}
+    assert {one.suffix for one in files} == kinds
+    assert {oct(one.stat().st_mode & 0o777) for one in files} == {oct(0o666 & ~mask)}
+    folders = [one for one in tmp_path.rglob("*") if one.is_dir() and one.name != "state"]
+    assert {oct(one.stat().st_mode & 0o777) for one in folders} == {oct(0o777 & ~mask)}

@@ -1,0 +1,280 @@
+"""A newcomer's mistakes, one a line: the error that each gets, with the offending value and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import zerograph as zg
+from zerograph import mesh, sbp
+from zerograph.__main__ import app
+
+X = torch.ones(4, 3)
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).mean()
+        loss.backward()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Step:
+    return Step()
+
+
+@pytest.fixture(scope="module")
+def done() -> Step:
+    step = Step()
+    step(X)
+    return step
+
+
+def option(name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(zg.Config(), name, value)
+
+
+def weight() -> nn.Parameter:
+    return nn.Linear(2, 2).weight
+
+
+def here() -> Any:
+    return zg.placement("cpu", ranks=[0])
+
+
+OPTIONS: list[tuple[Callable[[], Any], str]] = [
+    (option("bucketsize", 3), "'bucketsize'; did you mean bucket_size"),
+    (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean bucket_size"),  # type: ignore[attr-defined]
+    (lambda: delattr(zg.Config(), "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
+    (lambda: zg.Config(3), "mode = 3: unknown ZeRO mode; choose one of"),  # type: ignore[arg-type]
+    (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
+    (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 1, 2 or 3"),
+    (option("stage", 2.0), "stage = 2.0: .* choose 1, 2 or 3"),
+    (option("stage", [1]), r"stage = \[1\]: .* choose 1, 2 or 3"),
+    (option("stage", True), "stage = True: .* choose 1, 2 or 3"),
+    (option("bucket_size", "1MB"), "bucket_size = '1MB': give a whole number of bytes, 1 or more"),
+    (option("bucket_size", 0), "bucket_size = 0: give a whole number of bytes, 1 or more"),
+    (option("shard_min_size", -1), "shard_min_size = -1: give a whole number of elements, 0 or more"),
+    (option("clip_grad_norm", -1), "clip_grad_norm = -1: .* more than 0, or None"),
+    (option("clip_grad_norm", float("nan")), "clip_grad_norm = nan: .* more than 0, or None"),
+    (option("clip_grad_norm", torch.tensor(1.0)), r"clip_grad_norm = tensor\(1.\): .* more than 0, or None"),
+    (option("memory_budget", "40 gigs"), "'40 gigs': give bytes, .* or a size like '40GiB'"),
+    (option("memory_budget", 0), "memory_budget = 0: give bytes, more than 0"),
+    (option("memory_budget", "9" * 400 + "GiB"), "999GiB': give bytes"),
+    (option("seed", 1.5), "seed = 1.5: give a whole number"),
+    (option("seed", 2**70), "seed = 1180591620717411303424: give a whole number of 64 bits"),
+    (option("amp_dtype", "bfloat16"), "amp_dtype = 'bfloat16': give torch.bfloat16 or torch.float16"),
+    (option("amp_dtype", X), "give torch.bfloat16 or torch.float16"),
+    (option("reduce_dtype", torch.int32), "reduce_dtype = torch.int32: give torch.float32"),
+    (option("grad_scaler", 1024), "grad_scaler = 1024: give a zerograph.GradScaler"),
+    (option("timeout", "10"), "timeout = '10': give seconds, more than 0"),
+    (option("timeout", 0), "timeout = 0: give seconds, more than 0"),
+    (option("placement", [0, 1]), r"placement = \[0, 1\]: give a placement made by zg.placement"),
+    (option("batch_sbp", sbp.split(0)), r"batch_sbp = S\(0\): give a tuple of"),
+    (option("batch_sbp", ()), r"batch_sbp = \(\): give a tuple of"),
+    (option("zero_dim", -1), "zero_dim = -1: give a whole number"),
+    (option("recompute", True), "recompute = True: choose 'none', 'blocks' or 'auto'"),
+    (option("backend", "tensorrt"), "backend = 'tensorrt': unknown backend; choose 'auto'"),
+    (option("backend", X), "unknown backend; choose 'auto'"),
+    (option("batch_norm", "sync"), "batch_norm = 'sync': .* choose 'global' or 'local'"),
+    (option("on_missing_rule", "warn"), "on_missing_rule = 'warn': choose 'gather', 'error' or 'discover'"),
+    (option("offload_activations", "yes"), "offload_activations = 'yes': choose True or False"),
+    (option("optimizer_offload", "cpu"), r"optimizer_offload = 'cpu': set it by config.offload_optimizer"),
+    (option("gradient_accumulation_steps", 0), "gradient_accumulation_steps = 0: .* 1 or more"),
+    (option("gradient_accumulation_steps", 2.0), "gradient_accumulation_steps = 2.0: give a whole number"),
+    (option("accumulation_outputs", "mean"), "accumulation_outputs = 'mean': choose 'whole' or 'packed'"),
+    (lambda: zg.Config().enable_zero(2), r"enable_zero\(2\): .* the stage as stage="),  # type: ignore[arg-type]
+    (lambda: zg.Config().enable_zero("on"), "mode = 'on': unknown ZeRO mode; choose one of"),
+    (lambda: zg.Config().enable_zero(stage=0), "stage = 0: .* choose 1, 2 or 3"),
+    (lambda: zg.Config().enable_amp(torch.bfloat16), r"enable_amp\(torch.bfloat16\): .* the dtype as dtype="),  # type: ignore[arg-type]
+    (lambda: zg.Config().enable_amp(dtype="bf16"), "amp_dtype = 'bf16': give torch.bfloat16"),  # type: ignore[arg-type]
+    (lambda: zg.Config().offload_optimizer("disk"), "'disk'.* choose 'cpu', 'nvme', or None"),
+    (lambda: zg.Config().offload_optimizer("nvme"), "give nvme_path, a directory"),
+    (lambda: zg.Config().offload_optimizer("nvme", nvme_path=3), "nvme_path = 3: give a directory"),  # type: ignore[arg-type]
+    (lambda: zg.Config().offload_optimizer("cpu", nvme_path="/x"), "nvme_path is for the device 'nvme'"),
+    (lambda: zg.Config().offload_optimizer("cpu", pin_memory="no"), "pin_memory: choose True or False"),  # type: ignore[arg-type]
+    (lambda: zg.Config().offload_parameters("nvme", max_in_cpu=-1, nvme_path="/x"), "max_in_cpu: .* 0 or more"),
+    (lambda: zg.GradScaler("a"), "init_scale = 'a': give a number"),  # type: ignore[arg-type]
+    (lambda: zg.GradScaler(-1), "init_scale = -1: give a finite number above 0"),
+    (lambda: zg.GradScaler(growth_factor=0.5), "growth_factor = 0.5: give a number above 1"),
+    (lambda: zg.GradScaler(growth_interval=1.5), "growth_interval = 1.5: give a whole number"),  # type: ignore[arg-type]
+    (lambda: zg.GradScaler(enabled="yes"), "enabled = 'yes': choose True or False"),  # type: ignore[arg-type]
+    (lambda: zg.StaticGradScaler(0), "init_scale = 0: give a finite number above 0"),
+    (lambda: zg.GradScaler().load_state_dict({}), "no entries, but no scale"),
+    (lambda: zg.GradScaler().load_state_dict({"scale": "x"}), "scale = 'x': give a finite number"),
+    (lambda: zg.from_deepspeed(3), r"from_deepspeed\(3\): give a dict, or the path"),  # type: ignore[arg-type]
+    (lambda: zg.from_deepspeed("nothing.json"), "'nothing.json': No such file"),
+    (lambda: zg.from_deepspeed({"zero_optimizations": {}}), "did you mean 'zero_optimization'"),
+    (lambda: zg.from_deepspeed({"zero_optimization": {"stage": 7}}), "stage = 7: choose 0, 1, 2 or 3"),
+    (lambda: zg.from_deepspeed({"optimizer": {"type": "Foo"}}), "no optimizer 'Foo'\nChoose one of"),
+    (lambda: zg.Settings(3), r"Settings\(3\): give options by name"),  # type: ignore[arg-type]
+    (lambda: zg.Settings({"stages": 1}), "'stages'; did you mean stage"),
+    (lambda: zg.Settings({}, optimizer=3), r"optimizer=3\): give a function"),  # type: ignore[arg-type]
+    (lambda: zg.Settings({}).configure(3), "takes a graph's config, not int"),  # type: ignore[arg-type]
+    (lambda: zg.Settings({}).set_up(3, []), "takes a graph and its parameters, not int"),  # type: ignore[arg-type]
+    (lambda: zg.register_rule("mine::nothing", "m -> m"), "not 'mine::nothing'\nGive what"),
+    (lambda: zg.register_rule(torch.relu, "m -> m"), "takes an operator"),
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.default, 3), "the rule 3: give a text"),  # type: ignore[call-overload]
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.default, "m -> m -> m"), "one arrow '->'"),
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.default, "m, n -> m"), "names 2 inputs; .* has 1"),
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.out, "m, m -> m"), "writes to its arguments: give the rule"),
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.default)(3), "decorates a function of the operands, not 3"),  # type: ignore[arg-type]
+]
+
+PLACEMENTS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: zg.placement("cpu", ranks=[0, 1]), r"ranks=\[0, 1\]: this job has the ranks 0 to 0"),
+    (lambda: zg.placement("cpu", ranks=[0, 0]), r"ranks=\[0, 0\]: .* each at most once"),
+    (lambda: zg.placement("cpu", ranks=[]), r"ranks=\[\]: give the ranks as a list of whole numbers"),
+    (lambda: zg.placement("cpu", ranks=3), "ranks=3: give the ranks as a list"),  # type: ignore[arg-type]
+    (lambda: zg.placement("cpu", ranks=[[0], [1, 2]]), "or as a rectangle of lists"),
+    (lambda: zg.placement("tpu", ranks=[0]), "no device 'tpu' here; choose 'cpu'"),
+    (lambda: zg.placement(["cpu"], ranks=[0]), r"no device \['cpu'\] here; choose"),  # type: ignore[arg-type]
+    (lambda: sbp.split(-1), r"split\(-1\): .* from 0 up"),
+    (lambda: sbp.split("0"), r"split\('0'\): .* from 0 up"),  # type: ignore[arg-type]
+    (lambda: zg.to_global(X, placement="cpu", sbp=sbp.broadcast), "placement='cpu'.* give a placement, as zg"),  # type: ignore[call-overload]
+    (lambda: zg.to_global(X, placement=here(), sbp="B"), "'B' is not an SBP: use sbp.broadcast"),  # type: ignore[call-overload]
+    (lambda: zg.to_global(X, placement=here(), sbp=sbp.split(2)), r"shape \(4, 3\) has no dimension to be S\(2\)"),
+    (lambda: zg.to_global(X, placement=here(), sbp=(sbp.broadcast,) * 2), "has 2 SBPs for a placement of 1"),
+    (lambda: zg.to_global(3, placement=here(), sbp=sbp.broadcast), "a tensor or a module, not int"),  # type: ignore[call-overload]
+    (lambda: zg.to_global(nn.Linear(2, 2), placement=here(), sbp=sbp.partial_sum), "use broadcast or split"),
+    (lambda: zg.to_local(3), "takes a tensor, not int"),  # type: ignore[arg-type]
+    (lambda: zg.annotate(X, sbp=sbp.split(0)), "a parameter of a module, not Tensor"),  # type: ignore[arg-type]
+    (lambda: zg.annotate(weight(), sbp=3), r"annotate\(sbp=3\): give sbp.split"),  # type: ignore[arg-type]
+    (lambda: zg.annotate(weight(), sbp=[]), r"annotate\(sbp=\[\]\): give sbp.split"),
+    (lambda: zg.annotate(weight(), sbp=sbp.split(5)), r"shape \(2, 2\) has no dimension to be S\(5\)"),
+    (lambda: zg.annotate(weight(), sbp=sbp.partial_sum), r"partial sum .* use broadcast or split"),
+    (lambda: zg.local(3), "a module or a function, not 3"),  # type: ignore[type-var]
+    (lambda: zg.local(nn.ReLU(), inputs=3), r"inputs=...\) has 3: give sbp.split"),  # type: ignore[call-overload]
+    (lambda: zg.local(nn.ReLU(), inputs=sbp.partial_sum), r"has P: give sbp.split\(d\) or sbp.broadcast"),
+    (lambda: zg.local(nn.ReLU(), outputs=sbp.broadcast), r"has B: give sbp.split\(d\), or sbp.partial_sum"),
+    (lambda: zg.sharded_init("cpu").__enter__(), r"takes a placement, as zg.placement.* not 'cpu'"),  # type: ignore[arg-type]
+]
+
+
+def changed(**entries: Any) -> Callable[[Step], None]:
+    return lambda step: step.load_state_dict({**step.state_dict(), **entries})
+
+
+def optimizer_state(state: Any, numbers: list[int]) -> list[Any]:
+    return [{"state": state, "param_groups": [{"params": numbers}]}]
+
+
+# Of a graph that has not run, and of one that has.
+GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
+    (lambda g: g.set_zero_mode("zero"), zg.ConfigError, "mode = 'zero': unknown ZeRO mode"),
+    (lambda g: g.set_zero_mode(2), zg.ConfigError, "the stage as stage="),
+    (lambda g: g.add_optimizer("adam"), zg.ConfigError, "takes a torch.optim.Optimizer, not str"),
+    (lambda g: g.add_optimizer(torch.optim.SGD), zg.ConfigError, "takes a torch.optim.Optimizer, not type"),
+    (lambda g: g.add_optimizer(g._optimizers[0]), zg.ConfigError, "registered already"),
+    (
+        lambda g: g.add_optimizer(torch.optim.SGD([weight()], lr=1), "cosine"),
+        zg.ConfigError,
+        "'cosine': give a scheduler of this",
+    ),
+    (lambda g: g(3), zg.InputError, r"args\[0\] is 3, not a tensor\n.*Make it a tensor"),
+    (lambda g: g([X, None]), zg.InputError, r"args\[0\]\[1\] is None, not a tensor"),
+    (lambda g: g(x={"ids": "text"}), zg.InputError, r"x\['ids'\] is 'text', not a tensor"),
+    (lambda g: g(X.numpy()), zg.InputError, r"not a tensor\n.*Make it a tensor"),
+    (lambda g: g(X.clone().requires_grad_()), zg.InputError, r"args\[0\]\.detach"),
+    (lambda g: g(X.to_sparse()), zg.InputError, "sparse_coo: give a dense tensor .*to_dense"),
+    (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.mesh.line"),
+    (lambda g: g.prepare(mesh.line(4, 7, "r"), X), zg.PlacementError, r"position=\(7,\).* zerograph.mesh.line"),
+    (lambda g: g.prepare(mesh.line(4, 0, "r"), X, device="tpu"), zg.PlacementError, "device='tpu'.* choose 'cpu'"),
+    (lambda g: g.load_state_dict(3), zg.ConfigError, "3 is no state of a graph: give what its state_dict"),
+    (lambda g: g.load_state_dict({}), zg.ConfigError, "it has no modules, optimizers"),
+    (changed(modules=3), zg.ConfigError, "modules are 3"),
+    (changed(modules={"model": 3}), zg.ConfigError, "the module 'model' is 3"),
+    (changed(modules={"head": {}}), zg.ConfigError, "has the modules model; the loaded state is of head"),
+    (changed(modules={"model": {"weight": X, "bias": X}}), zg.ConfigError, "'model' does not fit the module"),
+    (changed(optimizers=[]), zg.ConfigError, "has 1 optimizers, the state 0"),
+    (changed(optimizers=[3]), zg.ConfigError, "3 is no state of an optimizer: it has no param_groups"),
+    (changed(optimizers=optimizer_state({}, [0])), zg.ConfigError, r"groups of \[2\] parameters, .* of \[1\]"),
+    (changed(optimizers=optimizer_state({0: 3}, [0, 1])), zg.ConfigError, "{0: 3} is no state of parameters"),
+    (changed(lr_schedulers=[]), zg.ConfigError, "has 1 optimizers, the state 0 lr_schedulers"),
+    (changed(steps_done="3"), zg.ConfigError, "steps_done are '3'"),
+    (changed(steps_done=-3), zg.ConfigError, "steps_done = -3"),
+    (changed(random={}), zg.ConfigError, "random numbers are {}"),
+    (lambda g: g.save(3), zg.CheckpointError, "3 is no path of a checkpoint: give that of a folder"),
+    (lambda g: g.save(""), zg.CheckpointError, "'' is no path of a checkpoint: give that of a folder"),
+    (lambda g: g.save("/proc/x"), zg.CheckpointError, "/proc/x cannot be made: No such file"),
+    (lambda g: g.save("runs", keep=0), zg.ConfigError, "keep = 0: give a number of checkpoints, 1 or more"),
+    (lambda g: g.load(None), zg.CheckpointError, "None is no path of a checkpoint"),
+    (lambda g: g.load("/nothing"), zg.CheckpointError, "no checkpoint in /nothing: it has no index.json"),
+    (lambda g: zg.read_checkpoint(3), zg.CheckpointError, "3 is no path of a checkpoint"),
+]
+FRESH: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
+    (lambda g: g.graph("box"), zg.ConfigError, r"nothing is compiled yet: call the graph, or compile"),
+    (lambda g: g.collectives(), zg.ConfigError, "nothing is compiled yet"),
+    (lambda g: g.memory, zg.ConfigError, "nothing is compiled yet"),
+    (lambda g: g.owners(), zg.ConfigError, "nothing is compiled yet"),
+]
+DONE: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
+    (lambda g: g.graph("boxx"), zg.ConfigError, "no pass 'boxx'; there are capture, simplify"),
+    (lambda g: g.graph(["box"]), zg.ConfigError, r"no pass \['box'\]; there are capture"),
+    (lambda g: g._optimizers[0].step(), zg.SplitParameterError, "Call the graph to update"),
+    (
+        changed(optimizers=optimizer_state({0: {"momentum_buffer": X}, 1: {"momentum_buffer": X}}, [0, 1])),
+        zg.ConfigError,
+        r"momentum_buffer of parameter 0 of SGD is of shape \(2, 3\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), OPTIONS)
+def test_options(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(zg.ConfigError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(("call", "words"), PLACEMENTS)
+def test_placements(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(zg.PlacementError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), [*GRAPHS, *FRESH])
+def test_a_graph_that_has_not_run(fresh: Step, call: Callable[[Step], Any], kind: type[Exception], words: str) -> None:
+    config = fresh.config.key()
+    with pytest.raises(kind, match=words):
+        call(fresh)
+    assert (fresh.steps_done, fresh.config.key(), len(fresh._optimizers)) == (0, config, 1)
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), [*GRAPHS, *DONE])
+def test_a_graph_that_has_run(done: Step, call: Callable[[Step], Any], kind: type[Exception], words: str) -> None:
+    before = done.state_dict()["modules"]["model"]
+    with pytest.raises(kind, match=words):
+        call(done)
+    assert done.steps_done == 1
+    assert all(torch.equal(before[name], one) for name, one in done.state_dict()["modules"]["model"].items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["CKPT/nothing", "OUT"], "there is no checkpoint in"),
+        (["CKPT", "OUT", "--module", "head"], "no module 'head'; it has model"),
+        (["CKPT", "/proc/x"], "cannot be written"),
+    ],
+)
+def test_the_command_line(done: Step, tmp_path: Path, arguments: list[str], words: str) -> None:
+    done.save(tmp_path / "runs")
+    places = {"CKPT": str(tmp_path / "runs"), "OUT": str(tmp_path / "out.safetensors")}
+    result = CliRunner().invoke(
+        app, ["export", *(one.replace("CKPT", places["CKPT"]).replace("OUT", places["OUT"]) for one in arguments)]
+    )
+    assert result.exit_code == 1
+    assert words in result.output
