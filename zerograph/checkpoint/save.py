@@ -77,7 +77,7 @@ class Saver:
             problem = error
         facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
         agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
-        with explained(job, "saving a checkpoint"):
+        with explained(job, "beginning to save a checkpoint"):
             group = self._own_group(job)
             data = _name(job, group)
 
@@ -173,14 +173,32 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
                 dict(pieces), storage_writer=writer, planner=Saving(), process_group=group, no_dist=group is None
             )
     except CheckpointException as error:
-        shutil.rmtree(writer.folder / writer.data, ignore_errors=True)
-        raise CheckpointError(_told(error, writer)) from error
+        whole = _drop(writer)
+        raise CheckpointError(_told(error, writer, whole)) from error
 
 
-def _told(error: CheckpointException, writer: Writer) -> str:
+def _drop(writer: Writer) -> bool:
+    """Remove what a failed save has written; but what the index speaks of by now is whole, and stays (True)."""
+    try:
+        if index.read(writer.folder).data == writer.data:
+            return True
+    except CheckpointError:
+        pass
+    shutil.rmtree(writer.folder / writer.data, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (writer.folder / f".{index.NAME}.{writer.data}").unlink()
+    with contextlib.suppress(OSError):
+        # Of a folder that was made for it; another is not empty.
+        writer.folder.rmdir()
+    return False
+
+
+def _told(error: CheckpointException, writer: Writer, whole: bool) -> str:
     """What went wrong on the first rank that failed."""
     rank, (cause, *_) = min(error.failures.items())
     said = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}"
+    if whole:
+        return f"the checkpoint in {writer.folder} is whole, but what comes after it failed, rank {rank}: {said}"
     return (
         f"the checkpoint in {writer.folder} could not be written, rank {rank}: {said}\nWhat was there before is kept."
     )
@@ -197,6 +215,9 @@ def _tidy(folder: Path, data: str) -> None:
 
 
 def _point(checkpoint: Path) -> None:
+    """Make ``latest`` say this one, at once."""
+    for interrupted in checkpoint.parent.glob(f".{LATEST}.*"):
+        interrupted.unlink(missing_ok=True)
     beside = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
     with open(beside, "w", encoding="utf-8") as file:
         file.write(checkpoint.name)
@@ -207,8 +228,16 @@ def _point(checkpoint: Path) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    valid = sorted(one.parent for one in folder.glob(f"step-*/{index.NAME}"))
+    """Leave the ``keep`` checkpoints that were written last, and nothing of saves that were interrupted.
+
+    By time, not by step: a job that went back to an earlier checkpoint keeps what it writes from there.
+    """
+    there = [one for one in folder.iterdir() if re.fullmatch(r"step-\d{8,}", one.name) and one.is_dir()]
+    valid = [one for one in there if (one / index.NAME).is_file()]
+    valid.sort(key=lambda one: ((one / index.NAME).stat().st_mtime_ns, one.name))
     for old in valid[:-keep]:
         # Without its index it is none, whatever is left of it when this is interrupted.
         (old / index.NAME).unlink(missing_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
+    for old in {*there, *valid[:-keep]} - set(valid[-keep:]):
+        if all(one.name.startswith(("data-", f".{index.NAME}.")) for one in old.iterdir()):
+            shutil.rmtree(old, ignore_errors=True)
