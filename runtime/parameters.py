@@ -53,7 +53,8 @@ def _instead(args: Any) -> str:
             "states, and 'with step.full_parameters():' whole parameters."
         )
     return (
-        "Use the module inside 'with step.full_parameters():', take step.state_dict(), or compute in a ZeroGraph "
+        "Use the module inside 'with step.full_parameters():', take step.state_dict(), load a plain state with "
+        "step.load_state_dict({'modules': {'model': state}}), or compute in a ZeroGraph "
         "(of an engine: engine.full_parameters(), engine.state_dict(), and a penalty in the criterion)."
     )
 

@@ -21,10 +21,15 @@ def _zerograph() -> None:
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of them with a file 'latest'")],
-    out: Annotated[Path, typer.Argument(help="the safetensors file to write, or a folder for model.safetensors")],
+    out: Annotated[Path, typer.Argument(help="a file *.safetensors, or a folder")],
     module: Annotated[str | None, typer.Option(help="the graph's attribute, where it has several modules")] = None,
 ) -> None:
-    """Write a checkpoint's model into one safetensors file, which the plain model loads."""
+    """Write a checkpoint's model into one safetensors file, which the plain model loads.
+
+    OUT is that file, if its name ends in .safetensors; else a folder, made if need be, for model.safetensors. Of a
+    model of transformers the folder gets config.json as well: from_pretrained(OUT) loads it. Tied weights are written
+    once.
+    """
     try:
         typer.echo(exporting.export(checkpoint, out, module))
     except ZeroGraphError as error:

@@ -257,7 +257,14 @@ class ZeroGraph:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
 
-        The random numbers go on as well, unless ``config.seed`` asks for others.
+        The random numbers go on as well, unless ``config.seed`` asks for others. What is left out stays as it is, so
+        states of the plain module and optimizer load too, before and after the first call::
+
+            step.load_state_dict({"modules": {"model": torch.load("model.pt")}})
+            step.load_state_dict({"modules": {"model": ...}, "optimizers": [torch.load("optimizer.pt")]})
+
+        Under ``"modules"`` there must be each that has parameters or buffers, under ``"optimizers"`` and
+        ``"lr_schedulers"`` one for each optimizer (None for a scheduler: it stays as it is).
 
         Raises:
             ConfigError: the state does not fit; nothing is changed then.
@@ -266,13 +273,14 @@ class ZeroGraph:
         state_dict.check_state(self._optimizers, state)
         if self.config.scaler is not None and state.get("grad_scaler") is not None:
             self.config.scaler.check_state(state["grad_scaler"])
-        state_dict.load_modules(self._adopted(), state["modules"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+        if "modules" in state:
+            state_dict.load_modules(self._adopted(), state["modules"])
+        for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
             state_dict.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(self._schedulers, state["lr_schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
-        self.steps_done = state["steps_done"]
+        self.steps_done = state.get("steps_done", self.steps_done)
         if self.config.scaler is not None and state.get("grad_scaler") is not None:
             self.config.scaler.load_state_dict(state["grad_scaler"])
         # States of version 0.1 say nothing of random numbers.
@@ -558,7 +566,8 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
         if holds_state_of(optimizer):
             raise SplitParameterError(
                 f"{type(optimizer).__name__}.{what}: the optimizer's state lives in the graph now\n"
-                "Call the graph to update; save and load with its state_dict() and load_state_dict()."
+                "Call the graph to update; save with its state_dict(), load a plain state with its "
+                'load_state_dict({"optimizers": [state]}).'
             )
 
     optimizer.register_step_pre_hook(lambda *_: refuse("step()"))

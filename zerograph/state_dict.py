@@ -37,8 +37,9 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
     Raises:
         ConfigError: other modules, names or shapes; nothing is changed then.
     """
-    # Modules without parameters and buffers have no state: a loss function, say, which a checkpoint does not mention.
-    mine = {name: bool(module.state_dict()) for name, module in members.root.named_children()}
+    # Modules without parameters and buffers have no state: a loss function, say, which need not be mentioned.
+    children = dict(members.root.named_children())
+    mine = {name: bool(module.state_dict()) for name, module in children.items()}
     _check_names(
         "modules",
         [name for name, has in mine.items() if has],
@@ -50,10 +51,10 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
             for name, parameter in members.parameters.items()
         } | {name: buffer.clone() for name, buffer in members.buffers.items()}
         with _torch.with_tensors(members.root, _with_aliases(members, whole)):
-            for name, module in members.root.named_children():
+            for name, module in children.items():
                 try:
                     module.load_state_dict(states.get(name, {}))
-                except RuntimeError as error:
+                except (RuntimeError, TypeError) as error:
                     raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
         for name, buffer in members.buffers.items():
             buffer.copy_(whole[name])
@@ -97,36 +98,46 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_state(optimizers: Sequence[torch.optim.Optimizer], state: Any) -> None:
-    """Raise if what a graph's ``load_state_dict()`` was given is no state of it; modules are checked as they are read.
+    """Raise if what a graph's ``load_state_dict()`` was given is no state of it, nor a part of one.
+
+    Modules are checked as they are read.
 
     Raises:
-        ConfigError: something is missing, of another type, or does not fit the optimizers.
+        ConfigError: something is of another type, belongs to nothing, or does not fit the optimizers.
     """
-    wanted = {"modules": Mapping, "optimizers": Sequence, "lr_schedulers": Sequence, "steps_done": int}
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"{state!r:.60} is no state of a graph: give what its state_dict() returned")
-    missing = [key for key in wanted if key not in state]
-    if missing:
-        raise ConfigError(f"not a state of a graph: it has no {', '.join(missing)}")
-    for key, kind in wanted.items():
-        if not isinstance(state[key], kind) or isinstance(state[key], (str, bool)):
-            raise ConfigError(f"not a state of a graph: its {key} are {state[key]!r:.60}")
-    if state["steps_done"] < 0:
+    kinds: dict[str, Any] = {
+        "modules": Mapping,
+        "optimizers": Sequence,
+        "lr_schedulers": Sequence,
+        "steps_done": int,
+        "grad_scaler": (Mapping, type(None)),
+        "random": Mapping,
+    }
+    unknown = [repr(key) for key in state if key not in kinds] if isinstance(state, Mapping) else [f"{state!r:.60}"]
+    if unknown or not state:
+        raise ConfigError(
+            f"not a state of a graph: it has {', '.join(unknown[:3]) or 'nothing'}; a state has {', '.join(kinds)}, or "
+            'some of these\nOf a plain module give {"modules": {"model": state}}, by its attribute, of a plain '
+            'optimizer {"optimizers": [state]}.'
+        )
+    for key, value in state.items():
+        if not isinstance(value, kinds[key]) or isinstance(value, (str, bool)):
+            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}")
+    if state.get("steps_done", 0) < 0:
         raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
-    for name, one in state["modules"].items():
+    for name, one in state.get("modules", {}).items():
         if not isinstance(one, Mapping):
             raise ConfigError(f"not a state of a graph: that of the module {name!r:.60} is {one!r:.60}")
     for key in ("optimizers", "lr_schedulers"):
-        if len(state[key]) != len(optimizers):
+        if key in state and len(state[key]) != len(optimizers):
             raise ConfigError(f"the graph has {len(optimizers)} optimizers, the state {len(state[key])} {key}")
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+    for optimizer, saved in zip(optimizers, state.get("optimizers", ()), strict=False):
         check_optimizer_state(optimizer, saved)
-    random = state.get("random", {"seed": None, "passes": 0})
-    if not isinstance(random, Mapping) or not {"seed", "passes"} <= set(random):
-        raise ConfigError(f"not a state of a graph: its random numbers are {random!r:.60}")
+    if not {"seed", "passes"} <= set(state.get("random", ("seed", "passes"))):
+        raise ConfigError(f"not a state of a graph: its random numbers are {state['random']!r:.60}")
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Raise if :func:`load_optimizer` could not take ``state``.
 
     Raises:
@@ -141,7 +152,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     if not isinstance(held, Mapping) or not all(isinstance(one, Mapping) for one in held.values()):
         raise ConfigError(f"{held!r:.60} is no state of parameters: give what state_dict() of the optimizer returned")
     mine = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in state["param_groups"]]
+    theirs = [len(group["params"]) for group in groups]
     if mine != theirs:
         raise ConfigError(
             f"{type(optimizer).__name__} has groups of {mine} parameters, the loaded state of {theirs}\n"
@@ -164,7 +175,7 @@ def _check_shapes(
                 if value is not None and tuple(getattr(value, "shape", ())) != slot.shape:
                     raise ConfigError(
                         f"{name} of parameter {number} of {type(optimizer).__name__} is of shape {slot.shape}, "
-                        f"the loaded state has {value!r:.60}"
+                        f"the loaded state has {value!r:.60}\nIt is the state of another model."
                     )
 
 

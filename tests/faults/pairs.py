@@ -48,8 +48,8 @@ class Told:
 class WarmPair:
     """``run(function, *args)`` calls ``function(tell, *args)`` as both ranks of a new job, in processes of their own.
 
-    A rank that says ``("kill me in", seconds)`` is killed then, by SIGKILL. The last word of one that ends with an error
-    of zerograph's is ``("told", message)``, of one that ends with another ``("broken", traceback)``.
+    A rank that says ``("kill me in", seconds)`` is killed then, by SIGKILL. The last word of one that ends with an
+    error of zerograph's is ``("told", message)``, of one that ends with another ``("broken", traceback)``.
     """
 
     def __init__(self, patience: float = 240.0) -> None:

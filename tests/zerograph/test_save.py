@@ -246,6 +246,27 @@ def test_what_one_rank_cannot_read_is_an_error_on_all(pool: Pool, checkpoints: A
     assert "rank 1 failed before loading a checkpoint" in there
 
 
+def test_what_fails_after_a_checkpoint_is_whole_does_not_take_it_away(tmp_path: Path) -> None:
+    step = step_of(0, "mlp")
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(zg.CheckpointError, match=r"step-00000000 is whole, but .*latest"):
+        step.save(tmp_path, keep=1)
+    assert zg.read_checkpoint(tmp_path / "step-00000000")["steps_done"] == 0
+
+
+def test_a_job_that_went_back_keeps_what_it_writes_from_there(tmp_path: Path) -> None:
+    step = step_of(0, "mlp")
+    for step.steps_done in (10, 20, 30):
+        step.save(tmp_path, keep=3)
+    step.load(tmp_path / "step-00000010")
+    step.steps_done = 15
+    (tmp_path / "step-00000017" / "data-interrupted").mkdir(parents=True)
+    (tmp_path / "step-notes").mkdir()
+    step.save(tmp_path, keep=2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["latest", "step-00000015", "step-00000030", "step-notes"]
+    assert zg.read_checkpoint(tmp_path)["steps_done"] == 15
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (4, 1, 3)])
 def test_every_stretch_of_a_flat_tensor_is_boxes_in_their_order(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()

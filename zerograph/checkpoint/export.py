@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +41,58 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: str | None = None) -> Path:
     """Write a module's parameters and buffers into one safetensors file, under the plain module's names.
 
-    ``model.load_state_dict(safetensors.torch.load_file(out))`` reads it, and ``from_pretrained`` of transformers where
-    it is called ``model.safetensors`` beside the model's ``config.json``.
+    ``model.load_state_dict(safetensors.torch.load_file(out), strict=False)`` reads it (tied weights are in it once, so
+    that of a model without any it may be strict). For a model of transformers give a folder: its ``config.json``, and
+    ``generation_config.json`` if it generates, are written beside, and ``from_pretrained(folder)`` loads it.
 
     Args:
         path: the checkpoint.
-        out: the file, or a folder, in which it is called ``model.safetensors``.
+        out: a file whose name ends in ``.safetensors``; or a folder, made if need be, for ``model.safetensors``.
         module: the graph's attribute; None where it has only one.
 
+    Returns:
+        The safetensors file.
+
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged, or the file cannot be written.
         ConfigError: no such module, or several to choose from.
     """
     reader = open_checkpoint(path)
-    written(reader)
+    found = written(reader)
     there = modules_in(reader)
     if module is None and len(there) != 1:
-        raise ConfigError(f"the checkpoint has the modules {', '.join(there)}: say which")
+        raise ConfigError(f"the checkpoint has the modules {', '.join(there) or 'none'}: say which with module=")
     if module is not None and module not in there:
         raise ConfigError(f"the checkpoint has no module {module!r}; it has {', '.join(there)}")
-    target = Path(out)
-    target = target / "model.safetensors" if target.is_dir() else target
+    chosen, target = module or there[0], Path(out)
+    alone = target.suffix == ".safetensors" and not target.is_dir()
+    folder = target.parent if alone else target
+    target = target if alone else folder / "model.safetensors"
     # Names of one tensor are one tensor: a safetensors file has it once, and loaders tie the others to it.
-    tensors = _module(reader, module or there[0], {})
-    beside = target.with_name(f".{target.name}.part")
+    tensors = _module(reader, chosen, {})
+    texts = {} if alone else {name: json.dumps(one, indent=2) + "\n" for name, one in found.pretrained(chosen).items()}
     try:
-        write_file(tensors, beside, {"format": "pt"})
-        os.replace(beside, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            _replace(folder / name, partial(_write_text, text))
+        _replace(target, lambda path: write_file(tensors, path, {"format": "pt"}))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     return target
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write beside, then put it in the target's place."""
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        write(beside)
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def modules_in(reader: Reader) -> list[str]:

@@ -16,6 +16,7 @@ from zerograph.checkpoint.contents import names_of, pieces_of_plain, pieces_of_s
 from zerograph.checkpoint.document import encode
 from zerograph.checkpoint.fitting import check_fits, check_generators
 from zerograph.checkpoint.load import load, open_checkpoint
+from zerograph.checkpoint.pretrained import configurations
 from zerograph.checkpoint.written import Counts, Written, written
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler
@@ -65,6 +66,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         "passes_done": passes,
         "seed": seed,
         "aliases": dict(members.aliases),
+        "pretrained": {name: held for name, one in members.root.named_children() if (held := configurations(one))},
         "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
         "lr_schedulers": [
             None if one is None else encode(one.state_dict(), f"the state of {type(one).__name__}")

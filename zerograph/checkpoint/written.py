@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zerograph.checkpoint.document import decode
+from zerograph.checkpoint.pretrained import FILES
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.storage import Reader
 
@@ -28,6 +29,7 @@ class Written:
         counts: steps, forward passes, and the seed of random numbers.
         ranks: how many wrote it.
         aliases: other names of tensors of modules.
+        configurations: of models of transformers, by module, the files beside the weights, as what JSON has.
     """
 
     groups: list[list[dict[str, Any]]]
@@ -36,6 +38,12 @@ class Written:
     counts: Counts
     ranks: int
     aliases: Mapping[str, str]
+    configurations: Mapping[str, Mapping[str, Any]]
+
+    def pretrained(self, module: str) -> dict[str, Any]:
+        """What ``from_pretrained`` needs beside a module's weights, by the file's name; {} for other modules."""
+        held = self.configurations.get(module, {})
+        return {name: held[name] for name in FILES.values() if name in held}
 
 
 def written(reader: Reader) -> Written:
@@ -54,6 +62,8 @@ def written(reader: Reader) -> Written:
             (_whole(document["steps_done"]), _whole(document["passes_done"]), _seed(document["seed"])),
             _whole(document["ranks"]),
             _aliases(reader, document["aliases"]),
+            # Checkpoints of version 0.1 have none.
+            {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
         )
         for number, one in enumerate(groups):
             _check_numbers(number, one)
