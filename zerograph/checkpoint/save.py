@@ -238,6 +238,6 @@ def _prune(folder: Path, keep: int) -> None:
     for old in valid[:-keep]:
         # Without its index it is none, whatever is left of it when this is interrupted.
         (old / index.NAME).unlink(missing_ok=True)
-    for old in {*there, *valid[:-keep]} - set(valid[-keep:]):
+    for old in set(there) - set(valid[-keep:]):
         if all(one.name.startswith(("data-", f".{index.NAME}.")) for one in old.iterdir()):
             shutil.rmtree(old, ignore_errors=True)

@@ -42,6 +42,7 @@ class Written:
 
     def pretrained(self, module: str) -> dict[str, Any]:
         """What ``from_pretrained`` needs beside a module's weights, by the file's name; {} for other modules."""
+        # Only these names: a checkpoint does not say where to write.
         held = self.configurations.get(module, {})
         return {name: held[name] for name in FILES.values() if name in held}
 
