@@ -1,4 +1,4 @@
-"""A node's value, computed on fake tensors: every kind of call once, however many layers repeat it."""
+"""A node's value, computed on fake tensors: every kind of call once, however many layers or graphs repeat it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import FakeTensor, Known
+from zerograph._torch import FakeTensor, Known, OpOverload
 from zerograph.step_graph import value
 
 
@@ -27,12 +27,54 @@ def evaluate(node: fx.Node) -> Any:
     key = (node.target, _described(args), _described(kwargs))
     if key in mode.known:
         return mode.known[key]
+    # Integers become the default dtype where an operator divides them.
+    everywhere = (torch.get_default_dtype(), *key)
     with mode, torch.no_grad():
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if everywhere in _LAYOUTS:
+            result = _made(_LAYOUTS[everywhere])
+        else:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            if _follows_from(node) and (layout := _layout(result)) is not None:
+                if len(_LAYOUTS) >= _MOST_LAYOUTS:
+                    _LAYOUTS.clear()
+                _LAYOUTS[everywhere] = layout
     # A number that a tensor holds is that tensor's own, however many look alike.
     if not isinstance(result, _SYMBOLS):
         mode.known[key] = result
     return result
+
+
+# What calls yield in any fake mode: an operator's own reckoning takes several times as long as making its result.
+_LAYOUTS: dict[Hashable, Hashable] = {}
+
+# Some hundred bytes each; then from the beginning.
+_MOST_LAYOUTS = 1 << 16
+
+
+def _follows_from(node: fx.Node) -> bool:
+    """Whether the operator's result has no other layout in another graph: torch's own, and nothing symbolic."""
+    ours = not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "_c10d_functional")
+    return not ours and not any(isinstance(value(given), _SYMBOLS) for given in node.all_input_nodes)
+
+
+def _layout(result: Any) -> Any:
+    """Shape, strides, dtype and device of a tensor, of each of several; None if that does not say all."""
+    if isinstance(result, (list, tuple)):
+        each = [_layout(one) for one in result]
+        return None if None in each else (type(result), *each)
+    plain = isinstance(result, FakeTensor) and result.layout is torch.strided
+    if not plain or result.is_conj() or result.is_neg():
+        return None
+    return tuple(result.shape), result.stride(), result.dtype, result.device
+
+
+def _made(layout: Any) -> Any:
+    """Fake tensors so laid out, in the mode that is on."""
+    if isinstance(layout[0], type):
+        kind, *each = layout
+        return kind(map(_made, each))
+    shape, strides, dtype, device = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -59,6 +59,7 @@ class Line:
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
     _inputs: dict[fx.Node, list[Made]] = field(default_factory=dict)
     _readers: dict[Made, list[fx.Node]] = field(default_factory=dict)
+    _nbytes: dict[Made, int] = field(default_factory=dict)
 
     def returned(self, made: Made, have: Sbp) -> Sbp:
         """How the user gets back a tensor that is ``have``: never partial, and split only as the batch was given."""
@@ -88,7 +89,9 @@ class Line:
         return self.sbp[source][index]
 
     def nbytes(self, made: Made) -> int:
-        return nbytes(self.values[made[0]][made[1]])
+        if made not in self._nbytes:
+            self._nbytes[made] = nbytes(self.values[made[0]][made[1]])
+        return self._nbytes[made]
 
     def inputs(self, node: fx.Node) -> list[Made]:
         if node not in self._inputs:

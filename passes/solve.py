@@ -8,7 +8,8 @@ then exact. A change is kept only if the true cost, chains that meet themselves 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -20,6 +21,9 @@ from zerograph.sbp import Sbp
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]
 
+# Chains overlap, and few of them change anything: costs around a node, and what they follow from.
+_Known = dict[tuple[Any, ...], tuple[Any, list[list[float]]]]
+
 
 def improve(line: Line, candidates: Candidates) -> None:
     """Chains of operators around a boxing could not be placed more cheaply while the rest stays as it is.
@@ -29,6 +33,7 @@ def improve(line: Line, candidates: Candidates) -> None:
     """
     order = {node: index for index, node in enumerate(line.graph.nodes)}
     settled: set[tuple[fx.Node, ...]] = set()
+    known: _Known = {}
     paying = {reader: found for reader in candidates if (found := _paid(line, reader))}
     waiting = [(reader, made) for reader in paying for made in paying[reader]]
     for _ in range(_MOST_CHAINS):
@@ -37,7 +42,7 @@ def improve(line: Line, candidates: Candidates) -> None:
         chain = tuple(_chain(line, *waiting.pop(), candidates, order))
         if chain not in settled:
             settled.add(chain)
-            if _solve(line, chain, candidates):
+            if _solve(line, chain, candidates, known):
                 # That may open a better way for the chains that it meets, and moves boxings.
                 settled = {one for one in settled if set(chain).isdisjoint(one)}
                 for reader in _around(line, chain):
@@ -91,28 +96,28 @@ def _chain(line: Line, reader: fx.Node, made: Made, candidates: Candidates, orde
     return chain
 
 
-def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates) -> bool:
+def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates, known: _Known) -> bool:
     """Place the chain along the shortest path; False, and nothing changed, where that is no cheaper."""
     # Signatures by number: networkx hashes its nodes all the time.
     options = [candidates[node] for node in chain]
     layers = nx.DiGraph()
-    for number, first in enumerate(options[0]):
-        layers.add_edge("start", (0, number), cost=_inner(line, chain, 0, first))
+    for number, inner in enumerate(_inner(line, chain, 0, options[0], known)):
+        layers.add_edge("start", (0, number), cost=inner)
     for index in range(1, len(chain)):
-        others = [_other_needs(line, chain[index - 1], before, chain[index]) for before in options[index - 1]]
-        for number, here in enumerate(options[index]):
-            inner = _inner(line, chain, index, here)
-            for other, before in enumerate(options[index - 1]):
-                between = _outputs(line, chain[index - 1], before, others[other], chain[index], here)
-                if (cost := inner + between) < math.inf:
+        between = _between(line, chain[index - 1], options[index - 1], chain[index], options[index], known)
+        for number, inner in enumerate(_inner(line, chain, index, options[index], known)):
+            for other, boxings in enumerate(between[number]):
+                if (cost := inner + boxings) < math.inf:
                     layers.add_edge((index - 1, other), (index, number), cost=cost)
     last = len(chain) - 1
     for number, signature in enumerate(options[last]):
-        needs = _other_needs(line, chain[last], signature, None)
-        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature, needs))
+        needs = _other_needs(line, chain[last], signature.outputs, None)
+        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature.outputs, needs))
     path = nx.shortest_path(layers, "start", "end", weight="cost")[1:-1]
     new = [options[index][number] for index, number in path]
     old = [line.signature[node] for node in chain]
+    if new == old:
+        return False
     cost = _true_cost(line, chain)
     _apply(line, chain, new)
     if _true_cost(line, chain) < cost - 1e-9:
@@ -121,42 +126,83 @@ def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates) -> bool
     return False
 
 
-def _inner(line: Line, chain: Sequence[fx.Node], index: int, signature: Signature) -> float:
-    """What the operator reads from outside the chain, and the signature itself."""
-    node, total = chain[index], signature_cost(signature)
-    if signature != line.signature[node]:
-        total += _CHANGED
-    previous = chain[index - 1] if index else None
+def _inner(
+    line: Line, chain: Sequence[fx.Node], index: int, options: Sequence[Signature], known: _Known
+) -> list[float]:
+    """Under each signature: what the operator reads from outside the chain, and the signature itself."""
+    node, previous = chain[index], chain[index - 1] if index else None
+    outside = []
     for made in dict.fromkeys(line.inputs(node)):
         if made[0] is not previous:
             have = line.sbp[made[0]][made[1]]
-            others = set(line.needs(made, have, but=node))
-            wanted = set(line.needed_by(node, signature, made))
-            total += line.cost(made, have, wanted - others)
-    return total
+            outside.append((made, have, frozenset(line.needs(made, have, but=node))))
+
+    def read() -> list[list[float]]:
+        return [
+            [
+                line.cost(made, have, frozenset(line.needed_by(node, one, made)) - others)
+                for made, have, others in outside
+            ]
+            for one in options
+        ]
+
+    costs = _once(known, ("inner", node, previous), outside, read)
+    chosen = line.signature[node]
+    own = [signature_cost(one) if one == chosen else signature_cost(one) + _CHANGED for one in options]
+    return [sum(each, start) for each, start in zip(costs, own, strict=True)]
 
 
-def _other_needs(line: Line, node: fx.Node, signature: Signature, reader: fx.Node | None) -> list[frozenset[Sbp]]:
-    """Of each tensor that ``node`` yields under ``signature``, how all but ``reader`` need it."""
-    return [frozenset(line.needs((node, at), have, but=reader)) for at, have in enumerate(signature.outputs)]
-
-
-def _outputs(
+def _between(
     line: Line,
     node: fx.Node,
-    signature: Signature,
-    others: Sequence[frozenset[Sbp]],
-    reader: fx.Node | None = None,
-    here: Signature | None = None,
-) -> float:
-    """All boxing of what ``node`` yields under ``signature``, its reader in the chain being placed as ``here``."""
-    total = 0.0
-    for index, have in enumerate(signature.outputs):
-        made, needs = (node, index), others[index]
-        if reader is not None and here is not None:
-            needs = needs.union(line.needed_by(reader, here, made))
-        total += line.cost(made, have, needs)
-    return total
+    before: Sequence[Signature],
+    reader: fx.Node,
+    here: Sequence[Signature],
+    known: _Known,
+) -> list[list[float]]:
+    """For each signature of ``reader``, and each of ``node``: all boxing of what ``node`` yields.
+
+    Many signatures yield the same, or need the same of it: what that costs is worked out once.
+    """
+    yielded = [signature.outputs for signature in before]
+    others = {outputs: _other_needs(line, node, outputs, reader) for outputs in dict.fromkeys(yielded)}
+
+    def costs() -> list[list[float]]:
+        rows: dict[tuple[frozenset[Sbp], ...], list[float]] = {}
+        found = []
+        for signature in here:
+            wanted = tuple(
+                frozenset(line.needed_by(reader, signature, (node, at))) for at in range(len(line.values[node]))
+            )
+            if wanted not in rows:
+                each = {
+                    outputs: _outputs(line, node, outputs, [a | b for a, b in zip(needs, wanted, strict=True)])
+                    for outputs, needs in others.items()
+                }
+                rows[wanted] = [each[outputs] for outputs in yielded]
+            found.append(rows[wanted])
+        return found
+
+    return _once(known, ("between", node, reader), others, costs)
+
+
+def _once(
+    known: _Known, key: tuple[Any, ...], given: Any, work_out: Callable[[], list[list[float]]]
+) -> list[list[float]]:
+    """What is known of ``key`` while it follows from the same ``given``."""
+    if key not in known or known[key][0] != given:
+        known[key] = given, work_out()
+    return known[key][1]
+
+
+def _other_needs(line: Line, node: fx.Node, outputs: Sequence[Sbp], reader: fx.Node | None) -> list[frozenset[Sbp]]:
+    """Of each tensor that ``node`` yields as ``outputs``, how all but ``reader`` need it."""
+    return [frozenset(line.needs((node, at), have, but=reader)) for at, have in enumerate(outputs)]
+
+
+def _outputs(line: Line, node: fx.Node, outputs: Sequence[Sbp], needs: Sequence[frozenset[Sbp]]) -> float:
+    """All boxing of what ``node`` yields as ``outputs`` and is needed as ``needs``."""
+    return sum(line.cost((node, at), have, needs[at]) for at, have in enumerate(outputs))
 
 
 def _true_cost(line: Line, chain: Sequence[fx.Node]) -> float:
