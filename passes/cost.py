@@ -8,6 +8,7 @@ stays whole (what comes next may need it whole, and a slice is free).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -24,10 +25,15 @@ def boxing_cost(have: Sbp, needs: Iterable[Sbp], nbytes: int, ranks: int) -> flo
     total = 0.0
     for need in needs if isinstance(needs, tuple) and len(needs) == 1 else set(needs):
         if need is not have and need != have:
-            sent = wire_bytes(have, need, nbytes, ranks)
-            packets = 1 + math.ceil(sent / PACKET) if 0 < sent < math.inf else sent
-            total += PACKET * packets + COPIED * nbytes
+            total += _change_cost(have, need, nbytes, ranks)
     return total
+
+
+@functools.lru_cache(maxsize=65536)
+def _change_cost(have: Sbp, need: Sbp, nbytes: int, ranks: int) -> float:
+    sent = wire_bytes(have, need, nbytes, ranks)
+    packets = 1 + math.ceil(sent / PACKET) if 0 < sent < math.inf else sent
+    return PACKET * packets + COPIED * nbytes
 
 
 def signature_cost(signature: Signature) -> float:

@@ -29,18 +29,17 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
     made: set[fx.Node] = set()
     changed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        inputs = node.all_input_nodes
-        for given in inputs:
-            if given not in made:
-                _fail(after, node, f"reads {given.name}, which is not made yet")
+        inputs, meta = node.all_input_nodes, node.meta
+        if not made.issuperset(inputs):
+            missing = next(given for given in inputs if given not in made)
+            _fail(after, node, f"reads {missing.name}, which is not made yet")
         made.add(node)
-        known = "sbp" in node.meta or "local" in node.meta
-        if placed and isinstance(node.meta.get("val"), Tensor) and not known:
+        if placed and "sbp" not in meta and "local" not in meta and isinstance(meta.get("val"), Tensor):
             _fail(after, node, "has no SBP")
         if not boxed:
             continue
-        signatures: tuple[Signature, ...] = node.meta.get("signature", ())
-        now = node.args, node.kwargs, signatures, node.meta.get("sbp"), node.meta.get("val")
+        signatures: tuple[Signature, ...] = meta.get("signature", ())
+        now = node.args, node.kwargs, signatures, meta.get("sbp"), meta.get("val")
         before = seen.get(node)
         if before is None or not all(map(is_, now, before)):
             seen[node] = now
