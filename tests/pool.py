@@ -1,4 +1,8 @@
-"""Worker processes that stay alive for the whole test run, so that a test over several ranks costs no start."""
+"""Worker processes that stay alive for the whole test run, so that a test over several ranks costs no start.
+
+They fork off a server that has imported what they need, all but rank 1: strings hash otherwise in a process started
+afresh, so what depends on the order of a set differs between the ranks, and shows.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What takes the longest to import; nothing of it starts threads, which a fork would lose.
+mp.set_forkserver_preload(["torch._dynamo", "zerograph", "transformers", "tests.models"])
+
 
 class Pool:
-    """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo."""
+    """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo.
+
+    As many workers are started, up to ``size``, as a call needs.
+    """
 
     def __init__(self, size: int = 4, patience: float = 300.0) -> None:
         self._size, self._patience = size, patience
-        self._context = mp.get_context("spawn")
+        self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
 
@@ -41,7 +51,7 @@ class Pool:
             self.close()
 
     def _call(self, ranks: int, awaited: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        self._start()
+        self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 self._workers[rank][1].send((rank, ranks, str(Path(folder) / "store"), function, args))
@@ -59,11 +69,14 @@ class Pool:
             process.join()
         self._workers = []
 
-    def _start(self) -> None:
-        while len(self._workers) < self._size:
-            ours, theirs = self._context.Pipe()
+    def _start(self, ranks: int) -> None:
+        if ranks > self._size:
+            raise ValueError(f"{ranks} ranks in a pool of {self._size}")
+        while len(self._workers) < ranks:
+            context = self._spawned if len(self._workers) == 1 else self._forked
+            ours, theirs = context.Pipe()
             trace = self._traces() / f"worker {len(self._workers)}"
-            process = self._context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

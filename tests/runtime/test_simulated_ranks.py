@@ -18,7 +18,7 @@ RANKS = 8
 @pytest.fixture
 def process() -> Iterator[ProcessPoolExecutor]:
     """A process of the test's own, which its process group dies with."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         yield pool
 
 
