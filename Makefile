@@ -1,5 +1,7 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
 # make test-faults: what happens when ranks die, saves are cut short, files are damaged: the long form, with a table.
+# make test-long: what the tests of make test show on some models, at some stages, on all: the whole suite with
+# everything that is marked long, the faults included.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
 PYTHON ?= python3
@@ -8,7 +10,7 @@ READY := .venv/.ready
 
 BENCH_READY := .venv/.bench-ready
 
-.PHONY: train test test-faults bench bench-memory clean
+.PHONY: train test test-faults test-long bench bench-memory clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -21,6 +23,9 @@ test: $(READY)
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest --long tests/faults
+
+test-long: $(READY)
+	$(BIN)/python -m pytest --long --numprocesses 2 --dist loadfile
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

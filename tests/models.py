@@ -105,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "conv": (ConvNet, _images),
     "gpt": (lambda: Gpt(tied=False), _tokens),
     "gpt_tied": (lambda: Gpt(tied=True), _tokens),
+    "gpt_of_one_block": (lambda: Gpt(tied=False, layers=1), _tokens),
 }
 
 

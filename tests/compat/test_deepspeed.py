@@ -53,8 +53,8 @@ def trained(config: dict[str, Any], stages: list[int]) -> list[tuple[list[float]
     found = []
     for stage in stages:
         settings = zg.from_deepspeed({**config, "zero_optimization": {"stage": stage, "overlap_comm": True}})
-        step = Step(make("gpt"), settings)
-        losses = [float(step(part(x), part(y))) for x, y in batches("gpt", UPDATES)]
+        step = Step(make("mlp"), settings)
+        losses = [float(step(part(x), part(y))) for x, y in batches("mlp", UPDATES)]
         scaler = step.config.grad_scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         found.append((losses, step.state_dict()["modules"]["model"], scale))
@@ -62,10 +62,10 @@ def trained(config: dict[str, Any], stages: list[int]) -> list[tuple[list[float]
 
 
 def test_clipping_accumulation_and_warm_up_are_those_of_plain_pytorch_at_every_stage(pool: Pool) -> None:
-    model = make("gpt")
+    model = make("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
-    for number, (x, y) in enumerate(batches("gpt", UPDATES)):
+    for number, (x, y) in enumerate(batches("mlp", UPDATES)):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, max(0, number - 1) / 3)
         optimizer.zero_grad()
         loss = TokenLoss()(model(x), y)
@@ -100,11 +100,11 @@ def clipped_step(
 
 
 def test_fp16_scales_skips_and_clips_as_torchs_grad_scaler_does(pool: Pool) -> None:
-    model = make("gpt")
+    model = make("mlp")
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
     losses = []
-    for x, y in batches("gpt", UPDATES):
+    for x, y in batches("mlp", UPDATES):
         losses.append(clipped_step(model, optimizer, scaler, torch.float16, x, y))
     assert scaler.get_scale() < 2.0**24  # some were skipped
     (ours, _, scale), *_ = pool.run(2, trained, FP16, [3])[0]

@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
 
 
 def _sequences(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
-    return torch.randn(size, 5, 6, generator=generator), torch.randint(_CLASSES, (size,), generator=generator)
+    return torch.randn(size, 3, 6, generator=generator), torch.randint(_CLASSES, (size,), generator=generator)
 
 
 class Translator(nn.Module):

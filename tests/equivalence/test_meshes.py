@@ -53,9 +53,10 @@ def train(name: str, stages: list[int], dtype: torch.dtype, sbp: Any) -> list[An
     ("name", "sbp", "stages", "dtype", "tolerance"),
     [
         ("mlp", BOTH, [0, 1, 2, 3], torch.float64, 1e-12),
-        ("gpt", FIRST, [3], torch.float64, 1e-12),
+        ("conv", BOTH, [3], torch.float64, 1e-12),
+        ("gpt_of_one_block", FIRST, [3], torch.float64, 1e-12),
     ],
-    ids=["mlp-hybrid", "gpt-tensor-parallel"],
+    ids=["mlp-hybrid", "conv-hybrid", "gpt-tensor-parallel"],
 )
 def test_a_mesh_computes_what_one_device_computes(
     pool: Pool, name: str, sbp: Any, stages: list[int], dtype: torch.dtype, tolerance: float
@@ -158,9 +159,9 @@ class Predict(zg.ZeroGraph):
 
 def move_between_meshes() -> dict[str, Any]:
     """Trained on a line, then with tensor parallelism, then on a line again; looked at from all sides."""
-    data = batches("gpt", 3, 8, torch.float64)
-    model = make("gpt", torch.float64)
-    annotated = make("gpt", torch.float64)
+    data = batches("gpt_of_one_block", 3, 8, torch.float64)
+    model = make("gpt_of_one_block", torch.float64)
+    annotated = make("gpt_of_one_block", torch.float64)
     annotate(annotated)
     grid = {"placement": zg.placement("cpu", ranks=GRID), "batch_sbp": FIRST}
     line = TrainStep(model, adamw(model), 3)
@@ -176,7 +177,7 @@ def move_between_meshes() -> dict[str, Any]:
     # Loaded back into a graph that is compiled already: into the shards that are there.
     line.load_state_dict(square.state_dict())
     line(data[2][0].chunk(4)[zg.rank()], data[2][1].chunk(4)[zg.rank()])
-    reloaded = make("gpt", torch.float64)
+    reloaded = make("gpt_of_one_block", torch.float64)
     annotate(reloaded)
     again = TrainStep(reloaded, adamw(reloaded), 1, **grid)
     again.compile(own(data[0][0], FIRST), own(data[0][1], FIRST))
@@ -186,14 +187,14 @@ def move_between_meshes() -> dict[str, Any]:
 
 def test_state_moves_between_a_line_and_a_mesh(pool: Pool) -> None:
     found = pool.run(4, move_between_meshes)[0]
-    second = expected("gpt", torch.float64, 8, 2)[1]
-    third = expected("gpt", torch.float64, 8, 3)[1]
+    second = expected("gpt_of_one_block", torch.float64, 8, 2)[1]
+    third = expected("gpt_of_one_block", torch.float64, 8, 3)[1]
     for name, value in second.items():
         assert deviation(found["opened"][name], value) <= 1e-12, name
     torch.testing.assert_close(found["predicted"], found["eager"], rtol=1e-12, atol=1e-12)
     for name, value in third.items():
         assert deviation(found["end"]["modules"]["model"][name], value) <= 1e-12, name
-    model = make("gpt", torch.float64)
+    model = make("gpt_of_one_block", torch.float64)
     optimizer = adamw(model)
     optimizer.load_state_dict(found["end"]["optimizers"][0])
     assert float(optimizer.state[model.head.weight]["step"]) == 3

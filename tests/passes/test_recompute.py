@@ -23,7 +23,8 @@ from zerograph.passes.min_cut import Operator, Problem, Value, choices
 from zerograph.step_graph import origin
 
 aten = torch.ops.aten
-STAGES = (0, 1, 2, 3)
+# Stage 1, with blocks made again and without: test_together.
+STAGES = (0, 2, 3)
 OTHERS = ((0, "checkpoint"), (3, "auto"), (3, "checkpoint"))
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
@@ -143,16 +144,16 @@ class Ways:
         return Counter(node.target in PRODUCTS for node in again(self.step))
 
 
-def test_twelve_layers_keep_little_more_than_what_enters_them() -> None:
-    ways = Ways(gpt(12, 32))
+def test_deep_models_keep_little_more_than_what_enters_them() -> None:
+    ways = Ways(gpt(6, 32))
     losses, plain, live = ways.train("none"), ways.step.memory, most_alive_bytes(ways.step, *ways.data[0])
     assert torch.equal(ways.train("blocks"), losses)
     memory, saved = ways.step.memory, live - most_alive_bytes(ways.step, *ways.data[0])
     assert plain.peak - memory.peak == pytest.approx(saved, rel=0.01)
     # Of each block its input, in fp32; and at the peak one block's own activations, and their gradients.
-    inputs, one_block = 12 * 16 * 12 * 32 * 4, plain.kinds["activations"] / 12
+    inputs, one_block = 6 * 16 * 12 * 32 * 4, plain.kinds["activations"] / 6
     assert memory.kinds["activations"] < inputs + 2.5 * one_block
-    assert "12 blocks: " in repr(ways.step)
+    assert "6 blocks: " in repr(ways.step)
     assert "made again" in repr(ways.step)
 
 

@@ -110,7 +110,12 @@ def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[st
     ("name", "stage", "times"),
     [
         *[("mlp", stage, times) for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3))],
-        *[(name, stage, times) for name in ("conv", "gpt", "gpt_tied") for stage, times in ((2, 2), (3, 3))],
+        ("conv", 2, 2),
+        ("gpt_tied", 3, 3),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("conv", 3, 3), ("gpt", 2, 2), ("gpt", 3, 3), ("gpt_tied", 2, 2))
+        ),
     ],
 )
 def test_wire_traffic_is_that_of_the_stage(pool: Pool, name: str, stage: int, times: int) -> None:

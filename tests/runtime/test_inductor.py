@@ -109,7 +109,7 @@ def steps_by(backend: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor]
         return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_steps_are_those_of_eager(pool: Pool, stage: int) -> None:
     losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64)[0]
     compiled_losses, compiled_parameters, compiled_held = pool.run(2, steps_by, "inductor", stage, torch.float64)[0]

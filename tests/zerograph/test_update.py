@@ -198,7 +198,7 @@ def saved_and_loaded(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.long), "shampoo"])
 def test_state_of_dealt_parameters_moves_between_stages_and_the_plain_optimizer(pool: Pool, name: str) -> None:
     wanted, net, _ = plainly(name)
     for state in pool.run(2, saved_and_loaded, name)[0]:

@@ -50,7 +50,7 @@ def looked_at(read: bool, calls: int) -> tuple[list[tuple[Any, float]], list[Ten
     )
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_values_read_early_are_those_of_the_step_and_change_nothing(pool: Pool, calls: int) -> None:
     with_, without = (pool.run(2, looked_at, read, calls)[1] for read in (True, False))
     for (early, late), (_, wanted) in zip(with_[0], without[0], strict=True):
