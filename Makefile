@@ -1,5 +1,6 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
-# make test-faults: what happens when ranks die, saves are cut short, files are damaged: the long form, with a table.
+# make test-faults: what happens when ranks die, saves are cut short, files are damaged, jobs resume elsewhere: the long
+# form, with a table.
 # make test-long: what the tests of make test show on some models, at some stages, on all: the whole suite with
 # everything that is marked long, the faults included.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
@@ -22,7 +23,7 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-faults: $(READY)
-	$(BIN)/python -m pytest --long tests/faults
+	$(BIN)/python -m pytest --long tests/faults tests/equivalence/test_resume.py tests/equivalence/test_resume_elsewhere.py
 
 test-long: $(READY)
 	$(BIN)/python -m pytest --long --numprocesses 2 --dist loadfile
