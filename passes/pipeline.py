@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -108,7 +109,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
             verify(graph, names[at], seen, placed=at >= names.index("place"), boxed=at >= names.index("box"))
         seconds = time.perf_counter() - began
         summary = (rewrite.__doc__ or "").strip().splitlines()[0]
-        again = functools.partial(_rewritten, captured, context, PIPELINE[: at + 1])
+        again = functools.partial(_rewritten, captured, context, at + 1)
         nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
         records.append(PassRecord(names[at], summary, nodes, seconds, again))
     for graph in _graphs(module):
@@ -142,10 +143,21 @@ def _finished(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, module.graph)
 
 
-def _rewritten(captured: fx.GraphModule, context: Context, passes: Sequence[Pass]) -> fx.GraphModule:
+def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx.GraphModule]]:
+    """Each pass's name and the graph behind it, ``"capture"`` first, all made again in one walk.
+
+    What was yielded is rewritten as soon as the next is asked for: read it, or copy it, before.
+    """
     module = _torch.graph_module(captured, copy_graph(captured.graph))
-    for rewrite in passes:
+    yield "capture", module
+    for rewrite in PIPELINE:
         module = _apply(rewrite, module, context)
+        yield rewrite.__name__, module
+
+
+def _rewritten(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:
+    for _, module in itertools.islice(stages(captured, context), passes + 1):  # noqa: B007 (the last one is returned)
+        pass
     return _finished(module)
 
 

@@ -26,6 +26,9 @@ from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGrap
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
+from zerograph.inspection import dump, logs
+from zerograph.inspection.placements import planned_placements
+from zerograph.inspection.step import Inspection
 from zerograph.layout import Planned, Update, plan_layout, stays_whole
 from zerograph.loop import loop_of
 from zerograph.members import Members, Optimizers, check_optimizers
@@ -39,14 +42,14 @@ from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, extents, move, settle, store_of
-from zerograph.sbp import NdSbp
+from zerograph.sbp import NdSbp, Sbp
 from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
 from zerograph.update import Programs, UpdateProgram, check_separate, programs_of, trace_update
 from zerograph.zero import OFF
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledStep:
+class CompiledStep(Inspection):
     """A step bound to the state that it updates, and everything that led to it.
 
     Attributes:
@@ -59,6 +62,8 @@ class CompiledStep:
         numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
         outputs: SBP and global shape of each tensor that it returns.
         lookups: finds what rests in no store, for each run.
+        aliases: further names of tied parameters, each with the first.
+        warnings: what was said while it was compiled.
     """
 
     captured: Captured
@@ -70,6 +75,8 @@ class CompiledStep:
     numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
     lookups: Mapping[Role, Lookup]
+    aliases: Mapping[str, str]
+    warnings: tuple[str, ...]
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -93,7 +100,7 @@ class CompiledStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(Inspection):
     """A step after everything before the backend: it has met no state and no process group.
 
     Attributes:
@@ -102,6 +109,8 @@ class Prepared:
         context: what the passes were told.
         layout: the buckets, in order of first use.
         update_seconds: what tracing the optimizers' updates took; 0 where all were known.
+        aliases: further names of tied parameters, each with the first.
+        warnings: what was said on the way.
     """
 
     captured: Captured
@@ -109,11 +118,17 @@ class Prepared:
     context: Context
     layout: tuple[Planned, ...]
     update_seconds: float
+    aliases: Mapping[str, str]
+    warnings: tuple[str, ...]
 
     @property
     def graph(self) -> fx.GraphModule:
         """What a rank runs."""
         return self.passes[-1].graph
+
+    def placements(self) -> dict[str, Sbp | NdSbp]:
+        """SBP between steps of every parameter and entry of optimizer state, by qualified name."""
+        return planned_placements(self.layout, self.context.mesh.dims)
 
 
 @dataclass
@@ -154,7 +169,7 @@ class Compiler:
         exchanges = wire.exchanges(job)
         try:
             with job.signs.busy(f"tracing and rewriting {doing}"):
-                prepared = self.prepare(job.mesh, members, batch, key, exchanges)
+                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank)
             with job.signs.busy(f"compiling {doing} with the backend"):
                 backend, function = self._compiled(members, prepared.graph)
             places = make_room(prepared.layout, job.mesh, job.rank)
@@ -174,16 +189,20 @@ class Compiler:
         batch: Batch,
         key: Hashable,
         exchanges: Mapping[str, OpOverload] | None = None,
+        rank: int | None = None,
     ) -> Prepared:
         """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
 
         Args:
             batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
             exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire`.
+            rank: what ``ZEROGRAPH_DUMP`` files the graphs under; default: its place on the mesh.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
+        logs.configure()
+        number = mesh.place if rank is None else rank
         check_optimizers(members, self.optimizers)
         captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
         if captured.gradients and not self.optimizers:
@@ -217,8 +236,11 @@ class Compiler:
             layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
             layout = assign(layout, config, mesh)
             facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
-            context = self._context(*facts, spills=spills)
-            return Prepared(captured, run_pipeline(captured.graph, context, seconds), context, layout, update_seconds)
+            told: dict[str, None] = {}
+            context = self._context(*facts, spills=spills, told=told)
+            with dump.failures(captured.graph, context, number):
+                passes = run_pipeline(captured.graph, context, seconds)
+            return Prepared(captured, passes, context, layout, update_seconds, members.aliases, tuple(told))
 
         def sized(forgone: int, spills: bool) -> Prepared:
             if self.config.memory_budget is None or self.config.bucket_size is not None:
@@ -229,9 +251,13 @@ class Compiler:
         total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
         spills = self.config.offload_activations
         if self.config.recompute != "auto" or not captured.gradients:
-            return sized(0, spills)
-        accelerated = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
-        return giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=accelerated and not spills)
+            found = sized(0, spills)
+        else:
+            may_spill = not spills and any(members.device(one).type != "cpu" for one in members.parameters.values())
+            found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
+        if dump.wanted():
+            dump.dump(captured.graph, found.context, number, found.describe())
+        return found
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """The blocks that the model repeats, if the configuration needs to know."""
@@ -258,7 +284,12 @@ class Compiler:
         forgone: int,
         *,
         spills: bool,
+        told: dict[str, None],
     ) -> Context:
+        def warn(message: str) -> None:
+            told[message] = None
+            self._warn(message)
+
         return Context(
             mesh=mesh,
             policy=self.config.policy if self.optimizers else OFF,
@@ -289,7 +320,7 @@ class Compiler:
             blocks=blocks,
             forgone=forgone,
             offload_activations=spills,
-            warn=self._warn,
+            warn=warn,
         )
 
     def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
@@ -488,7 +519,17 @@ class Compiler:
         returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
         outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
-            prepared.captured, prepared.passes, prepared.context, backend, executor, stores, numbers, outputs, lookups
+            prepared.captured,
+            prepared.passes,
+            prepared.context,
+            backend,
+            executor,
+            stores,
+            numbers,
+            outputs,
+            lookups,
+            prepared.aliases,
+            prepared.warnings,
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,16 +21,23 @@ from zerograph.checkpoint.save import Saver
 from zerograph.compiler import CompiledStep, Compiler, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError, SplitParameterError
+from zerograph.inspection import logs
+from zerograph.inspection import trace as tracing
+from zerograph.inspection.trace import Trace
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
-from zerograph.memory import Memory, profile
+from zerograph.memory import Memory
 from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
 from zerograph.passes.pipeline import PassRecord
+from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sbp import NdSbp, Sbp
 from zerograph.sharded_init import is_recording
 from zerograph.step_graph import nbytes, output_nodes
+
+if TYPE_CHECKING:
+    import networkx
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -127,9 +135,12 @@ class ZeroGraph:
         """
         step, batch = self._ready(args, kwargs)
         self._check_replicas()
+        return self._run(step, step.executor, batch)
+
+    def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
         run = batch.tensors, numbers, self._seed_of_step(), self._doing()
-        values = step.executor(*run)
+        values = executor(*run)
         # What is not finite is not 0 either.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite.NOT_FINITE.name):
@@ -152,6 +163,35 @@ class ZeroGraph:
             ZeroGraphError: as calling the graph does.
         """
         self._ready(args, kwargs)
+
+    def profile(self, steps: int, *args: Any, path: str | os.PathLike[str], **kwargs: Any) -> Trace:
+        """Make that many steps on these inputs under ``torch.profiler``, and write a trace for Perfetto or Chrome.
+
+        They are steps as any: they update, and count. Nodes run one by one, each under its name in :meth:`text`, and
+        collectives go by tensor and bucket, with an event from start to end; measuring takes time of its own. The first
+        step is slower than others: make some before.
+
+        Args:
+            steps: how many, at least one.
+            args, kwargs: as calling the graph takes them.
+            path: the file, ``trace.json`` for instance; among several ranks each writes its own, ``trace.rank0.json``.
+
+        Raises:
+            ConfigError: on every rank, before anything runs: no such number or folder, or a backend of your own that
+                makes one function of the step.
+            ZeroGraphError: as calling the graph does.
+        """
+        job = self._join()
+
+        def check() -> Path:
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+                raise ConfigError(f"profile({steps!r}): the number of steps is a whole number from 1 up")
+            return tracing.file_of(path, job.rank, job.size)
+
+        step, batch = self._ready(args, kwargs, check)
+        # The backend is the same on all ranks, and so is what it makes.
+        executor = replace(step.executor, function=tracing.named(step.executor.function, step.emitted))
+        return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
         """What one rank of ``mesh`` would run for inputs like these: everything before the backend, and nothing else.
@@ -181,7 +221,9 @@ class ZeroGraph:
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
         known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
-        return self._compiler.prepare(mesh, members, batch, (tuple(known.values()), batch.key(), members.meta))
+        found = self._compiler.prepare(mesh, members, batch, (tuple(known.values()), batch.key(), members.meta))
+        logs.tell(found, type(self).__name__)
+        return found
 
     def graph(self, name: str | None = None) -> fx.GraphModule:
         """The graph after the pass of that name, or the last one, of the step compiled last.
@@ -191,11 +233,7 @@ class ZeroGraph:
         Raises:
             ConfigError: no such pass, or nothing compiled yet.
         """
-        # Only the one that is asked for is made again.
-        records = {record.name: record for record in self.passes}
-        if name is not None and name not in list(records):
-            raise ConfigError(f"there is no pass {name!r:.60}; there are {', '.join(records)}")
-        return (self.passes[-1] if name is None else records[name]).graph
+        return self._compiled().graph_after(name)
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:
@@ -204,7 +242,69 @@ class ZeroGraph:
 
     def collectives(self) -> list[inspection.Collective]:
         """The collectives of the step compiled last: kind, bytes, tensors, phase; each as often as it runs."""
-        return inspection.collectives(self._compiled())
+        return self._compiled().collectives()
+
+    def text(self, pass_name: str | None = None, module: str | None = None) -> str:
+        """The graph after a pass, or what is run, one node a line: module path and name, operator, dtype, SBP, global
+        shape and this rank's, source line. See :mod:`zerograph.inspection.text`.
+
+        Args:
+            module: the qualified name of a module: only what belongs to it.
+
+        Raises:
+            ConfigError: nothing compiled yet, no such pass, or nothing belongs to such a module.
+        """
+        return self._compiled().text(pass_name, module)
+
+    def diff(self, before: str, after: str, module: str | None = None) -> inspection.Diff:
+        """What happened to the graph from behind one pass to behind another: ``print(step.diff("place", "box"))``.
+
+        A unified diff of :meth:`text`, in which lines that only moved say so; coloured in a terminal.
+
+        Raises:
+            ConfigError: nothing compiled yet, no such pass, or nothing belongs to such a module.
+        """
+        return self._compiled().diff(before, after, module)
+
+    def explain(self, name: str) -> inspection.Life:
+        """The life of one tensor through the step: where it is stored, gathered, used and freed, its gradient made and
+        reduced, and where it is updated, with source lines.
+
+        Args:
+            name: the qualified name of a parameter, of an entry of its optimizer state (``model.fc.weight.exp_avg``) or
+                of a buffer; ``"input0"``; a node of :meth:`text`; or a module, for what it yields.
+
+        Raises:
+            ConfigError: nothing compiled yet, or no such tensor; the message has names that are close.
+        """
+        return self._compiled().explain(name)
+
+    def to_networkx(self, pass_name: str | None = None) -> networkx.MultiDiGraph[str]:
+        """The graph after a pass, or what is run; its attributes are those of
+        :class:`zerograph.inspection.nodes.NodeFacts`, and all of them numbers and text.
+
+        Raises:
+            ConfigError: nothing compiled yet, or no such pass.
+        """
+        return self._compiled().to_networkx(pass_name)
+
+    def to_graphviz(
+        self, module: str | None = None, pass_name: str | None = None, svg: str | os.PathLike[str] | None = None
+    ) -> str:
+        """A module's part of the graph, or all of it, in Graphviz's language DOT; ``svg`` is a file to draw it into.
+
+        Raises:
+            ConfigError: nothing compiled yet; no such pass or module; to draw, Graphviz's program ``dot`` is missing.
+        """
+        return self._compiled().to_graphviz(module, pass_name, svg)
+
+    def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
+        """Write memory, traffic and the graph into ``folder`` for TensorBoard, at the number of steps done so far.
+
+        Raises:
+            ConfigError: nothing compiled yet, or tensorboard is not installed.
+        """
+        self._compiled().to_tensorboard(folder, self.steps_done)
 
     @property
     def memory(self) -> Memory:
@@ -212,14 +312,14 @@ class ZeroGraph:
 
         Foretold from the graph, and exact within some percent where its nodes run one by one (backend ``"eager"``).
         """
-        return profile(self._compiled().executor.graph.graph).memory()
+        return self._compiled().memory
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name.
 
         What ZeRO shards is S(0), as its bucket is. Where whole parameters are dealt out, :meth:`owners` says to whom.
         """
-        return inspection.placements(self._compiled(), self._members())
+        return inspection.placements(self._members(), self._compiled().context.mesh.dims)
 
     def owners(self) -> dict[str, int]:
         """The rank that keeps and updates each parameter that is dealt out whole, by qualified name; empty if none is.
@@ -227,7 +327,8 @@ class ZeroGraph:
         Whole parameters are dealt out in the mode ``"non_distributed"``, and to optimizers that need them whole. On a
         mesh of several dimensions the number is the rank's place along that which ZeRO splits along.
         """
-        return inspection.owners(self._compiled(), self._members())
+        self._compiled()
+        return inspection.owners(self._members())
 
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files."""
@@ -362,6 +463,19 @@ class ZeroGraph:
                 close_whole(store)
 
     def __repr__(self) -> str:
+        """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
+        return "\n".join([*self._heading(), *([] if self._latest is None else [self._latest.page()])])
+
+    def describe(self) -> str:
+        """The step compiled last in full: every input, output, parameter, collective, warning and pass, a line each.
+
+        Raises:
+            ConfigError: nothing compiled yet.
+        """
+        step = self._compiled()
+        return "\n".join([*self._heading(), step.describe()])
+
+    def _heading(self) -> list[str]:
         policy = self.config.policy
         modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
         optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
@@ -375,15 +489,15 @@ class ZeroGraph:
         if self.config.scaler is not None:
             lines.append(f"  loss scale: {self.config.scaler.get_scale():g}")
         if self._latest is None:
-            return "\n".join([*lines, "  not compiled yet: call it, or compile(*inputs)"])
+            return [*lines, "  not compiled yet: call it, or compile(*inputs)"]
         job = self._latest.executor.job
-        lines.append(
-            f"  rank {job.rank} of {job.size if job.mesh.dims == 1 else job.grid}, backend {self._latest.backend}"
-        )
-        return "\n".join([*lines, inspection.describe(self._latest, self._members())])
+        size = job.size if job.mesh.dims == 1 else job.grid
+        return [*lines, f"  rank {job.rank} of {size}, backend {self._latest.backend}"]
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
-        """The compiled step for these inputs, once all ranks agree on it."""
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
+    ) -> tuple[CompiledStep, Batch]:
+        """The compiled step for these inputs, once all ranks agree on it; what ``check`` raises is raised on all."""
         outer = _building.get()
         if outer is not None:
             raise CaptureError(
@@ -411,6 +525,8 @@ class ZeroGraph:
             return {**batch.facts(), **self._shown(known), **there, **self._counts()}
 
         try:
+            if check is not None:
+                check()
             members = self._adopted()
             self._check_usable(members)
             plain = self.config.batch_on(job.mesh.dims)
@@ -440,6 +556,7 @@ class ZeroGraph:
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
             self._steps[key, layout_facts(members)] = step
+            logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         self._latest = step
         return step, batch
 

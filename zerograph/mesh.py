@@ -31,6 +31,14 @@ class Mesh:
     def dims(self) -> int:
         return len(self.shape)
 
+    @property
+    def place(self) -> int:
+        """This rank's place when all are counted, the last dimension first."""
+        found = 0
+        for size, position in zip(self.shape, self.position, strict=True):
+            found = found * size + position
+        return found
+
 
 def line(ranks: int, rank: int, group: str) -> Mesh:
     """A mesh of one dimension."""

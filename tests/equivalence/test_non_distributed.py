@@ -66,7 +66,7 @@ def plainly_and_clipped() -> tuple[dict[tuple[str, int], Any], dict[str, Any]]:
         "owners": step.owners(),
         "sizes": sizes,
         "held": held,
-        "shown": str(step),
+        "shown": step.describe(),
         "bytes": step.state_bytes(),
     }
 

@@ -333,7 +333,8 @@ def looked_at() -> dict[str, Any]:
     graph = step.graph("box")
     return {
         "before": before,
-        "text": str(step),
+        "page": str(step),
+        "text": step.describe(),
         "compiled": compiled,
         "done": step.steps_done,
         "passes": [(p.name, p.summary, p.nodes, p.seconds) for p in step.passes],
@@ -362,6 +363,8 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
     assert seen["placements"]["model.features.1.running_mean"] == zg.sbp.broadcast
     for text in ("stage 2", "inputs", "outputs", "S(0)", "all-gather", "reduce-scatter", "model.head.weight"):
         assert text in seen["text"]
+    for text in ("stage 2", "S(0)", "all-gather", "reduce-scatter", "at the peak", "warnings: none"):
+        assert text in seen["page"]
     assert {one.phase for one in seen["collectives"]} <= {"forward", "backward", "update"}
 
 

@@ -174,7 +174,7 @@ def work(stage: int, matrices: int) -> tuple[list[str], str]:
         for node in own.graph.nodes
         if node.op == "call_module"
     ]
-    return found, str(step)
+    return found, step.describe()
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -264,10 +264,12 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             if isinstance(module, nn.Module):
                 keep_state_whole(module)
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, Batch]:
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
+    ) -> tuple[CompiledStep, Batch]:
         self._follow(_globals((args, kwargs)))
         before = set(map(id, self._steps.values()))
-        step, batch = super()._ready(args, kwargs)
+        step, batch = super()._ready(args, kwargs, check)
         if id(step) not in before:
             self._keep_state_whole()
             if self._debug_level >= 0:

@@ -1,0 +1,9 @@
+"""What a user can see of a step, compiled or only prepared: a page, text, diffs, the life of a tensor, exports."""
+
+from zerograph.inspection.collectives import Collective
+from zerograph.inspection.diff import Change, Diff, compare
+from zerograph.inspection.life import Event, Life
+from zerograph.inspection.placements import owners, placements
+from zerograph.inspection.step import Inspection
+
+__all__ = ["Change", "Collective", "Diff", "Event", "Inspection", "Life", "compare", "owners", "placements"]

@@ -1,0 +1,136 @@
+"""The graph in the forms that others read: networkx, and Graphviz's DOT and SVG."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from zerograph.errors import ConfigError
+from zerograph.inspection.names import close_to, within
+from zerograph.inspection.nodes import Edge, NodeFacts, facts
+from zerograph.passes.context import Context
+
+if TYPE_CHECKING:
+    import networkx
+
+# Graphviz lays out some thousand nodes in minutes.
+_SVG_SECONDS = 300
+
+
+def to_networkx(graph: fx.Graph, context: Context) -> networkx.MultiDiGraph[str]:
+    """A graph whose nodes have the attributes of :class:`zerograph.inspection.nodes.NodeFacts`.
+
+    Nodes go by ``id``. An edge leads from a node to one that reads its value, and has ``argument``, the number of the
+    value among those that the reader reads. What enters a loop leads to the loop and to the input of its body.
+    """
+    import networkx
+
+    nodes, edges = facts(graph, context)
+    made: networkx.MultiDiGraph[str] = networkx.MultiDiGraph()
+    made.add_nodes_from((one.id, one.as_dict()) for one in nodes)
+    made.add_edges_from((one.source, one.target, {"argument": one.argument}) for one in edges)
+    return made
+
+
+def to_graphviz(
+    graph: fx.Graph, context: Context, module: str | None = None, svg: str | os.PathLike[str] | None = None
+) -> str:
+    """The graph in DOT, or a module's part with what enters and leaves it; drawn into a file if one is given.
+
+    Raises:
+        ConfigError: no node belongs to the module; no ``dot`` on this machine, or it failed.
+    """
+    nodes, edges = facts(graph, context)
+    inside = {one.id for one in nodes if module is None or within(one.module or one.parameter, module)}
+    if module is not None and not inside:
+        known = {one.module for one in nodes if one.module}
+        raise ConfigError(f"no node of this graph belongs to the module {module!r}{close_to(module, known)}")
+    text = _dot(nodes, edges, inside, module or "step")
+    if svg is not None:
+        _draw(text, Path(svg))
+    return text
+
+
+_COLOURS = {"boxing": "#f4a261", "wait": "#fbe3cb", "input": "#d9e8d2", "loop": "#d8d0ea", "output": "#d9e8d2"}
+_SBP_COLOURS = {"B": "#dbe7f5", "P": "#f7d4d8"}
+_SPLIT_COLOUR = "#d5eef0"
+
+
+def _dot(nodes: Sequence[NodeFacts], edges: Sequence[Edge], inside: set[str], name: str) -> str:
+    known = {one.id: one for one in nodes}
+    shown = [one for one in edges if one.source in inside or one.target in inside]
+    # What enters and leaves stands at the border, as small text.
+    border = dict.fromkeys(end for one in shown for end in (one.source, one.target) if end not in inside)
+    lines = [
+        f"digraph {_quoted(name)} {{",
+        '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10, margin="0.08,0.04"];',
+        '  edge [color="#666666", arrowsize=0.6];',
+    ]
+    clusters: dict[str, list[NodeFacts]] = {}
+    for one in nodes:
+        if one.id in inside:
+            clusters.setdefault(one.module, []).append(one)
+    for number, (module, members) in enumerate(clusters.items()):
+        indent = "  "
+        if module:
+            lines.append(f'  subgraph cluster_{number} {{ label={_quoted(module)}; color="#bbbbbb"; fontsize=11;')
+            indent = "    "
+        lines += [f"{indent}{_quoted(one.id)} [{_style(one)}];" for one in members]
+        if module:
+            lines.append("  }")
+    lines += [
+        f"  {_quoted(one)} [shape=plaintext, style=solid, fontsize=9, label={_quoted(known[one].label)}];"
+        for one in border
+    ]
+    lines += [f"  {_quoted(one.source)} -> {_quoted(one.target)};" for one in shown]
+    return "\n".join([*lines, "}"])
+
+
+def _style(one: NodeFacts) -> str:
+    what = f"{one.boxing} of {one.tensor}" if one.boxing else one.operator
+    shape = one.shape if one.shape == one.local_shape else f"{one.shape} -> {one.local_shape}"
+    label = "\n".join(filter(None, (f"{one.id}: {what}", f"{one.dtype} {one.sbp} {shape}".strip())))
+    colour = _COLOURS.get(one.kind) or _SBP_COLOURS.get(one.sbp, _SPLIT_COLOUR if one.sbp else "#ffffff")
+    tooltip = _quoted(f"{one.phase} {one.source} {one.code}".strip())
+    width = ", penwidth=2" if one.kind == "boxing" else ""
+    return f'label={_quoted(label)}, fillcolor="{colour}", tooltip={tooltip}{width}'
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _draw(text: str, path: Path) -> None:
+    program = shutil.which("dot")
+    if program is None:
+        raise ConfigError(
+            f"{path} is to be drawn by Graphviz, whose program 'dot' is not on this machine\n"
+            "Install Graphviz (apt install graphviz), or leave svg out and draw the returned text elsewhere."
+        )
+    # Under another name until it is whole.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / "graph.svg"
+        try:
+            found = subprocess.run(
+                [program, "-Tsvg", "-o", str(made)],
+                input=text,
+                text=True,
+                capture_output=True,
+                timeout=_SVG_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"dot did not draw {path} within {_SVG_SECONDS} seconds: ask for the part of one module"
+            ) from None
+        if found.returncode:
+            raise ConfigError(f"dot could not draw {path}: {found.stderr.strip()}")
+        made.replace(path)

@@ -1,0 +1,77 @@
+"""Memory, traffic and the graph as TensorBoard shows them, where tensorboard is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerograph.errors import ConfigError
+from zerograph.inspection.nodes import NodeFacts, facts
+
+if TYPE_CHECKING:
+    from zerograph.inspection.step import Inspection
+
+
+def write(step: Inspection, folder: str | os.PathLike[str], number: int) -> Path:
+    """Write scalars and the emitted graph into an event file in ``folder``.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import FileWriter, SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorBoard's files are written by the package tensorboard, which cannot be imported: {error}\n"
+            "Install it: pip install tensorboard."
+        ) from error
+    with SummaryWriter(str(folder)) as writer:
+        for name, value in scalars(step).items():
+            writer.add_scalar(name, value, number)
+    graph = FileWriter(str(folder), filename_suffix=".graph")
+    graph.add_graph(_graph(step))
+    graph.close()
+    return Path(folder)
+
+
+def scalars(step: Inspection) -> dict[str, float]:
+    """What is written, by tag: bytes of memory by kind, bytes sent and collectives by phase and kind, nodes."""
+    found = step.summary
+    memory = {
+        "zerograph/memory/peak": found.memory.peak,
+        "zerograph/memory/at rest": found.memory.at_rest,
+        **{f"zerograph/memory at the peak/{kind}": count for kind, count in found.memory.kinds.items()},
+    }
+    traffic = {f"zerograph/bytes sent/{one.phase} {one.kind}": one.bytes for one in found.sent}
+    times = {f"zerograph/collectives/{one.phase} {one.kind}": one.times for one in found.sent}
+    return {**memory, "zerograph/bytes sent/all": found.bytes_sent, **traffic, **times, "zerograph/nodes": found.nodes}
+
+
+def tree_names(nodes: list[NodeFacts]) -> dict[str, str]:
+    """Each node's place in TensorBoard's tree, by id: its module's path with slashes, then its name."""
+    return {one.id: "/".join([*(one.module or one.phase or one.kind).split("."), one.id]) for one in nodes}
+
+
+def _graph(step: Inspection) -> tuple[Any, Any]:
+    from tensorboard.compat.proto import attr_value_pb2, config_pb2, graph_pb2, node_def_pb2, versions_pb2
+
+    nodes, edges = facts(step.emitted, step.context)
+    names = tree_names(nodes)
+    reads: dict[str, list[str]] = {}
+    for edge in edges:
+        reads.setdefault(edge.target, []).append(names[edge.source])
+    made = [
+        node_def_pb2.NodeDef(
+            name=names[one.id],
+            op=one.boxing or one.operator,
+            input=reads.get(one.id, []),
+            attr={
+                name: attr_value_pb2.AttrValue(s=str(value).encode())
+                for name, value in one.as_dict().items()
+                if value not in ("", 0) and name not in ("label", "operator")
+            },
+        )
+        for one in nodes
+    ]
+    return graph_pb2.GraphDef(node=made, versions=versions_pb2.VersionDef(producer=22)), config_pb2.RunMetadata()
