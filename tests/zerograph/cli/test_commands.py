@@ -1,0 +1,88 @@
+"""The commands that look: inspect, diff, env."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.zerograph.inspection import models
+from zerograph.__main__ import app
+
+SCRIPT = f"{models.__file__}:example"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_inspect_shows_a_step_of_any_number_of_ranks() -> None:
+    found = run("inspect", SCRIPT, "--world-size", "8", "--rank", "3", "--json")
+    assert found.exit_code == 0
+    about = json.loads(found.stdout)
+    assert (about["mesh"], about["position"]) == ([8], [3])
+    # Two rows for each of eight ranks.
+    assert about["inputs"][0]["shape"] == [16, 16]
+    shown = run("inspect", SCRIPT, "--explain", "model.first.weight")
+    assert shown.exit_code == 0
+    assert "gather starts" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["inspect", "none.py:x"], "there is no script none.py"),
+        (["inspect", models.__file__], "is not SCRIPT:STEP"),
+        (["inspect", SCRIPT.replace("example", "exampel")], "did you mean 'example'"),
+        (["inspect", SCRIPT, "--rank", "2"], "there is no rank 2 of 2"),
+        (["inspect", SCRIPT.replace(":example", ":Step")], "is the class Step"),
+        (["diff", SCRIPT], "two dumps, or a script and --stages"),
+        (["diff", "none", "nothing"], "there is no dump none"),
+        (["diff", SCRIPT, "--stages", "two"], "two stages are 2,3"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_says_why(arguments: list[str], why: str) -> None:
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert why in found.stderr
+
+
+def test_diff_of_stages_ends_with_1_where_they_differ() -> None:
+    found = run("diff", SCRIPT, "--stages", "2,3", "--json")
+    assert found.exit_code == 1
+    (about,) = json.loads(found.stdout)
+    # Stage 3 gathers for backward again.
+    again = [one["text"] for one in about["changes"] if one["kind"] == "+" and "all-gather" in one["text"]]
+    assert again
+    assert run("diff", SCRIPT, "--stages", "3,3").exit_code == 0
+
+
+def test_diff_of_dumps_compares_pass_by_pass(tmp_path: Path) -> None:
+    for name, line in (("one", "a"), ("other", "b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "00-capture.txt").write_text(f"# of {name}\nsame\n")
+        (tmp_path / name / "01-place.txt").write_text(f"# of {name}\n{line}\n")
+    folders = str(tmp_path / "one"), str(tmp_path / "other")
+    found = run("diff", *folders)
+    assert found.exit_code == 1
+    assert [line for line in found.stdout.splitlines() if line[0] in "+-" and line[1] in "ab"] == ["-a", "+b"]
+    assert run("diff", *folders, "--pass", "capture").exit_code == 0
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    found = run("env", "--json")
+    assert found.exit_code == 0
+    about = json.loads(found.stdout)
+    assert about["packages"]["torch"] == torch.__version__
+    assert "gloo" in about["torch"]["distributed backends"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "export", "env"])
+def test_help_has_an_example(command: str) -> None:
+    found = run(command, "--help")
+    assert found.exit_code == 0
+    assert "Example" in found.stdout

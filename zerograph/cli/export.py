@@ -1,0 +1,28 @@
+"""zerograph export: a checkpoint's model as one safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zerograph.checkpoint import export as exporting
+from zerograph.cli.failing import reported
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of them with a file 'latest'")],
+    out: Annotated[Path, typer.Argument(help="a file *.safetensors, or a folder")],
+    module: Annotated[str | None, typer.Option(help="the graph's attribute, where it has several modules")] = None,
+) -> None:
+    """Write a checkpoint's model into one safetensors file, which the plain model loads.
+
+    OUT is that file, if its name ends in .safetensors; else a folder, made if need be, for model.safetensors. Of a
+    model of transformers the folder gets config.json as well: from_pretrained(OUT) loads it. Tied weights are written
+    once.
+
+    Example: zerograph export runs/gpt model.safetensors
+    """
+    with reported(1):
+        typer.echo(exporting.export(checkpoint, out, module))

@@ -1,0 +1,59 @@
+"""zerograph inspect: compile a script's step without running it, and look at it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zerograph.cli.failing import as_json, reported
+from zerograph.cli.script import load, mesh_of, option, prepare
+
+SCRIPT = "SCRIPT:STEP, as train.py:example: a ZeroGraph, or a function without arguments that returns (step, inputs)"
+
+
+def inspect(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT:STEP", help=SCRIPT)],
+    world_size: Annotated[int, typer.Option(help="how many ranks")] = 2,
+    rank: Annotated[int, typer.Option(help="the rank to look at")] = 0,
+    mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, as 2x4")] = None,
+    stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
+    device: Annotated[str, typer.Option(help="what tensors on the meta device stand for")] = "cpu",
+    inputs: Annotated[str | None, typer.Option(help="inputs in the script, where STEP is a ZeroGraph")] = None,
+    full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
+    text: Annotated[bool, typer.Option("--text", help="the graph, one node a line")] = False,
+    pass_name: Annotated[str | None, typer.Option("--pass", help="the graph behind this pass (with --text)")] = None,
+    module: Annotated[str | None, typer.Option(help="only this module's part (with --text or --dot)")] = None,
+    explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
+    dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
+    json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Compile a script's step as one rank of many would, without running it, and print what it is.
+
+    No process group, no accelerator and no memory for the weights are needed: a model may be made on the meta device.
+
+    Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box
+    """
+    with reported():
+        step, given = load(script, inputs)
+        found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
+        if dot is not None:
+            if dot.suffix == ".svg":
+                found.to_graphviz(module, pass_name, svg=dot)
+            else:
+                dot.write_text(found.to_graphviz(module, pass_name) + "\n")
+            typer.echo(dot, err=json)
+        if explain is not None:
+            life = found.explain(explain)
+            as_json(asdict(life)) if json else typer.echo(life)
+        elif text or pass_name is not None or (module is not None and dot is None):
+            shown = found.text(pass_name, module)
+            as_json(shown.splitlines()) if json else typer.echo(shown)
+        elif json:
+            as_json({"script": script, "options": option(step.config), **found.summary.as_dict()})
+        elif dot is None:
+            where = mesh or world_size
+            typer.echo(f"{type(step).__name__} of {script}, as rank {rank} of {where}: {option(step.config)}")
+            typer.echo(found.describe() if full else found.page())

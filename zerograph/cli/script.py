@@ -1,0 +1,160 @@
+"""SCRIPT:STEP: a graph out of a user's script, which is imported, so that its main part does not run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zerograph.compiler import Prepared
+from zerograph.config import Config
+from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.graph import ZeroGraph
+from zerograph.inspection.names import close_to
+from zerograph.mesh import Mesh
+
+_HELP = (
+    "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"
+    "  def example():\n"
+    "      return TrainStep(Gpt()), (torch.zeros(8, 128, dtype=torch.int64),)"
+)
+
+
+def load(script: str, inputs: str | None = None) -> tuple[ZeroGraph, tuple[Any, ...]]:
+    """The graph that ``train.py:example`` stands for, and inputs for it.
+
+    Args:
+        inputs: the name of inputs in the script, or of a function that returns them; needed where STEP is a graph.
+
+    Raises:
+        ConfigError: no such file or name, or not what it should be; or the script failed.
+    """
+    path, _, name = script.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f"{script!r} is not SCRIPT:STEP: train.py:example, for instance\n{_HELP}")
+    module = _imported(Path(path))
+    found = _named(module, name, path)
+    if isinstance(found, ZeroGraph):
+        if inputs is None:
+            raise ConfigError(
+                f"{name} of {path} is a graph: inputs for it are missing\n"
+                "Name some of the script with --inputs NAME, or name a function that returns (step, inputs) instead."
+            )
+        given = _called(_named(module, inputs, path), inputs, path)
+        return found, given if isinstance(given, tuple) else (given,)
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(f"{name} of {path} is {_what(found)}\n{_HELP}")
+    made = _called(found, name, path)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], ZeroGraph):
+        raise ConfigError(f"{name}() of {path} returned {_what(made)}, not (step, inputs)\n{_HELP}")
+    return made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
+
+
+def prepare(
+    step: ZeroGraph, inputs: tuple[Any, ...], mesh: Mesh, *, device: str = "cpu", stage: int | None = None
+) -> Prepared:
+    """What a rank of ``mesh`` would run. ``stage`` is another than the script's; 0 for none.
+
+    Raises:
+        ZeroGraphError: as :meth:`zerograph.graph.ZeroGraph.prepare`; also where the script's build() fails.
+    """
+    if stage is not None:
+        if stage not in range(4):
+            raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
+        mode = "distributed_split" if step.config.mode == "off" else step.config.mode
+        step.config.enable_zero(mode if stage else "off", stage=stage or 1, shard_min_size=step.config.shard_min_size)
+    return step.prepare(mesh, *inputs, device=device)
+
+
+def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
+    """So many ranks as this one of them sees them: in a row, or as a grid ``2x4``.
+
+    Raises:
+        ConfigError: no such rank or grid.
+    """
+    sizes: tuple[int, ...] = (world_size,)
+    if shape is not None:
+        parts = shape.split("x")
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ConfigError(f"--mesh {shape}: a grid of ranks is 2x4, for instance")
+        sizes = tuple(map(int, parts))
+        world_size = 1
+        for size in sizes:
+            world_size *= size
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"there is no rank {rank} of {world_size}: ranks count from 0")
+    position = []
+    for size in reversed(sizes):
+        rank, place = divmod(rank, size)
+        position.append(place)
+    names = ("ranks",) if len(sizes) == 1 else tuple(f"ranks{dim}" for dim in range(len(sizes)))
+    return Mesh(sizes, tuple(reversed(position)), names)
+
+
+def option(config: Config) -> str:
+    """What the configuration has that is not at its default."""
+    return config.shown(changed=True) or "all options at their defaults"
+
+
+def _imported(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no script {path}")
+    # Not __main__: what stands under "if __name__ == '__main__'" does not run.
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_script_{abs(hash(path))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python script: its name ends in {path.suffix or 'nothing'}")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        # As Python does for a script that it runs.
+        sys.path.insert(0, folder)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ZeroGraphError:
+        raise
+    except SystemExit as error:
+        raise ConfigError(
+            f"{path} ended itself while it was imported ({error})\n"
+            "Put what is to happen only when it runs under: if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{path} failed while it was imported: {_told(error, path)}") from error
+    return module
+
+
+def _named(module: ModuleType, name: str, path: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        known = [one for one in vars(module) if not one.startswith("_")]
+        raise ConfigError(f"{path} has no {name!r}{close_to(name, known)}\n{_HELP}") from None
+
+
+def _called(found: Any, name: str, path: str) -> Any:
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except ZeroGraphError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}() of {path} failed: {_told(error, Path(path))}") from error
+
+
+def _told(error: Exception, path: Path) -> str:
+    """The error, and the script's line that it came through last."""
+    line = ""
+    with contextlib.suppress(OSError):
+        own = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name == path.name]
+        line = f"\n  {path}:{own[-1].lineno}   {own[-1].line}" if own else ""
+    return f"{type(error).__name__}: {error}{line}"
+
+
+def _what(found: Any) -> str:
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
