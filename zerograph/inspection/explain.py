@@ -175,8 +175,11 @@ class _Finder:
             yield from self._used(view)
         for node in way:
             # What was gathered is let go of behind the last that reads any of it.
-            if is_wait(node) or (boxing_of(node) is None and node.target is aten._to_copy.default):
+            if is_wait(node):
                 yield from self._freed(node)
+            elif boxing_of(node) is None and node.target is aten._to_copy.default:
+                for event in self._freed(node):
+                    yield replace(event, what="cast freed")
 
     def _views(self, flat: fx.Node, slot: Slot) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes that are the parameter, and those on the way to them from the bucket, in order."""
@@ -321,7 +324,7 @@ class _Finder:
         inside = f"{bucket.name} {show(bucket.sbp)}, elements {slot.offset:,} to {slot.offset + slot.numel:,}"
         owner = f"all of it on rank {bucket.owners[index]}" if bucket.owners is not None else ""
         note = ", ".join(filter(None, (inside, owner, rests(bucket))))
-        return Event("stored", bytes=self._share(bucket, slot), note=f"{note}; on this rank")
+        return _held_here("stored", note, self._share(bucket, slot))
 
     def _state(self, bucket: Bucket, slot: Slot) -> Iterator[Event]:
         update = self.step.context.updates.get(bucket.name)
@@ -330,7 +333,7 @@ class _Finder:
             held = [(name, one, one.slots[index]) for name, one in update.layouts.items()]
             note = ", ".join(f"{name} {show(one.sbp_of(own))}" for name, one, own in held)
             count = sum(self._share(one, own) for _, one, own in held)
-            yield Event("state stored", bytes=count, note=f"{note}; on this rank")
+            yield _held_here("state stored", note, count)
 
     def _bytes(self, node: fx.Node) -> int:
         value = node.meta.get("val")
@@ -415,6 +418,10 @@ def _boxing(found: Boxing) -> str:
     along = f" along mesh dimension {found.dim}" if len(found.source) > 1 else ""
     what = found.tensor
     return f"{found.kind} {show(found.source)} -> {show(found.target)}{along} of {what}"
+
+
+def _held_here(what: str, note: str, count: int) -> Event:
+    return Event(what, bytes=count, note=f"{note}; {'on this rank' if count else 'nothing on this rank'}")
 
 
 def _device(node: fx.Node) -> str:
