@@ -78,6 +78,9 @@ def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.Graph
     inputs |= {name: graph.placeholder(f"number_{index}") for index, name in enumerate(program.numbers)}
     overflow = graph.call_function(aten.ne.Scalar, (graph.placeholder("found_inf"), 0)) if guarded else None
     inputs |= {name: graph.placeholder(f"state_{index}") for index, name in enumerate(program.state)}
+    if overflow is not None and any("linalg" in str(node.target) for node in source.graph.nodes):
+        # What they would write is not taken, but factorisations raise on what is not finite.
+        inputs["grad"] = graph.call_function(aten.where.ScalarSelf, (overflow, 0, inputs["grad"]))
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
         if node.op == "placeholder":

@@ -202,8 +202,12 @@ def test_training_goes_on_bitwise_in_new_processes(pool: Pool, new_processes: Po
 def test_training_goes_on_bitwise_with_every_optimizer_and_precision(
     pool: Pool, new_processes: Pool, folder: Path
 ) -> None:
-    for start in range(0, len(LONG), 8):
+    for start in range(0, len(LONG), 8):  # so many at a time: checkpoints lie in memory
         check(pool, new_processes, folder / str(start), LONG[start : start + 8])
+
+
+def test_an_overflow_in_front_of_a_factorisation_is_skipped(pool: Pool, new_processes: Pool, folder: Path) -> None:
+    check(pool, new_processes, folder, LONG[-1:])
 
 
 def undisturbed(case: Case) -> list[float]:
