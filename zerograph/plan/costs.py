@@ -1,0 +1,124 @@
+"""How long one node of an emitted graph takes on a machine: the roofline of an operator, the time on a wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload
+from zerograph.mesh import Mesh
+from zerograph.passes.work import flops
+from zerograph.plan.machine import Device, Link, Machine
+from zerograph.step_graph import Boxing, is_view, nbytes
+
+aten = torch.ops.aten
+
+# Kinds of operators that are not bound by memory in the same way; all others are "memory".
+_KINDS: dict[str, tuple[str, ...]] = {
+    "transcendental": (
+        *("exp", "log", "tanh", "tanh_backward", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward"),
+        *("erf", "pow", "sin", "cos", "softplus", "sqrt", "rsqrt", "div", "_softmax", "_log_softmax"),
+        *("_softmax_backward_data", "_log_softmax_backward_data"),
+    ),
+    "norm": (
+        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward", "var_mean", "var"),
+        *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    ),
+    "indexing": ("embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter", "index_select"),
+    "reduction": ("sum", "mean", "amax", "max", "linalg_vector_norm"),
+    "update": ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_"),
+    "pooling": ("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
+def kind(node: fx.Node) -> str:
+    """Which of a device's rates the operator runs at: a key of :attr:`zerograph.plan.machine.Device.moved`."""
+    return _KIND_OF.get(_name(node).rstrip("_"), _KIND_OF.get(_name(node), "memory"))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a compiler makes it part of the kernel of what it reads."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether it computes nothing: a view, an input, an item of a tuple."""
+    return (
+        node.op != "call_function"
+        or not isinstance(node.target, OpOverload)
+        or is_view(node)
+        or node.target in (aten._unsafe_view.default, aten.empty.memory_format)
+    )
+
+
+def seconds(node: fx.Node, device: Device) -> float:
+    """Of a node that computes: the longer of its products and its way through memory."""
+    if is_free(node):
+        return 0.0
+    moved = _moved(node, fuses=device.fuses)
+    if device.fuses and is_pointwise(node) and not moved:
+        return 0.0
+    products = device.product_seconds(_dtype(node), flops(node))
+    through_memory = device.moved_seconds("memory" if products else kind(node), moved)
+    return device.overhead + max(products, through_memory)
+
+
+def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
+    """Of a collective: the first bytes' way through each level of the network, and the slowest level's rate."""
+    crossed = list(_crossed(mesh, boxing.dim, machine.links))
+    if not crossed or not boxing.sent:
+        return 0.0
+    latency = sum(link.latency * math.ceil(math.log2(members)) for link, members in crossed)
+    return latency + max(link.rate.seconds(boxing.sent) for link, _ in crossed)
+
+
+def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link, int]]:
+    """The levels that a group along a mesh dimension crosses, and between how many of the level's parts.
+
+    Ranks that follow each other are close: along the last dimension all of a node's, along one further out those with
+    the same place in each block of ``stride`` ranks.
+    """
+    stride, size = math.prod(mesh.shape[dim + 1 :]), mesh.shape[dim]
+    within = 1
+    for link in links:
+        reach = size if link.ranks is None else min(size, max(1, link.ranks // stride))
+        if reach > within:
+            yield link, math.ceil(reach / within)
+            within = reach
+
+
+def _moved(node: fx.Node, *, fuses: bool) -> int:
+    """Bytes read and written; where operators are fused, not what only passes between two of one kernel."""
+    read = [
+        value
+        for given in node.all_input_nodes
+        if not (fuses and is_pointwise(node) and is_pointwise(given) and len(given.users) == 1)
+        for value in _tensors(given.meta.get("val"))
+    ]
+    inside = fuses and is_pointwise(node) and len(node.users) == 1 and is_pointwise(next(iter(node.users)))
+    written = [] if inside else list(_tensors(node.meta.get("val")))
+    return sum(map(nbytes, read)) + sum(map(nbytes, written))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(one, Tensor):
+            yield one
+
+
+def _dtype(node: fx.Node) -> str:
+    """The dtype that it computes in, as a machine's file names it: that of its first floating-point argument."""
+    given = (one for source in node.all_input_nodes for one in _tensors(source.meta.get("val")))
+    found = next((one.dtype for one in given if one.dtype.is_floating_point), torch.float32)
+    return str(found).removeprefix("torch.")
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else ""
