@@ -34,6 +34,8 @@ from zerograph.memory import Memory
 from zerograph.passes.rules.registry import Operands
 from zerograph.passes.rules.users import register_rule
 from zerograph.placement import placement, to_global, to_local
+from zerograph.planner.front import plan
+from zerograph.planner.plan import Plan
 from zerograph.runtime.process_group import rank, world_size
 from zerograph.sharded_init import sharded_init
 
@@ -52,6 +54,7 @@ __all__ = [
     "OffloadError",
     "Operands",
     "PlacementError",
+    "Plan",
     "RankMismatchError",
     "ReplicaError",
     "Settings",
@@ -64,6 +67,7 @@ __all__ = [
     "from_deepspeed",
     "local",
     "placement",
+    "plan",
     "rank",
     "read_checkpoint",
     "register_rule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from zerograph.cli import diff, env, export, inspect
+from zerograph.cli import calibrate, diff, env, export, inspect, plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -17,8 +17,10 @@ def _zerograph() -> None:
     """
 
 
+app.command()(plan.plan)
 app.command()(inspect.inspect)
 app.command()(diff.diff)
+app.command()(calibrate.calibrate)
 app.command()(export.export)
 app.command()(env.env)
 

@@ -263,7 +263,7 @@ class Config:
     @property
     def memory_bytes(self) -> int | None:
         """``memory_budget`` in bytes."""
-        return None if self.memory_budget is None else _bytes(self.memory_budget)
+        return None if self.memory_budget is None else in_bytes(self.memory_budget)
 
     def batch_on(self, mesh_dims: int) -> NdSbp:
         """SBP of plain input tensors on a mesh of so many dimensions.
@@ -377,8 +377,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 }
 
 
-def _bytes(size: int | str) -> int | None:
-    """Of ``"40GiB"``; None for what is no size."""
+def in_bytes(size: int | str) -> int | None:
+    """Bytes of ``"40GiB"``, or of a number of them; None for what is no size."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
@@ -387,7 +387,7 @@ def _bytes(size: int | str) -> int | None:
 
 
 def _memory_budget(value: Any) -> str:
-    good = value is None or _bytes(value) is not None
+    good = value is None or in_bytes(value) is not None
     return "" if good else "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from zerograph.compiler import Prepared
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
@@ -24,11 +26,12 @@ _HELP = (
 )
 
 
-def load(script: str, inputs: str | None = None) -> tuple[ZeroGraph, tuple[Any, ...]]:
+def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple[ZeroGraph, tuple[Any, ...]]:
     """The graph that ``train.py:example`` stands for, and inputs for it.
 
     Args:
         inputs: the name of inputs in the script, or of a function that returns them; needed where STEP is a graph.
+        meta: functions of the script are called with the meta device as default: what they make takes no memory.
 
     Raises:
         ConfigError: no such file or name, or not what it should be; or the script failed.
@@ -44,11 +47,11 @@ def load(script: str, inputs: str | None = None) -> tuple[ZeroGraph, tuple[Any, 
                 f"{name} of {path} is a graph: inputs for it are missing\n"
                 "Name some of the script with --inputs NAME, or name a function that returns (step, inputs) instead."
             )
-        given = _called(_named(module, inputs, path), inputs, path)
+        given = _called(_named(module, inputs, path), inputs, path, meta)
         return found, given if isinstance(given, tuple) else (given,)
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"{name} of {path} is {_what(found)}\n{_HELP}")
-    made = _called(found, name, path)
+    made = _called(found, name, path, meta)
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], ZeroGraph):
         raise ConfigError(f"{name}() of {path} returned {_what(made)}, not (step, inputs)\n{_HELP}")
     return made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
@@ -136,11 +139,12 @@ def _named(module: ModuleType, name: str, path: str) -> Any:
         raise ConfigError(f"{path} has no {name!r}{close_to(name, known)}\n{_HELP}") from None
 
 
-def _called(found: Any, name: str, path: str) -> Any:
+def _called(found: Any, name: str, path: str, meta: bool) -> Any:
     if not callable(found):
         return found
     try:
-        return found()
+        with torch.device("meta") if meta else contextlib.nullcontext():
+            return found()
     except ZeroGraphError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
-from zerograph.plan.machine import Device, Link, Machine
+from zerograph.planner.machine import Device, Link, Machine
 from zerograph.step_graph import Boxing, is_view, nbytes
 
 aten = torch.ops.aten
@@ -32,13 +32,14 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "indexing": ("embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter", "index_select"),
     "reduction": ("sum", "mean", "amax", "max", "linalg_vector_norm"),
     "update": ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_"),
-    "pooling": ("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward"),
 }
+# They read of their first argument no more than they yield.
+_LOOKUPS = ("embedding", "index", "gather", "index_select")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def kind(node: fx.Node) -> str:
-    """Which of a device's rates the operator runs at: a key of :attr:`zerograph.plan.machine.Device.moved`."""
+    """Which of a device's rates the operator runs at: a key of :attr:`zerograph.planner.machine.Device.moved`."""
     return _KIND_OF.get(_name(node).rstrip("_"), _KIND_OF.get(_name(node), "memory"))
 
 
@@ -95,6 +96,8 @@ def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link
 
 def _moved(node: fx.Node, *, fuses: bool) -> int:
     """Bytes read and written; where operators are fused, not what only passes between two of one kernel."""
+    if _name(node) in _LOOKUPS:
+        return 2 * sum(map(nbytes, _tensors(node.meta.get("val"))))
     read = [
         value
         for given in node.all_input_nodes

@@ -51,7 +51,7 @@ class Device:
         products: operations per second in matrix products and the like, by dtype (``"bfloat16"``); what is not listed
             runs as ``"float32"`` does.
         moved: bytes per second that operators read and write, by kind of operator (see
-            :func:`zerograph.plan.costs.kind`); ``"memory"`` stands for kinds that are not listed.
+            :func:`zerograph.planner.costs.kind`); ``"memory"`` stands for kinds that are not listed.
         overhead: seconds that each operator takes beside that.
         host: bytes per second between its memory and the CPU's, each way.
         file: bytes per second from and to files.

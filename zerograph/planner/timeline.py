@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT
 from zerograph.mesh import Mesh
-from zerograph.plan import costs
-from zerograph.plan.machine import Machine
+from zerograph.planner import costs
+from zerograph.planner.machine import Machine
 from zerograph.step_graph import Boxing, Phase, nbytes, origin
 from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 

@@ -1,0 +1,236 @@
+"""Measures a machine: how fast its device computes and moves bytes, and its ranks exchange them.
+
+All ranks measure at the same time, because on one machine they share memory, and perhaps cores; what counts is the
+median rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from zerograph import _torch
+from zerograph.planner.machine import Device, Link, Machine, Rate
+from zerograph.runtime.process_group import Job, initialise, join
+
+Say = Callable[[str], None]
+# Of a number of elements and a device: what to run, and how many bytes that touches.
+Operator = Callable[[int, torch.device], tuple[Callable[[], Any], int]]
+
+_PRODUCT_SIZES = (64, 128, 256, 512, 1024)
+_BYTES = (2**14, 2**18, 2**21, 2**24, 2**26)
+_SENT = (2**10, 2**16, 2**20, 2**23, 2**25)
+_REPEATS = 7
+
+
+def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
+    """Measure the machine that this job runs on; every rank must call it, and gets the same.
+
+    Args:
+        name: what the machine is to be called.
+        say: is told what is measured next.
+
+    Raises:
+        CommunicationError: the ranks do not meet, or one of them is lost.
+    """
+    initialise()
+    job = join(600.0)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    measure = _Measure(job, device)
+    say("products")
+    products = {str(dtype).removeprefix("torch."): Rate(tuple(measure.products(dtype))) for dtype in _dtypes(device)}
+    moved = {}
+    for kind, make in _OPERATORS.items():
+        say(f"{kind} operators")
+        moved[kind] = Rate(tuple(measure.moved(make)))
+    say("what an operator takes beside that")
+    overhead = measure.overhead()
+    say("collectives")
+    links = tuple(measure.links())
+    overlap = measure.overlap() if job.size > 1 else 1.0
+    described = Device(
+        memory=_memory(device, job.size),
+        products=products,
+        moved=moved,
+        overhead=overhead,
+        host=measure.host(),
+        fuses=device.type != "cpu",
+    )
+    threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
+    source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
+    return Machine(name, described, links, overlap, source)
+
+
+class _Measure:
+    """Medians over repeats, and then over ranks."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job, self._device = job, device
+
+    def products(self, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+        for size in _PRODUCT_SIZES:
+            a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
+            yield 2.0 * size**3, 2.0 * size**3 / self.seconds(functools.partial(torch.mm, a, b))
+
+    def moved(
+        self, make: Callable[[int, torch.device], tuple[Callable[[], Any], int]]
+    ) -> Iterator[tuple[float, float]]:
+        for count in _BYTES:
+            run, touched = make(count // 4, self._device)
+            yield float(touched), touched / self.seconds(run)
+
+    def overhead(self) -> float:
+        """Of an operator on next to nothing, as an emitted graph calls it."""
+        one = torch.ones(1, device=self._device)
+        add = torch.ops.aten.add.Tensor
+
+        def run() -> None:
+            for _ in range(100):
+                add(one, one)
+
+        return self.seconds(run) / 100
+
+    def links(self) -> Iterator[Link]:
+        """One level: what crosses machines cannot be told from what does not."""
+        if self._job.size == 1:
+            yield Link(None, Rate(((1.0, 1e12),)), 0.0)
+            return
+        latency = self.seconds(self._gather(_SENT[0]))
+        points = []
+        for count in _SENT[1:]:
+            took = max(self.seconds(self._gather(count)) - latency, 1e-9)
+            points.append((float(count), count / took))
+        yield Link(None, Rate(tuple(points)), latency)
+
+    def overlap(self) -> float:
+        """How much of a gather's time computing hides, and the other way round: 1 is all, 0 is none."""
+        a, b = (torch.randn(512, 512, device=self._device) for _ in range(2))
+        gather = self._gather(_SENT[-1])
+        alone = self.seconds(gather)
+        times = max(1, round(alone / self.seconds(functools.partial(torch.mm, a, b))))
+
+        def compute() -> None:
+            for _ in range(times):
+                torch.mm(a, b)
+
+        def both() -> None:
+            work = gather(wait=False)
+            compute()
+            work.wait()
+
+        computing = self.seconds(compute)
+        together = self.seconds(both)
+        hidden = (alone + computing - together) / min(alone, computing)
+        return min(1.0, max(0.0, hidden))
+
+    def host(self) -> float:
+        if self._device.type == "cpu":
+            return 1e12
+        here = torch.empty(2**26, dtype=torch.uint8, device=self._device)
+        there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+        return 2**26 / self.seconds(lambda: there.copy_(here, non_blocking=True))
+
+    def _gather(self, sent: int) -> Callable[..., Any]:
+        part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
+        whole = torch.empty(part.numel() * self._job.size, dtype=torch.uint8, device=self._device)
+
+        def run(wait: bool = True) -> Any:
+            work = dist.all_gather_into_tensor(whole, part, group=self._job.data, async_op=True)
+            if wait:
+                work.wait()
+            return work
+
+        return run
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Of one call, all ranks at once."""
+        run()
+        times = 1
+        # All ranks decide alike: what is run may be a collective.
+        while self._agreed(self._once(run, times)) < 0.02 and times < 10_000:
+            times *= 2
+        found = statistics.median(self._once(run, times) / times for _ in range(_REPEATS))
+        return self._agreed(found)
+
+    def _once(self, run: Callable[[], Any], times: int) -> float:
+        self._synchronise()
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        self._synchronise()
+        return time.perf_counter() - began
+
+    def _agreed(self, mine: float) -> float:
+        """The median over ranks."""
+        if self._job.size == 1:
+            return mine
+        everybodys = torch.empty(self._job.size, dtype=torch.float64)
+        _torch.all_gather(everybodys, torch.tensor([mine], dtype=torch.float64), self._job.control)
+        return float(everybodys.median())
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    low = [torch.bfloat16, torch.float16] if device.type != "cpu" else [torch.bfloat16]
+    return [torch.float64, torch.float32, *low]
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    """Of a GPU its own; of a machine's what each rank may have."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def _add(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    a, b = torch.randn(numel, device=device), torch.randn(numel, device=device)
+    return lambda: a + b, 12 * numel
+
+
+def _gelu(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    a = torch.randn(numel, device=device)
+    return lambda: F.gelu(a), 8 * numel
+
+
+def _norm(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    a = torch.randn(numel // 256, 256, device=device)
+    return lambda: F.layer_norm(a, (256,)), 8 * numel
+
+
+def _lookup(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    table = torch.randn(8192, 256, device=device)
+    rows = torch.randint(8192, (max(numel // 256, 1),), device=device)
+    return lambda: F.embedding(rows, table), 8 * numel
+
+
+def _sum(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    a = torch.randn(numel // 256, 256, device=device)
+    return lambda: a.sum(0), 4 * numel
+
+
+def _update(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
+    parameter = torch.nn.Parameter(torch.zeros(numel, device=device))
+    parameter.grad = torch.ones(numel, device=device)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return optimizer.step, 16 * numel
+
+
+_OPERATORS: dict[str, Operator] = {
+    "memory": _add,
+    "transcendental": _gelu,
+    "norm": _norm,
+    "indexing": _lookup,
+    "reduction": _sum,
+    "update": _update,
+}

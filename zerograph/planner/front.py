@@ -1,0 +1,106 @@
+"""``zg.plan``: what users call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zerograph.errors import ConfigError
+from zerograph.planner.machine import Machine, machine
+from zerograph.planner.plan import Plan, planned
+from zerograph.planner.search import STAGES, Candidate, search
+from zerograph.planner.subject import Loss, Optimizer, graph_of
+
+
+def plan(
+    model: Any,
+    batch: Any,
+    optimizer: Optimizer | None = None,
+    *,
+    world_size: int | None = None,
+    mesh: Sequence[int] | None = None,
+    stage: int | str | None = None,
+    device: str | os.PathLike[str] | Machine = "h100",
+    loss: Loss | None = None,
+    fit: int | None = None,
+    say: Callable[[str], None] = lambda doing: None,
+    **options: Any,
+) -> Plan:
+    """What a training step takes on each of any number of ranks, without running it: memory, wire, time.
+
+    The step is compiled as it would be there: the same passes, the same emitted graph. No accelerator is needed, no
+    process group, and no memory for weights that are on the meta device.
+
+    Args:
+        model: a module, a ``ZeroGraph``, or a function without arguments that makes one, which is called with the meta
+            device as default.
+        batch: one rank's part of the batch: a tensor, a tuple of arguments, or a dict of them; may be on the meta
+            device.
+        optimizer: of a module: a function of its parameters, ``functools.partial(torch.optim.AdamW, lr=1e-4)``. None:
+            a forward pass.
+        world_size: the number of ranks, in a line. ``mesh`` instead gives the shape of a grid, the last dimension of
+            which is closest in the network: ZeRO splits along it.
+        stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with as much given up
+            for memory as it needs (see :mod:`zerograph.planner.search`); None: as the graph's configuration says.
+        device: a machine that is built in, a YAML file, or a :class:`Machine`.
+        loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
+        fit: the bytes that a rank has, instead of the device's memory.
+        say: is told what is tried next.
+        options: further options of :class:`zerograph.config.Config`.
+
+    Returns:
+        The plan. With ``stage="auto"`` that of the fastest that fits, or if none does of the one with the lowest peak,
+        and all that were tried as its ``alternatives``.
+
+    Raises:
+        ConfigError: an argument that is none of these, or an option that does not exist.
+        ZeroGraphError: as compiling the step does.
+    """
+    described = machine(device)
+    if fit is not None:
+        described = replace(described, device=replace(described.device, memory=fit))
+    shape = _shape(world_size, mesh)
+    graph = graph_of(model, optimizer, loss)
+    if stage == "auto":
+        return _fastest(graph, batch, shape, described, mesh is None, say, options)
+    chosen = {} if stage is None else STAGES.get({"0": "off"}.get(str(stage), str(stage)))
+    if chosen is None:
+        raise ConfigError(f"stage = {stage!r}: choose 1, 2 or 3, 0 for data parallel, or 'auto'")
+    return planned(graph, batch, shape, described, **{**options, **chosen})
+
+
+def _fastest(
+    graph: Any,
+    batch: Any,
+    shape: Sequence[int],
+    described: Machine,
+    free: bool,
+    say: Callable[[str], None],
+    options: dict[str, Any],
+) -> Plan:
+    """``free``: a line of ranks may be made a grid of the machine's nodes."""
+    meshes = [tuple(shape)]
+    inner = described.links[0].ranks
+    if free and inner is not None and inner < shape[0] and shape[0] % inner == 0:
+        meshes.append((shape[0] // inner, inner))
+    found = search(graph, batch, meshes, described, described.device.memory, say=say, **options)
+    best = found.best or min((one for one in found.candidates if one.plan is not None), key=_peak, default=None)
+    if best is None or best.plan is None:
+        raise ConfigError(f"nothing of this can be compiled: {found.candidates[0].verdict}")
+    return replace(best.plan, alternatives=found.candidates)
+
+
+def _peak(one: Candidate) -> int:
+    assert one.plan is not None
+    return one.plan.memory.peak
+
+
+def _shape(world_size: int | None, mesh: Sequence[int] | None) -> tuple[int, ...]:
+    if (world_size is None) == (mesh is None):
+        raise ConfigError("give world_size=, the number of ranks, or mesh=, the shape of their grid")
+    shape = (world_size,) if mesh is None else tuple(mesh)
+    if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
+        raise ConfigError(f"world_size={world_size!r}, mesh={mesh!r}: numbers of ranks are whole numbers from 1 up")
+    return shape  # type: ignore[return-value]

@@ -1,0 +1,283 @@
+"""``zg.plan``: one rank's step, compiled for any number of ranks on a machine that need not be there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from zerograph.compiler import Prepared
+from zerograph.graph import ZeroGraph
+from zerograph.loop import loop_of
+from zerograph.memory import Memory, Profile, Storage, profile
+from zerograph.mesh import Mesh
+from zerograph.passes.work import flops
+from zerograph.planner.closed_form import ModelStates
+from zerograph.planner.machine import Machine
+from zerograph.planner.show import text
+from zerograph.planner.subject import configured
+from zerograph.planner.timeline import Timeline, timeline
+from zerograph.step_graph import Boxing, collective_runs
+
+if TYPE_CHECKING:
+    from zerograph.planner.search import Candidate
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a rank sends in a step by collectives of one kind in one phase.
+
+    Attributes:
+        kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+        mesh_dim: the dimension of the mesh along which they run.
+        times: how many.
+        bytes: that each rank sends in all of them.
+    """
+
+    kind: str
+    phase: str
+    mesh_dim: int
+    times: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's step, foretold.
+
+    Attributes:
+        mesh: shape of the grid of ranks.
+        options: the configuration, as far as it is not the default.
+        machine: name of what it would run on; ``capacity`` is the memory of one of its devices.
+        parameters: elements of the model.
+        at_rest: bytes between steps, by kind: parameters (masters, where they are computed with in less), optimizer
+            state, buffers.
+        most: the most bytes of each kind at any moment of the step, at rest or not.
+        model_states: bytes as the ZeRO paper counts them, each at its most: parameters as they are computed with,
+            gradients in buckets, and optimizer state with masters, where there are any; see
+            :mod:`zerograph.planner.closed_form`.
+        memory: the most bytes at once, what they are, and where.
+        profile: bytes held over the step, node by node.
+        wire: what is sent.
+        time: the step's time and its parts.
+        operations: floating-point operations of a rank's products in a step.
+        prepared: the compiled step that all of this was read from.
+        compile_seconds: what compiling it took here.
+        alternatives: what else was tried, and why it lost, where the plan was searched for.
+    """
+
+    mesh: tuple[int, ...]
+    options: str
+    machine: str
+    capacity: int
+    parameters: int
+    at_rest: Mapping[str, int]
+    most: Mapping[str, int]
+    model_states: ModelStates
+    memory: Memory
+    profile: Profile = field(repr=False)
+    wire: Sequence[Wire]
+    time: Timeline
+    operations: int
+    prepared: Prepared = field(repr=False)
+    compile_seconds: float
+    alternatives: Sequence[Candidate] = field(default=(), repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.memory.peak <= self.capacity
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends in a step."""
+        return sum(one.bytes for one in self.wire)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the step's time in which the device computes."""
+        return self.time.compute / self.time.seconds if self.time.seconds else 1.0
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers, for JSON: bytes, and seconds."""
+        return {
+            "world_size": self.world_size,
+            "mesh": list(self.mesh),
+            "options": self.options,
+            "machine": self.machine,
+            "capacity": self.capacity,
+            "fits": self.fits,
+            "parameters": self.parameters,
+            "at_rest": dict(self.at_rest),
+            "most": dict(self.most),
+            "model_states": asdict(self.model_states),
+            "peak": {"bytes": self.memory.peak, "kinds": dict(self.memory.kinds), "at": asdict(self.memory.where)},
+            "wire": [asdict(one) for one in self.wire],
+            "wire_bytes": self.wire_bytes,
+            "seconds": {
+                "step": self.time.seconds,
+                "compute": self.time.compute,
+                "communication": self.time.communication,
+                "exposed": self.time.exposed,
+                "transfers": self.time.transfers,
+                **self.time.phases,
+            },
+            "operations": self.operations,
+            "efficiency": self.efficiency,
+            "compile_seconds": self.compile_seconds,
+            "alternatives": [
+                {
+                    "stage": one.stage,
+                    "mesh": list(one.mesh),
+                    "given_up": one.given_up,
+                    "peak": None if one.plan is None else one.plan.memory.peak,
+                    "seconds": None if one.plan is None else one.plan.time.seconds,
+                    "verdict": one.verdict,
+                }
+                for one in self.alternatives
+            ],
+        }
+
+
+def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Plan:
+    """The plan of a graph on a mesh of that shape, with these options instead of its own.
+
+    Args:
+        batch: one rank's part: a tensor, a tuple of arguments, or a dict of them by name.
+
+    Raises:
+        ZeroGraphError: as compiling the step does.
+    """
+    began = time.perf_counter()
+    args, kwargs = arguments(batch)
+    grid = Mesh(tuple(mesh), (0,) * len(mesh), tuple(f"dimension {dim}" for dim in range(len(mesh))))
+    with configured(graph, **_for(machine, graph, options)) as config:
+        prepared = graph.prepare(grid, *args, device="cpu", **kwargs)
+        shown = config.shown(changed=True)
+    took = time.perf_counter() - began
+    emitted = prepared.graph.graph
+    held = profile(emitted)
+    memory = held.memory()
+    return Plan(
+        mesh=tuple(mesh),
+        options=shown,
+        machine=machine.name,
+        capacity=machine.device.memory,
+        parameters=sum(math.prod(slot.shape) for bucket in prepared.context.buckets for slot in bucket.slots),
+        at_rest=_at_rest(held),
+        most=_most(held.storages, held),
+        model_states=_model_states(prepared, held),
+        memory=memory,
+        profile=held,
+        wire=_wire(prepared),
+        time=timeline(emitted, machine, grid),
+        operations=_operations(emitted),
+        prepared=prepared,
+        compile_seconds=took,
+    )
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How ``build()`` is called with a batch."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _for(machine: Machine, graph: ZeroGraph, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and the backend that "auto" would be on that machine."""
+    backend = options.get("backend", graph.config.backend)
+    return {**options, "backend": ("inductor" if machine.device.fuses else "eager") if backend == "auto" else backend}
+
+
+def _at_rest(held: Profile) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for node in held.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            for one in held.of[node]:
+                if one is not None and one.kind != "inputs":
+                    found[one.kind] += one.bytes
+    return dict(found)
+
+
+def _most(storages: Sequence[Storage], held: Profile) -> dict[str, int]:
+    """By kind, the most bytes that any node finds of these, and of what a loop's body makes meanwhile."""
+    changes: dict[str, Counter[int]] = {}
+    for one in storages:
+        of_kind = changes.setdefault(one.kind, Counter())
+        of_kind[one.born] += one.bytes
+        of_kind[one.dies + 1] -= one.bytes
+    inside = {
+        position: _most([one for one in body.storages if not one.given], body) for position, body in held.bodies.items()
+    }
+    most: dict[str, int] = {}
+    for kind in dict.fromkeys([*changes, *(kind for kinds in inside.values() for kind in kinds)]):
+        moments = itertools.accumulate(changes.get(kind, Counter())[position] for position in range(len(held.nodes)))
+        most[kind] = max(count + inside.get(position, {}).get(kind, 0) for position, count in enumerate(moments))
+    return {kind: count for kind, count in most.items() if count}
+
+
+def _model_states(prepared: Prepared, held: Profile) -> ModelStates:
+    """Without what is only on its way: buckets that stage 3 gathers around each use, gradients not yet reduced."""
+    rests = _at_rest(held)
+    policy = prepared.context.policy
+    low = any(bucket.compute_dtype is not None for bucket in prepared.context.buckets)
+    masters = rests.get("parameters", 0)
+    if policy.regather:
+        gathered = 0
+    elif policy.split:
+        gathered = _moved(held, "", "all-gather").get("gathered", 0)
+    else:
+        gathered = _most(held.storages, held).get("gathered", 0)
+    early = policy.split and policy.reduce_early
+    return ModelStates(
+        parameters=gathered if low else masters + gathered,
+        gradients=_moved(held, "gradient of ", "reduce-scatter" if early else None).get("gradients", 0),
+        optimizer_state=rests.get("optimizer state", 0) + (masters if low else 0),
+    )
+
+
+def _moved(held: Profile, prefix: str, kind: str | None) -> dict[str, int]:
+    """By kind, the most of what collectives of such tensors yield, of that ``kind``; None: of what any is given."""
+    found: dict[Storage, None] = {}
+    for node in held.nodes:
+        boxing = node.meta.get("boxing")
+        if isinstance(boxing, Boxing) and boxing.tensor.startswith(prefix) and kind in (None, boxing.kind):
+            for one in node.all_input_nodes if kind is None else node.users:
+                found |= dict.fromkeys(storage for storage in held.of[one] if storage is not None)
+    most = Counter(_most(list(found), replace(held, bodies={})))
+    for body in held.bodies.values():
+        most |= Counter(_moved(body, prefix, kind))
+    return dict(most)
+
+
+def _wire(prepared: Prepared) -> list[Wire]:
+    times: Counter[tuple[str, str, int]] = Counter()
+    sent: Counter[tuple[str, str, int]] = Counter()
+    for node, count in collective_runs(prepared.graph.graph):
+        boxing: Boxing = node.meta["boxing"]
+        key = boxing.kind, boxing.phase, boxing.dim
+        times[key] += count
+        sent[key] += round(boxing.sent) * count
+    return [Wire(kind, phase, dim, times[kind, phase, dim], sent[kind, phase, dim]) for kind, phase, dim in times]
+
+
+def _operations(graph: Any) -> int:
+    total = 0
+    for node in graph.nodes:
+        if (loop := loop_of(node)) is not None:
+            total += loop.micro_batches * _operations(loop.body.graph)
+        elif node.op == "call_function":
+            total += flops(node)
+    return total

@@ -1,0 +1,123 @@
+"""Plans as tables for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerograph.memory import show_bytes
+from zerograph.planner.closed_form import Precision, model_states
+
+if TYPE_CHECKING:
+    from zerograph.planner.plan import Plan
+    from zerograph.planner.search import Candidate
+
+
+def text(plan: Plan, width: int = 100) -> str:
+    """A plan as plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(page(plan))
+    shown = console.file
+    assert isinstance(shown, io.StringIO)
+    return shown.getvalue().rstrip()
+
+
+def page(plan: Plan) -> RenderableType:
+    """A plan on a page: what it is of, memory, wire, time, and what else was tried."""
+    grid = "x".join(map(str, plan.mesh))
+    head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}")
+    if plan.options:
+        head.append(f"\n{plan.options}", style="dim")
+    parts: list[RenderableType] = [head, _memory(plan), _wire(plan), _time(plan)]
+    if plan.alternatives:
+        parts.append(candidates(plan.alternatives))
+    return Group(*parts)
+
+
+def _memory(plan: Plan) -> RenderableType:
+    table = _table("memory of a rank", "at rest", "at most", "at the peak")
+    for kind in dict.fromkeys([*plan.memory.kinds, *plan.most]):
+        cells = (plan.at_rest.get(kind, 0), plan.most.get(kind, 0), plan.memory.kinds.get(kind, 0))  # type: ignore[call-overload]
+        table.add_row(kind, *(show_bytes(count) if count else "" for count in cells))
+    fits = "fits" if plan.fits else "does not fit"
+    table.add_section()
+    table.add_row("together", show_bytes(plan.memory.at_rest), "", show_bytes(plan.memory.peak))
+    where = plan.memory.where
+    place = ", ".join(filter(None, (where.phase, where.module)))
+    said = f"{fits} into {show_bytes(plan.capacity)}; the peak is in {place}"
+    return Group(table, Text(said, style="green" if plan.fits else "bold red"))
+
+
+def _wire(plan: Plan) -> RenderableType:
+    table = _table("sent by a rank in a step", "how often", "bytes")
+    for one in plan.wire:
+        along = f" along {one.mesh_dim}" if len(plan.mesh) > 1 else ""
+        table.add_row(f"{one.phase}: {one.kind}{along}", f"{one.times:,}", show_bytes(one.bytes))
+    table.add_section()
+    table.add_row("together", "", show_bytes(plan.wire_bytes))
+    return table
+
+
+def _time(plan: Plan) -> RenderableType:
+    table = _table("time of a step", "seconds", "share")
+    whole = plan.time.seconds or 1.0
+    for what, seconds in (
+        ("computing", plan.time.compute),
+        ("waiting for collectives", plan.time.exposed),
+        ("waiting for transfers", plan.time.transfers),
+    ):
+        table.add_row(what, f"{seconds:.4g}", f"{seconds / whole:.1%}")
+    table.add_section()
+    table.add_row("together", f"{plan.time.seconds:.4g}", "")
+    hidden = max(0.0, plan.time.communication - plan.time.exposed)
+    said = f"collectives take {plan.time.communication:.4g} s, {hidden:.4g} s of it behind computation; "
+    return Group(table, Text(f"{said}{plan.operations / whole / 1e12:.3g} Tflop/s in products"))
+
+
+def candidates(tried: Sequence[Candidate]) -> Table:
+    """What a search tried, and why each was not chosen."""
+    table = Table("stage", "mesh", "given up", "peak", "seconds", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
+    for one in tried:
+        peak = "" if one.plan is None else show_bytes(one.plan.memory.peak)
+        seconds = "" if one.plan is None else f"{one.plan.time.seconds:.4g}"
+        chosen = one.verdict.startswith("the fastest")
+        grid = "x".join(map(str, one.mesh))
+        table.add_row(one.stage, grid, one.given_up, peak, seconds, one.verdict, style="bold green" if chosen else "")
+    return table
+
+
+def closed_form(parameters: float, world_sizes: Sequence[int], precision: Precision, capacity: int | None) -> Table:
+    """Model states in GB (10^9 bytes) of each number of ranks and each stage; what does not fit is red."""
+    table = Table("ranks", box=box.SIMPLE_HEAD)
+    stages = ("off", "stage 1", "stage 2", "stage 3")
+    for name in stages:
+        table.add_column(f"{name} GB", justify="right")
+    for size in world_sizes:
+        cells = []
+        for stage in range(len(stages)):
+            total = model_states(parameters, size, stage, precision).total
+            style = "" if capacity is None else "green" if total <= capacity else "red"
+            cells.append(Text(gigabytes(total), style=style))
+        table.add_row(f"{size:,}", *cells)
+    return table
+
+
+def gigabytes(count: float) -> str:
+    """In GB, to three digits as the paper's Table 1 has them; whole above 100."""
+    number = count / 1e9
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 2 else f"{number:.2f}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(columns[0], box=box.SIMPLE_HEAD)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
