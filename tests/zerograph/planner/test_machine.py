@@ -1,0 +1,88 @@
+"""Machines are numbers in files, which are checked when they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zerograph as zg
+from zerograph.mesh import Mesh
+from zerograph.planner.costs import wire_seconds
+from zerograph.planner.machine import Rate, machine, names, write
+from zerograph.sbp import broadcast, split
+from zerograph.step_graph import Boxing
+
+
+@pytest.mark.parametrize("name", ["a100", "cpu", "h100", "h200"])
+def test_those_that_are_built_in(name: str) -> None:
+    assert name in names()
+    found = machine(name)
+    assert found.name == name
+    assert found.source
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = machine("cpu")
+    write(tmp_path / "mine.yaml", written)
+    assert machine(tmp_path / "mine.yaml") == written
+
+
+def test_a_rate_between_two_points_and_outside() -> None:
+    rate = Rate(((1e3, 1e6), (1e5, 1e8)))
+    assert rate.seconds(1e3) == 1e-3
+    # Halfway on log scales.
+    assert rate.seconds(1e4) == pytest.approx(1e4 / 1e7)
+    assert rate.seconds(10) == 10 / 1e6
+    assert rate.seconds(1e7) == 1e7 / 1e8
+    assert rate.seconds(0) == 0
+
+
+def gather(mesh: Mesh, dim: int, sent: float) -> Boxing:
+    """Of a tensor of which each rank along ``dim`` sends so many bytes."""
+    source, target = [broadcast] * mesh.dims, [broadcast] * mesh.dims
+    source[dim] = split(0)
+    ranks = mesh.shape[dim]
+    return Boxing(tuple(source), tuple(target), dim, ranks, "it", round(sent * ranks / (ranks - 1)), "forward")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "levels", "rate"),
+    [
+        ((8,), 0, [(6e-6, 3)], 360e9),
+        ((64,), 0, [(6e-6, 3), (15e-6, 3)], 40e9),
+        ((8, 8), 1, [(6e-6, 3)], 360e9),
+        ((8, 8), 0, [(15e-6, 3)], 40e9),
+        ((4, 2), 0, [(6e-6, 2)], 360e9),
+    ],
+)
+def test_a_collective_is_as_slow_as_the_farthest_link_that_it_crosses(
+    shape: tuple[int, ...], dim: int, levels: list[tuple[float, int]], rate: float
+) -> None:
+    mesh = Mesh(shape, (0,) * len(shape), ("",) * len(shape))
+    # Doubling: as many rounds within each level as its parts have powers of two.
+    expected = sum(latency * rounds for latency, rounds in levels) + 1e9 / rate
+    assert wire_seconds(gather(mesh, dim, 1e9), mesh, machine("h100")) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "does not describe"),
+        ("name: x", "lacks 'device'"),
+        ("{name: x, device: {memory: -1}}", "does not describe"),
+        ("7", "does not describe"),
+    ],
+)
+def test_files_that_describe_none(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(zg.ConfigError, match=words):
+        machine(tmp_path / "bad.yaml")
+
+
+def test_links_join_more_and_more_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "bad.yaml", machine("h100"))
+    text = (tmp_path / "bad.yaml").read_text().replace("ranks: null", "ranks: 4")
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(zg.ConfigError, match="the last one all"):
+        machine(tmp_path / "bad.yaml")

@@ -1,0 +1,176 @@
+"""A plan is read from the compiled step: it agrees with the ZeRO paper's closed form, and says what a step will do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import zerograph as zg
+from zerograph.planner.closed_form import model_states
+from zerograph.planner.machine import Link, Machine, Rate, machine
+
+ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+MIXED: dict[str, Any] = {"amp_dtype": torch.bfloat16}
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    """Of OpenAI's shape; its weights take no memory."""
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, n_positions=128, use_cache=False)
+    config.loss_type = "ForCausalLM"
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def tokens(samples: int) -> dict[str, Tensor]:
+    ids = torch.zeros(samples, 128, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+class Squares(zg.ZeroGraph):
+    """Four layers of 64 by 64 and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+X = torch.zeros(32, 64)
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[int, zg.Plan]:
+    """A GPT of 7.5 B parameters on 64 ranks, by stage."""
+    model = gpt(4, 12032)
+    return {stage: zg.plan(model, tokens(1), ADAMW, world_size=64, stage=stage, **MIXED) for stage in (0, 1, 2, 3)}
+
+
+def test_a_gpt_of_7_5_billion_parameters_takes_what_the_paper_says(large: dict[int, zg.Plan]) -> None:
+    for stage, plan in large.items():
+        assert plan.parameters == pytest.approx(7.5e9, rel=0.05)
+        expected = model_states(plan.parameters, 64, stage).total
+        if stage == 3:
+            # Shards are cast when they are gathered: no copy in the compute dtype rests.
+            expected -= 2 * plan.parameters / 64
+        assert plan.model_states.total == pytest.approx(expected, rel=0.01)
+
+
+def test_it_sends_what_the_paper_says(large: dict[int, zg.Plan]) -> None:
+    for stage, plan in large.items():
+        # Two Psi, three at stage 3 (section 7), of two bytes each.
+        times = 3 if stage == 3 else 2
+        assert plan.wire_bytes == pytest.approx(times * 2 * plan.parameters * 63 / 64, rel=0.05)
+        gathers = sum(one.bytes for one in plan.wire if one.kind == "all-gather")
+        assert (gathers > 0) == (stage > 0)
+
+
+def test_what_fits_and_what_does_not(large: dict[int, zg.Plan]) -> None:
+    assert not large[0].fits
+    assert large[3].fits
+    assert large[0].memory.peak > large[1].memory.peak > large[2].memory.peak > large[3].memory.peak
+
+
+def test_compiling_for_more_ranks_yields_no_larger_graph() -> None:
+    sizes = {
+        ranks: len(zg.plan(Squares, X, world_size=ranks, stage=3).prepared.graph.graph.nodes) for ranks in (2, 16384)
+    }
+    assert sizes[2] == sizes[16384]
+
+
+def test_the_weights_and_the_configuration_stay_as_they_are() -> None:
+    step = Squares()
+    before = [one.clone() for one in step.model.parameters()]
+    options = step.config.key()
+    zg.plan(step, X, world_size=8, stage="auto", fit=10**9)
+    assert all(map(torch.equal, before, step.model.parameters()))
+    assert step.config.key() == options
+
+
+def slow_network(rate: float) -> Machine:
+    found = machine("a100")
+    return Machine("test", found.device, (Link(None, Rate(((1.0, rate),)), 0.0),))
+
+
+def test_a_step_takes_its_computation_and_what_it_waits_for() -> None:
+    fast, slow = (zg.plan(Squares, X, world_size=4, stage=2, device=slow_network(rate)).time for rate in (1e15, 1e6))
+    assert fast.exposed < 1e-9
+    assert fast.seconds == pytest.approx(fast.compute, rel=1e-3)
+    assert slow.compute == fast.compute
+    assert slow.seconds == pytest.approx(slow.compute + slow.exposed)
+    # All but what hides behind computation: which is nearly nothing beside a wire this slow.
+    assert slow.exposed == pytest.approx(slow.communication, rel=0.01)
+    # 1 MB/s: two times 3/4 of the bytes of the parameters.
+    assert slow.communication == pytest.approx(2 * 0.75 * 4 * (64 * 65) * 4 / 1e6, rel=0.01)
+
+
+def test_a_grid_keeps_the_larger_part_within_a_node() -> None:
+    line = zg.plan(Squares, X, world_size=64, stage=3)
+    grid = zg.plan(Squares, X, mesh=(8, 8), stage=3)
+    across = sum(one.bytes for one in grid.wire if one.mesh_dim == 0)
+    assert across < sum(one.bytes for one in line.wire) / 4
+    assert grid.time.communication < line.time.communication
+
+
+def test_auto_finds_the_fastest_that_fits() -> None:
+    needs = {stage: zg.plan(Squares, X, world_size=8, stage=stage).memory.peak for stage in ("off", 3)}
+    enough = zg.plan(Squares, X, world_size=8, stage="auto", fit=needs["off"])
+    fitting = [one.plan.time.seconds for one in enough.alternatives if one.plan is not None and one.plan.fits]
+    assert enough.fits
+    assert enough.time.seconds == min(fitting)
+
+    tight = zg.plan(Squares, X, world_size=8, stage="auto", fit=needs[3])
+    assert tight.fits
+    lost = {one.stage: one.verdict for one in tight.alternatives if not one.given_up and one.mesh == (8,)}
+    assert "too much" in lost["off"]
+
+    none = zg.plan(Squares, X, world_size=8, stage="auto", fit=1000)
+    assert not none.fits
+    assert all("does not fit" in one.verdict for one in none.alternatives)
+
+
+def test_a_trace_of_it_names_tensors() -> None:
+    trace = zg.plan(Squares, X, world_size=4, stage=2).time.chrome_trace()
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert any(event["name"].startswith("reduce-scatter of gradient of") for event in spans)
+    assert any(event["args"].get("module") == "model.0.0" for event in spans)
+    assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_what_is_planned_and_read_alike() -> None:
+    plan = zg.plan(Squares, X, world_size=4, stage=1)
+    text = str(plan)
+    assert "4 ranks" in text
+    assert "reduce-scatter" in text
+    assert plan.as_dict()["peak"]["bytes"] == plan.memory.peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "world_size="),
+        ({"world_size": 0}, "from 1 up"),
+        ({"world_size": 2, "mesh": (1, 2)}, "world_size="),
+        ({"world_size": 2, "stage": 4}, "choose 1, 2 or 3"),
+        ({"world_size": 2, "device": "h900"}, "a100, cpu, h100, h200"),
+        ({"world_size": 2, "optimizer": ADAMW}, "has its optimizer"),
+        ({"world_size": 2, "bucket": 3}, "bucket"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(zg.ConfigError, match=words):
+        zg.plan(Squares, X, **arguments)
+
+
+def test_a_model_without_a_loss() -> None:
+    with pytest.raises(zg.ConfigError, match="loss="):
+        zg.plan(nn.Linear(3, 3), torch.zeros(2, 3), ADAMW, world_size=2)
