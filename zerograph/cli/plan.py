@@ -26,7 +26,7 @@ from zerograph.planner.search import STAGES
 def plan(
     step: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs of one rank)"),
+        typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs)"),
     ] = None,
     params: Annotated[float | None, typer.Option(help="no script: so many parameters, in closed form")] = None,
     precision: Annotated[str, typer.Option(help="mixed or fp32")] = "mixed",

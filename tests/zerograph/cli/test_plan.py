@@ -26,7 +26,7 @@ class Step(zg.ZeroGraph):
         return loss
 
 def planned():
-    return Step, torch.zeros(8, 64)
+    return Step(), torch.zeros(8, 64)
 
 def wrong():
     return 7
@@ -83,7 +83,7 @@ def test_wrong_use_ends_with_2(arguments: list[str]) -> None:
 def test_a_name_that_is_no_step(script: str) -> None:
     code, shown = run(f"{script}:wrong")
     assert code == 2
-    assert "must return" in shown
+    assert "(step, inputs)" in shown
     code, shown = run(f"{script}:plan")
     assert code == 2
     assert "planned" in shown
