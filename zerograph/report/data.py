@@ -1,0 +1,399 @@
+"""What a report shows of a step, as plain numbers and texts: its nodes after every pass, its memory and its time.
+
+Nodes are kept as *records*, each distinct one once. A pass that leaves a node as it was costs nothing, so that some
+twenty passes over a large graph take little more room than the graph itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import _torch
+from zerograph._torch import OpOverload
+from zerograph.buckets import Bucket
+from zerograph.compiler import CompiledStep, Prepared
+from zerograph.loop import loop_of
+from zerograph.memory import WAIT, profile
+from zerograph.passes.context import Context
+from zerograph.passes.pipeline import stages
+from zerograph.report.intern import Interned
+from zerograph.report.sequence import Held, Placed, Sequenced, held, sequence
+from zerograph.sbp import show
+from zerograph.step_graph import Boxing, Role, collective_runs, is_view, nbytes, origin, role
+
+# Lanes of the picture, from left to right. Communication has one beside each phase.
+REST, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
+_LANES = {"forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
+_WIRES = {"forward": FORWARD_WIRE, "backward": BACKWARD_WIRE, "update": UPDATE_WIRE}
+
+# Bits of what a node is.
+VIEW, BOXING, WAITS, RECOMPUTED, RETURNED, REPEATED, IN_PLACE = (1 << bit for bit in range(7))
+
+# Places that are no module's: what enters the step beside parameters and buffers, and what belongs nowhere.
+INPUTS, NOWHERE = "\0inputs", "\0step"
+
+
+class Timed(Protocol):
+    """When a node runs: seconds from the beginning of the step, and what it keeps busy meanwhile.
+
+    ``waits`` are seconds of it that are idle.
+    """
+
+    @property
+    def node(self) -> fx.Node: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def stream(self) -> str: ...
+    @property
+    def waits(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a node is, wherever it stands: many nodes are of one kind.
+
+    Attributes:
+        op: short name of the operator; ``target`` is the whole one.
+        sbp: as text, empty where it has none (yet).
+        shape: of what this rank holds, with the dtype; ``whole`` is the global one from ``localize`` on.
+        bytes: of what this rank holds.
+        flags: the bits above.
+    """
+
+    op: str
+    target: str
+    sbp: str
+    shape: str
+    whole: str
+    bytes: int
+    flags: int
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a node belongs: a module's qualified name, or a special place, the user's source line, and a lane."""
+
+    module: str
+    source: str
+    lane: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A node as a pass left it. All but ``inputs`` are numbers in the tables of :class:`Nodes`; 0 is no tensor, -1 no
+    boxing."""
+
+    name: int
+    kind: int
+    where: int
+    tensor: int
+    boxing: int
+    inputs: tuple[int, ...]
+
+
+@dataclass
+class Nodes:
+    """All nodes of all passes, each distinct text, kind, place and record once."""
+
+    names: Interned[str] = field(default_factory=Interned)
+    kinds: Interned[Kind] = field(default_factory=Interned)
+    wheres: Interned[Where] = field(default_factory=Interned)
+    tensors: Interned[str] = field(default_factory=Interned)
+    boxings: Interned[tuple[str, str, str, str, int, int, int, int]] = field(default_factory=Interned)
+    records: Interned[Record] = field(default_factory=Interned)
+    code: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors("")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass, and the records of the nodes that it left, in the order in which they run."""
+
+    name: str
+    summary: str
+    seconds: float
+    records: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Time:
+    """A foretold time line over the last pass's nodes.
+
+    Attributes:
+        seconds: of the step.
+        events: (place of the node in the last pass, start, end, stream, seconds of waiting).
+        loops: (start, end, turns): what lies between stands for so many turns, of which the first is shown.
+    """
+
+    seconds: float
+    events: Sequence[tuple[int, float, float, str, float]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a page shows.
+
+    Attributes:
+        title: of the page.
+        facts: label and value of what is said first of the step.
+        nodes, passes: the graph after each pass.
+        buckets: names of the parameters in each, in order.
+        held: memory over the nodes of the last pass.
+        peak: bytes.
+        time: where a machine was given.
+        turns: how often each node of the last pass runs in a step, for those that run more than once.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    nodes: Nodes
+    passes: Sequence[Pass]
+    buckets: Mapping[str, Sequence[str]]
+    held: Sequence[Held]
+    peak: int
+    time: Time | None
+    turns: Mapping[int, int]
+
+
+def collect(step: CompiledStep | Prepared, title: str, timed: Iterable[Timed] | None, seconds: float) -> Report:
+    """Gather what a report shows. Runs every pass once more.
+
+    Args:
+        timed: when the nodes of the step's last graph run, those of a loop's body in its first turn; None for a report
+            without time.
+        seconds: that the step takes; read only with ``timed``.
+    """
+    context, last = step.context, step.passes[-1].graph.graph
+    nodes = Nodes()
+    reader = _Reader(nodes, context)
+    # The graph that runs is read itself: what is foretold is foretold of its nodes.
+    *earlier, ran = step.passes
+    passes = [
+        Pass(record.name, record.summary, record.seconds, reader.read(sequence(module.graph)))
+        for record, (_, module) in zip(earlier, stages(step.captured.graph, context), strict=False)
+    ]
+    found = sequence(last)
+    passes.append(Pass(ran.name, ran.summary, ran.seconds, reader.read(found)))
+    memory = profile(last)
+    places = {placed.node: number for number, placed in enumerate(found.places)}
+    return Report(
+        title,
+        _facts(context, last),
+        nodes,
+        passes,
+        {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in context.buckets},
+        held(memory, last, found),
+        memory.peak,
+        None if timed is None else Time(seconds, [_event(one, places) for one in timed]),
+        {number: placed.times for number, placed in enumerate(found.places) if placed.times > 1},
+    )
+
+
+def _event(one: Timed, places: Mapping[fx.Node, int]) -> tuple[int, float, float, str, float]:
+    return places[one.node], one.start, one.end, one.stream, one.waits
+
+
+def _facts(context: Context, graph: fx.Graph) -> list[tuple[str, str]]:
+    mesh = context.mesh
+    grid = str(mesh.size) if mesh.dims == 1 else " x ".join(map(str, mesh.shape))
+    place = str(mesh.position[0]) if mesh.dims == 1 else str(mesh.position)
+    policy = "no ZeRO" if context.policy.name == "off" else f"ZeRO {context.policy.name}"
+    runs = collective_runs(graph)
+    sent = sum(node.meta["boxing"].sent * times for node, times in runs)
+    found = [("placement", policy if context.updates else "no update"), ("ranks", grid), ("seen by rank", place)]
+    if context.micro_batches > 1:
+        found.append(("micro-batches", str(context.micro_batches)))
+    found.append(("collectives", str(sum(times for _, times in runs))))
+    found.append(("sent by each rank", str(round(sent))))
+    return found
+
+
+class _Reader:
+    """Reads the nodes of one pass after the other; those that a pass left alone are known."""
+
+    def __init__(self, nodes: Nodes, context: Context) -> None:
+        self._nodes = nodes
+        self._homes = {bucket.name: _home(bucket) for bucket in context.buckets}
+        self._known: dict[fx.Node, tuple[tuple[Any, ...], int]] = {}
+
+    def read(self, found: Sequenced) -> list[int]:
+        """Numbers of the nodes' records, in order."""
+        homes = self._update_homes(found.places)
+        return [self._record(placed, homes.get(placed.name), placed.name in found.returned) for placed in found.places]
+
+    def _record(self, placed: Placed, home: str | None, returned: bool) -> int:
+        node, meta = placed.node, placed.node.meta
+        now = (node.args, node.kwargs, node.target, meta.get("sbp"), meta.get("val"), meta.get("boxing"))
+        also = (placed.name, placed.inputs, home, returned, placed.times)
+        before = self._known.get(node)
+        if before is not None and all(map(is_, before[0][:6], now)) and before[0][6:] == also:
+            return before[1]
+        nodes = self._nodes
+        boxing = meta.get("boxing")
+        number = nodes.records(
+            Record(
+                nodes.names(placed.name),
+                nodes.kinds(_kind(node, returned, placed.times > 1)),
+                nodes.wheres(self._where(node, home)),
+                nodes.tensors(_tensor(node)),
+                nodes.boxings(_boxing(boxing)) if isinstance(boxing, Boxing) else -1,
+                tuple(map(nodes.names, placed.inputs)),
+            )
+        )
+        self._known[node] = ((*now, *also), number)
+        return number
+
+    def _where(self, node: fx.Node, home: str | None) -> Where:
+        found, given = origin(node), role(node)
+        if found.source:
+            self._nodes.code[found.source] = found.code
+        if node.op in ("placeholder", "get_attr"):
+            return Where(self._module_of(given), "", REST, "")
+        if isinstance(node.meta.get("boxing"), Boxing) or node.target is WAIT:
+            lane = _WIRES[found.phase]
+        else:
+            lane = _LANES[found.phase]
+        if found.phase == "update" and home is not None:
+            return Where(home, "", lane, found.phase)
+        if not found.module and not found.source:
+            return Where(NOWHERE, "", lane, found.phase)
+        return Where(found.module, found.source, lane, found.phase)
+
+    def _module_of(self, given: Role | None) -> str:
+        """The module that an input belongs to; of a bucket, and its state, that of the first parameter in it."""
+        if given is None:
+            return NOWHERE
+        if given.kind in ("parameter", "buffer"):
+            return given.name.rpartition(".")[0] or NOWHERE
+        return self._homes.get(given.name.partition(".")[0], INPUTS) if given.kind in ("bucket", "state") else INPUTS
+
+    def _update_homes(self, places: Sequence[Placed]) -> dict[str, str]:
+        """The module beside whose parameters each node of the update stands: that of the bucket which it updates.
+
+        What is computed for several buckets, a norm of all gradients for instance, has none.
+        """
+        homes: dict[str, str | None] = {}
+        for placed in places:
+            given = role(placed.node)
+            if given is not None and given.kind in ("bucket", "state"):
+                homes[placed.name] = self._homes.get(given.name.partition(".")[0])
+            elif placed.node.op != "placeholder" and origin(placed.node).phase == "update":
+                inputs = {home for name in placed.inputs if (home := homes.get(name)) is not None}
+                homes[placed.name] = inputs.pop() if len(inputs) == 1 else None
+        readers: dict[str, set[str | None]] = {}
+        for placed in reversed(places):
+            if homes.get(placed.name) is None and placed.name in homes and placed.name in readers:
+                (first, *more) = readers[placed.name]
+                homes[placed.name] = None if more else first
+            if placed.name in homes:
+                for name in placed.inputs:
+                    readers.setdefault(name, set()).add(homes[placed.name])
+        return {name: home for name, home in homes.items() if home is not None}
+
+
+def _home(bucket: Bucket) -> str:
+    return bucket.slots[0].name.rpartition(".")[0] or NOWHERE
+
+
+def _tensor(node: fx.Node) -> str:
+    """The tensor that a user would look for under another name than the node's."""
+    if (given := role(node)) is not None:
+        return given.name
+    boxing = node.meta.get("boxing")
+    if isinstance(boxing, Boxing):
+        return boxing.tensor
+    if isinstance(name := node.meta.get("parameter"), str):
+        return name
+    return f"gradient of {name}" if isinstance(name := node.meta.get("gradient"), str) else ""
+
+
+def _boxing(boxing: Boxing) -> tuple[str, str, str, str, int, int, int, int]:
+    source, target = show(boxing.source), show(boxing.target)
+    return (boxing.kind, source, target, boxing.tensor, boxing.bytes, round(boxing.sent), boxing.dim, boxing.ranks)
+
+
+def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
+    value = node.meta.get("val")
+    parts = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
+    shape = ", ".join(f"{_shape(one.shape)} {_dtype(one.dtype)}".strip() for one in parts)
+    whole = node.meta.get("global")
+    boxed = isinstance(node.meta.get("boxing"), Boxing)
+    flags = (
+        (VIEW if is_view(node) or node.target is operator.getitem else 0)
+        | (BOXING if boxed else 0)
+        | (WAITS if node.target is WAIT else 0)
+        | (RECOMPUTED if node.meta.get("recomputed") else 0)
+        | (RETURNED if returned else 0)
+        | (REPEATED if repeated else 0)
+        | (IN_PLACE if isinstance(node.target, OpOverload) and _torch.is_mutable(node.target) else 0)
+    )
+    target = str(node.target) if not callable(node.target) or isinstance(node.target, OpOverload) else _name_of(node)
+    return Kind(
+        _short(node), target, _sbp(node), shape, "" if whole is None else _shape(whole), sum(map(nbytes, parts)), flags
+    )
+
+
+def _name_of(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _short(node: fx.Node) -> str:
+    """What a node does, in a word."""
+    if (given := role(node)) is not None:
+        return given.kind
+    boxing = node.meta.get("boxing")
+    if isinstance(boxing, Boxing):
+        return boxing.kind
+    if (loop := loop_of(node)) is not None:
+        return f"{loop.micro_batches} micro-batches"
+    if node.target is WAIT:
+        return "wait"
+    if isinstance(node.target, OpOverload):
+        name = str(node.target).partition(".")[2]
+        return name.removesuffix(".default").removesuffix(".Tensor").removesuffix(".Scalar").removesuffix(".int")
+    return _name_of(node) if callable(node.target) else str(node.target)
+
+
+def _sbp(node: fx.Node) -> str:
+    found = node.meta.get("sbp")
+    if not found:
+        return "local" if node.meta.get("local") else ""
+    if isinstance(found[0], tuple):
+        # An operator with several results.
+        counted = Counter(show(one) for one in found if one)
+        return " ".join(counted) if counted else ""
+    return show(found)
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

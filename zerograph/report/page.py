@@ -1,0 +1,136 @@
+"""One HTML file that needs nothing else: the data, packed, and the code that draws it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from importlib import resources
+from typing import Any
+
+from zerograph.report.data import Report
+from zerograph.report.layout import lay_out
+
+_ASSETS = resources.files("zerograph.report") / "assets"
+_SCRIPTS = ("model.js", "graph.js", "charts.js", "report.js")
+
+
+def page(report: Report) -> str:
+    """The page as text. Names from the user's code are in it only packed, or escaped."""
+    return render(report.title, pack(contents(report)))
+
+
+def render(title: str, data: str) -> str:
+    """The page around packed data."""
+    parts = {
+        "title": html.escape(title),
+        "style": _asset("report.css"),
+        "library": _asset("cytoscape.min.js"),
+        "script": "\n".join(map(_asset, _SCRIPTS)),
+        "data": data,
+    }
+    # Cut once: what is put in is not looked at again.
+    found = []
+    for piece in _asset("page.html").split("{{"):
+        name, closed, rest = piece.partition("}}")
+        found.append(parts[name] + rest if closed and name in parts else piece)
+    return "".join(found)
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def pack(data: Mapping[str, Any]) -> str:
+    """JSON, gzip and base64, which no name in it can break out of."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    # No time of packing in it: equal reports are equal files.
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def contents(report: Report) -> dict[str, Any]:
+    """What the page reads: tables, and columns of numbers into them."""
+    nodes, layout = report.nodes, lay_out(report.nodes, report.passes)
+    records = nodes.records.items
+    return {
+        "title": report.title,
+        "facts": report.facts,
+        "names": nodes.names.items,
+        "tensors": nodes.tensors.items,
+        "kinds": [astuple(one) for one in nodes.kinds.items],
+        "boxings": nodes.boxings.items,
+        "wheres": [
+            (row, one.lane, one.phase, one.source)
+            for row, one in zip(layout.row_of, nodes.wheres.items, strict=True)
+        ],
+        "code": nodes.code,
+        "records": {
+            "name": [one.name for one in records],
+            "kind": [one.kind for one in records],
+            "where": [one.where for one in records],
+            "tensor": [one.tensor for one in records],
+            "boxing": [one.boxing for one in records],
+            "reads": [len(one.inputs) for one in records],
+            "inputs": [name for one in records for name in one.inputs],
+        },
+        "rows": [astuple(one) for one in layout.rows],
+        "cells": [[number for place in cell for number in place] for cell in layout.cells],
+        "passes": [
+            {
+                "name": one.name,
+                "summary": one.summary,
+                "seconds": round(one.seconds, 3),
+                "runs": runs(before, one.records),
+                "cells": changed(cells_before, cells),
+            }
+            for one, before, cells, cells_before in zip(
+                report.passes,
+                ((), *(one.records for one in report.passes)),
+                layout.arranged,
+                ({}, *layout.arranged),
+                strict=False,
+            )
+        ],
+        "buckets": report.buckets,
+        "held": [list(column) for column in zip(*map(astuple, report.held), strict=True)],
+        "peak": report.peak,
+        "time": None
+        if report.time is None
+        else {
+            "seconds": report.time.seconds,
+            # In nanoseconds.
+            "events": [
+                (node, round(start * 1e9), round((end - start) * 1e9), stream, round(waits * 1e9))
+                for node, start, end, stream, waits in report.time.events
+            ],
+        },
+        "turns": list(report.turns.items()),
+    }
+
+
+def runs(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """A list told by the one before it: pairs of a start and a length.
+
+    A start from 0 up is a place in the list before, and the run is what stands there; one below 0 is the number
+    ``-1 - start``, and the run counts up from it.
+    """
+    places = {number: place for place, number in enumerate(before)}
+    found: list[int] = []
+    following: int | None = None
+    for number in after:
+        place = places.get(number)
+        start = -1 - number if place is None else place
+        if start != following:
+            found += [start, 0]
+        found[-1] += 1
+        following = start - 1 if place is None else start + 1
+    return found
+
+
+def changed(before: Mapping[tuple[int, int], int], after: Mapping[tuple[int, int], int]) -> list[int]:
+    """Row, lane and arrangement, one behind the other, of each cell that is not as before; -1 for one that is gone."""
+    found = [number for place, cell in after.items() if before.get(place) != cell for number in (*place, cell)]
+    return found + [number for place in before if place not in after for number in (*place, -1)]
