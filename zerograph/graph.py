@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, checkpoint, finite, hyperparameters, inspection, replicas, state_dict
+from zerograph import _torch, checkpoint, finite, hyperparameters, inspection, replicas, report, state_dict
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
 from zerograph.compiler import CompiledStep, Compiler, Prepared
@@ -29,6 +29,7 @@ from zerograph.memory import Memory
 from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
 from zerograph.passes.pipeline import PassRecord
+from zerograph.planner.machine import Machine
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
@@ -313,6 +314,22 @@ class ZeroGraph:
         Foretold from the graph, and exact within some percent where its nodes run one by one (backend ``"eager"``).
         """
         return self._compiled().memory
+
+    def report(self, path: str | os.PathLike[str], machine: str | os.PathLike[str] | Machine | None = None) -> None:
+        """Write one HTML page of the step compiled last, which needs no network: to be opened in a browser.
+
+        The graph by module after every pass, memory over the step, and what computes and is on the wire when. It is
+        this rank's: on several, let one of them call it.
+
+        Args:
+            path: the file; what was there is overwritten.
+            machine: what the time is foretold for: ``"h100"``, ``"a100"``, ..., a YAML file, or a
+                :class:`zerograph.planner.machine.Machine`; None for a page without times.
+
+        Raises:
+            ConfigError: nothing is compiled yet, there is no such machine, or the file cannot be written.
+        """
+        report.write(self._compiled(), path, title=type(self).__name__, machine=machine)
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name.

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from zerograph.compiler import CompiledStep, Prepared
 from zerograph.errors import ConfigError
-from zerograph.report.data import Timed, collect
+from zerograph.planner import machine as machines
+from zerograph.planner.machine import Machine
+from zerograph.report.data import collect
 from zerograph.report.page import page
 
 
@@ -24,26 +25,24 @@ def write(
     path: str | os.PathLike[str],
     *,
     title: str,
-    timed: Iterable[Timed] | None = None,
-    seconds: float = 0.0,
-) -> Path:
+    machine: str | os.PathLike[str] | Machine | None = None,
+) -> None:
     """Write a step's report. Needs no process group, and nothing but the file changes.
 
     Args:
         path: the HTML file; what was there is overwritten.
         title: names the step on the page.
-        timed: when the nodes of the step's last graph run; without, the page has no time line.
-        seconds: that the step takes.
+        machine: as :func:`zerograph.planner.machine.machine` takes it; None for a page without times.
 
     Raises:
-        ConfigError: the file cannot be written; that is found out before anything is computed.
+        ConfigError: there is no such machine, or the file cannot be written; both are found out first.
     """
+    described = None if machine is None else machines.machine(machine)
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
         raise ConfigError(f"the report cannot be written to {file}: give a file's name in a folder that exists")
     try:
         file.open("a").close()
     except OSError as error:
-        raise ConfigError(f"the report cannot be written to {file}: {error.strerror}") from error
-    file.write_text(page(collect(step, title, timed, seconds)), encoding="utf-8")
-    return file
+        raise ConfigError(f"the report cannot be written to {file}: {error.strerror}\nGive another path.") from error
+    file.write_text(page(collect(step, title, described)), encoding="utf-8")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,8 +22,11 @@ from zerograph.buckets import Bucket
 from zerograph.compiler import CompiledStep, Prepared
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile
+from zerograph.mesh import Mesh
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import stages
+from zerograph.planner.machine import Machine
+from zerograph.planner.timeline import timeline
 from zerograph.report.intern import Interned
 from zerograph.report.sequence import Held, Placed, Sequenced, held, sequence
 from zerograph.sbp import show
@@ -39,24 +42,6 @@ VIEW, BOXING, WAITS, RECOMPUTED, RETURNED, REPEATED, IN_PLACE = (1 << bit for bi
 
 # Places that are no module's: what enters the step beside parameters and buffers, and what belongs nowhere.
 INPUTS, NOWHERE = "\0inputs", "\0step"
-
-
-class Timed(Protocol):
-    """When a node runs: seconds from the beginning of the step, and what it keeps busy meanwhile.
-
-    ``waits`` are seconds of it that are idle.
-    """
-
-    @property
-    def node(self) -> fx.Node: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def stream(self) -> str: ...
-    @property
-    def waits(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -134,11 +119,13 @@ class Time:
     """A foretold time line over the last pass's nodes.
 
     Attributes:
+        machine: its name.
         seconds: of the step.
-        events: (place of the node in the last pass, start, end, stream, seconds of waiting).
-        loops: (start, end, turns): what lies between stands for so many turns, of which the first is shown.
+        events: (place of the node in the last pass, start, end, stream, seconds of waiting); of a loop's turns the
+            first.
     """
 
+    machine: str
     seconds: float
     events: Sequence[tuple[int, float, float, str, float]]
 
@@ -169,13 +156,11 @@ class Report:
     turns: Mapping[int, int]
 
 
-def collect(step: CompiledStep | Prepared, title: str, timed: Iterable[Timed] | None, seconds: float) -> Report:
+def collect(step: CompiledStep | Prepared, title: str, machine: Machine | None) -> Report:
     """Gather what a report shows. Runs every pass once more.
 
     Args:
-        timed: when the nodes of the step's last graph run, those of a loop's body in its first turn; None for a report
-            without time.
-        seconds: that the step takes; read only with ``timed``.
+        machine: what time is foretold for; None for a report without.
     """
     context, last = step.context, step.passes[-1].graph.graph
     nodes = Nodes()
@@ -198,13 +183,18 @@ def collect(step: CompiledStep | Prepared, title: str, timed: Iterable[Timed] | 
         {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in context.buckets},
         held(memory, last, found),
         memory.peak,
-        None if timed is None else Time(seconds, [_event(one, places) for one in timed]),
+        None if machine is None else _time(last, machine, context.mesh, places),
         {number: placed.times for number, placed in enumerate(found.places) if placed.times > 1},
     )
 
 
-def _event(one: Timed, places: Mapping[fx.Node, int]) -> tuple[int, float, float, str, float]:
-    return places[one.node], one.start, one.end, one.stream, one.waits
+def _time(graph: fx.Graph, machine: Machine, mesh: Mesh, places: Mapping[fx.Node, int]) -> Time:
+    found = timeline(graph, machine, mesh)
+    return Time(
+        machine.name,
+        found.seconds,
+        [(places[one.node], one.start, one.end, one.stream, one.waits) for one in found.events],
+    )
 
 
 def _facts(context: Context, graph: fx.Graph) -> list[tuple[str, str]]:
@@ -222,13 +212,17 @@ def _facts(context: Context, graph: fx.Graph) -> list[tuple[str, str]]:
     return found
 
 
+# What is read of a node's metadata.
+_SAID = ("val", "sbp", "global", "boxing", "origin", "role", "recomputed", "local", "parameter", "gradient")
+
+
 class _Reader:
     """Reads the nodes of one pass after the other; those that a pass left alone are known."""
 
     def __init__(self, nodes: Nodes, context: Context) -> None:
         self._nodes = nodes
         self._homes = {bucket.name: _home(bucket) for bucket in context.buckets}
-        self._known: dict[fx.Node, tuple[tuple[Any, ...], int]] = {}
+        self._known: dict[fx.Node, tuple[tuple[Any, ...], tuple[Any, ...], int]] = {}
 
     def read(self, found: Sequenced) -> list[int]:
         """Numbers of the nodes' records, in order."""
@@ -237,11 +231,11 @@ class _Reader:
 
     def _record(self, placed: Placed, home: str | None, returned: bool) -> int:
         node, meta = placed.node, placed.node.meta
-        now = (node.args, node.kwargs, node.target, meta.get("sbp"), meta.get("val"), meta.get("boxing"))
+        now = (node.args, node.kwargs, node.target, *map(meta.get, _SAID))
         also = (placed.name, placed.inputs, home, returned, placed.times)
         before = self._known.get(node)
-        if before is not None and all(map(is_, before[0][:6], now)) and before[0][6:] == also:
-            return before[1]
+        if before is not None and all(map(is_, before[0], now)) and before[1] == also:
+            return before[2]
         nodes = self._nodes
         boxing = meta.get("boxing")
         number = nodes.records(
@@ -254,7 +248,7 @@ class _Reader:
                 tuple(map(nodes.names, placed.inputs)),
             )
         )
-        self._known[node] = ((*now, *also), number)
+        self._known[node] = now, also, number
         return number
 
     def _where(self, node: fx.Node, home: str | None) -> Where:
@@ -380,7 +374,7 @@ def _sbp(node: fx.Node) -> str:
 
 
 def _shape(shape: Iterable[int]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
+    return "\N{MULTIPLICATION SIGN}".join(map(str, shape)) or "scalar"
 
 
 _DTYPES = {

@@ -160,7 +160,10 @@ def _add(
             rows.append(Row(code.get(name) or name, name, parent, "line", name))
         else:
             inner = module.children[name]
-            rows.append(Row(name, inner.path, parent, "module"))
+            # One of a list is called after the list: a number alone says little.
+            rows.append(
+                Row(".".join(inner.path.split(".")[-2:]) if name.isdigit() else name, inner.path, parent, "module")
+            )
             _add(inner, number, rows, leaves, code)
 
 

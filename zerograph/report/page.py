@@ -63,8 +63,7 @@ def contents(report: Report) -> dict[str, Any]:
         "kinds": [astuple(one) for one in nodes.kinds.items],
         "boxings": nodes.boxings.items,
         "wheres": [
-            (row, one.lane, one.phase, one.source)
-            for row, one in zip(layout.row_of, nodes.wheres.items, strict=True)
+            (row, one.lane, one.phase, one.source) for row, one in zip(layout.row_of, nodes.wheres.items, strict=True)
         ],
         "code": nodes.code,
         "records": {
@@ -100,6 +99,7 @@ def contents(report: Report) -> dict[str, Any]:
         "time": None
         if report.time is None
         else {
+            "machine": report.time.machine,
             "seconds": report.time.seconds,
             # In nanoseconds.
             "events": [

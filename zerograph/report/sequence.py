@@ -64,9 +64,11 @@ def _lay(graph: fx.Graph, found: Sequenced, prefix: str, given: Mapping[str, str
         elif not (prefix and node.op == "placeholder" and (node.name in given or _is_written(node))):
             if (loop := loop_of(node)) is not None:
                 inside = loop.body.graph
-                taken = [one.name for one in inside.find_nodes(op="placeholder")]
-                operands = [name for one in node.args if isinstance(one, fx.Node) if (name := _name(one, prefix, given))]
-                passed = dict(zip(taken, operands, strict=False)) if len(operands) == len(node.args) else {}
+                passed = {
+                    taken.name: name
+                    for taken, one in zip(inside.find_nodes(op="placeholder"), node.args, strict=False)
+                    if isinstance(one, fx.Node) and (name := _name(one, prefix, given)) is not None
+                }
                 yields = _lay(inside, found, f"{prefix}{node.name}.", passed, times * loop.micro_batches)
                 inputs = tuple(dict.fromkeys((*inputs, *yields)))
             if prefix and any(_is_written(one) for one in node.all_input_nodes):

@@ -262,11 +262,13 @@ class Charts {
       const y = top + 2 + event.line * thick;
       pen.fillStyle = colors(eventColor(event));
       pen.fillRect(from, y, wide > 4 ? wide - 0.7 : wide, thick - (count > 1 ? 1 : 0));
-      if (wide > 46 && count === 1) {
-        pen.fillStyle = colors("--on-event");
+      if (wide > 26 && count === 1) {
+        const { op, tensor, boxing } = event.node;
+        const text = (event.waits ? ["waits"] : boxing ? [`${op} of ${tensor}`, op, tensor] : [op]).find((one) => pen.measureText(one).width < wide - 8);
+        if (!text) continue;
+        pen.fillStyle = colors(event.waits ? "--dim" : "--on-event");
         pen.textAlign = "left";
-        const text = event.waits ? "waits" : event.node.boxing ? `${event.node.op} ${event.node.tensor}` : event.node.op;
-        pen.fillText(short(text, Math.floor((wide - 8) / 6)), Math.max(SIDE, from) + 4, y + thick / 2);
+        pen.fillText(text, Math.max(SIDE, from) + 4, y + thick / 2);
       }
     }
     for (const [start, end, turns] of this.loops()) {

@@ -3,13 +3,14 @@
 
 const PILL = { width: 158, height: 34, x: 172, y: 46 };
 const ROW = { closed: 38, head: 30, foot: 8, box: 28, indent: 14 };
-const LANE = { least: 176, wire: 158, gap: 26, pad: 10 };
+const LANE = { least: 148, wire: 132, gap: 22, pad: 10 };
 
 class GraphView {
-  /** @param chosen is told the node (or null) that was selected. */
-  constructor(model, chosen) {
+  /** @param chosen is told the node (or null) that was selected, chosenRow the module that was opened or closed. */
+  constructor(model, chosen, chosenRow) {
     this.model = model;
     this.chosen = chosen;
+    this.chosenRow = chosenRow;
     this.pass = model.last;
     this.open = new Set();
     this.selected = null;
@@ -120,6 +121,7 @@ class GraphView {
     this.keep(() => this.draw(), row);
     this.mark(this.selected);
     this.focus(row);
+    this.chosenRow(row);
     say(`${this.model.path(row)} ${open ? "open" : "closed"}`);
   }
 
@@ -307,7 +309,7 @@ class GraphView {
     }
     if (!stops.length) { stops.push(sbpColor("")); shares.push(0); }
     return { group: "nodes", position: { x, y: place.top + ROW.closed / 2 },
-      data: { id, row: place.row, lane, label: boxed ? boxLabel(summary) : this.content(place, lane, summary), width: width - 14, height: ROW.box, stops, shares },
+      data: { id, row: place.row, lane, label: boxed ? boxLabel(summary) : this.content(place, lane, summary), width: Math.min(width - 8, 190), height: ROW.box, stops, shares },
       classes: `box${boxed ? " boxing" : ""}` };
   }
 
@@ -321,7 +323,7 @@ class GraphView {
         if (!(node.flags & (VIEW | WAITS))) ops.set(node.op, (ops.get(node.op) || 0) + 1);
       }
       const text = [...ops].map(([op, count]) => (count > 1 ? `${op} ×${count}` : op)).join(", ");
-      if (text) return short(text, 25);
+      if (text) return short(text, 21);
       return summary.count === 1 ? this.graph.nodes[members[0]].op : `${summary.count} views`;
     }
     return lane === REST ? `${summary.count} tensor${summary.count > 1 ? "s" : ""}` : `${summary.count} node${summary.count > 1 ? "s" : ""}`;
@@ -343,7 +345,7 @@ class GraphView {
       const source = positions.get(from), target = positions.get(to);
       if (!source || !target) continue;
       const wire = source.classes.includes("boxing") || target.classes.includes("boxing");
-      made.push({ group: "edges", data: { id: key, source: from, target: to, count, width: 1 + Math.min(2, Math.log10(count)), ...curve(source, target) },
+      made.push({ group: "edges", data: { id: key, source: from, target: to, count, width: 1 + Math.min(2, Math.log10(count)), shade: Math.abs(source.position.y - target.position.y) > 260 ? 0.22 : 0.6, ...curve(source, target) },
                   classes: wire ? "wire" : "" });
     }
     return made;
@@ -362,7 +364,7 @@ class GraphView {
       bar.style.left = `${offset + from}px`;
       bar.style.width = `${wide * zoom}px`;
       if (from + wide * zoom < 0 || from > width) bar.hidden = true;
-      bar.append(make("span", { textContent: wide * zoom < 96 ? LANES[lane].replace("communication", "wire") : LANES[lane] }));
+      bar.append(make("span", { textContent: LANES[lane] }));
       return bar;
     }));
     const bands = [], items = [];
@@ -464,7 +466,7 @@ class GraphView {
 
   theme() {
     const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-    const font = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif";
+    const font = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
     this.cy.style([
       { selector: "node", style: {
         shape: "round-rectangle", width: "data(width)", height: "data(height)", label: "data(label)", color: css("--on-node"),
@@ -481,8 +483,8 @@ class GraphView {
       { selector: "edge", style: {
         width: "data(width)", "line-color": css("--edge"), "target-arrow-color": css("--edge"), "target-arrow-shape": "triangle", "arrow-scale": 0.7,
         "curve-style": "unbundled-bezier", "control-point-distances": "data(distances)", "control-point-weights": "data(weights)", "edge-distances": "endpoints",
-        "source-endpoint": "data(leaves)", "target-endpoint": "data(enters)", opacity: 0.55, "overlay-opacity": 0 } },
-      { selector: "edge.wire", style: { "line-color": css("--boxing"), "target-arrow-color": css("--boxing"), opacity: 0.6 } },
+        "source-endpoint": "data(leaves)", "target-endpoint": "data(enters)", opacity: "data(shade)", "overlay-opacity": 0 } },
+      { selector: "edge.wire", style: { "line-color": css("--boxing"), "target-arrow-color": css("--boxing") } },
       { selector: "edge.near", style: { opacity: 1, "line-color": css("--accent"), "target-arrow-color": css("--accent"), "z-index": 9 } },
       { selector: "edge.before, edge.behind", style: { opacity: 1, width: 2.5, "line-color": css("--accent"), "target-arrow-color": css("--accent"), "z-index": 10 } },
       { selector: "edge.behind", style: { "line-style": "dashed" } },
@@ -534,7 +536,7 @@ function curve(source, target) {
 function boxLabel(summary) {
   const kinds = [...summary.boxings].map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind));
   const text = kinds.length > 2 ? `${[...summary.boxings.values()].reduce((a, b) => a + b, 0)} changes of SBP` : kinds.join(", ");
-  return `${short(text, 27)}\n${showBytes(summary.sent)}`;
+  return `${short(text, 19)}\n${showBytes(summary.sent)}`;
 }
 
 /** The variable that holds an SBP's colour. */

@@ -1,7 +1,7 @@
 // What the page knows of a step: tables, the nodes after each pass, and memory over them. Draws nothing.
 "use strict";
 
-const LANES = ["at rest", "communication", "forward", "backward", "communication", "update", "communication"];
+const LANES = ["at rest", "boxing", "forward", "backward", "boxing", "update", "boxing"];
 const REST = 0, FORWARD_WIRE = 1, FORWARD = 2, BACKWARD = 3, BACKWARD_WIRE = 4, UPDATE = 5, UPDATE_WIRE = 6;
 const VIEW = 1, BOXING = 2, WAITS = 4, RECOMPUTED = 8, RETURNED = 16, REPEATED = 32, IN_PLACE = 64;
 // From the bottom of the picture up: what rests lies below what comes and goes.
@@ -122,7 +122,13 @@ class Model {
     const names = this.data.buckets[bucket.split(".")[0]];
     if (!names || node.op === "state" || bucket.includes(".")) return node.tensor;
     const of = node.tensor.startsWith("gradient of ") ? "gradient of " : "";
-    return `${of}${bucket}: ${names[0]}${names.length > 1 ? ` … ${names.at(-1)} (${names.length})` : ""}`;
+    return names.length === 1 ? `${of}${names[0]}` : `${of}${bucket} (${names.length} parameters)`;
+  }
+
+  /** The first and last parameter behind a node that stands for several. */
+  span(node) {
+    const names = this.parameters(node);
+    return names.length > 1 ? `${names[0]} … ${names.at(-1)}` : "";
   }
 
   parameters(node) {

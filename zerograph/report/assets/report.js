@@ -48,7 +48,7 @@ class Page {
     this.model = model;
     this.facts();
     this.legend();
-    this.graph = new GraphView(model, (node) => this.details(node));
+    this.graph = new GraphView(model, (node) => this.details(node), (row) => this.about(row));
     this.charts = new Charts(model, (node) => this.go(node.name));
     this.slider();
     this.details(null);
@@ -61,7 +61,7 @@ class Page {
     const { facts, peak, time } = this.model.data;
     const shown = facts.map(([label, value]) => [label, label === "sent by each rank" ? showBytes(+value) : value]);
     shown.push(["memory at the peak", showBytes(peak)]);
-    if (time) shown.push(["foretold step", showTime(time.seconds * 1e9)]);
+    if (time) shown.push([`step, foretold for ${time.machine}`, showTime(time.seconds * 1e9)]);
     byId("facts").replaceChildren(...shown.map(([label, value]) => make("div", {}, make("dt", { textContent: label }), make("dd", { textContent: value }))));
   }
 
@@ -123,8 +123,9 @@ class Page {
     const at = this.graph.pass, pass = this.model.data.passes[at], { made, gone, other, moved } = this.changes(at);
     const parts = at === 0 ? [] : [made && `+${made}`, gone && `−${gone}`, other && `${other} changed`, !made && !gone && !other && (moved ? "order only" : "nothing to do here")].filter(Boolean);
     byId("passname").textContent = `${at + 1}/${this.model.last + 1} ${pass.name}`;
-    byId("passcount").textContent = [`${this.model.orders[at].length} nodes`, ...parts, `${pass.seconds < 0.01 ? "<0.01" : pass.seconds.toFixed(2)} s`].join(" · ");
+    byId("passcount").textContent = [`${this.model.orders[at].length} nodes`, ...parts].join(" · ");
     byId("passsummary").textContent = pass.summary;
+    byId("said").title = `${pass.summary}\nThe pass took ${pass.seconds < 0.01 ? "less than 0.01" : pass.seconds.toFixed(2)} s.`;
     byId("pass").setAttribute("aria-valuetext", `${pass.name}, ${pass.summary}`);
     [...byId("ticks").children].forEach((tick, one) => tick.classList.toggle("now", one === at));
   }
@@ -169,6 +170,19 @@ class Page {
     say("read by", this.links(node.users));
   }
 
+  /** What a module or a line holds, lane by lane. */
+  about(row) {
+    const { model } = this, one = model.rows[row], table = make("dl");
+    for (const lane of this.graph.lanes) {
+      const summary = this.graph.graph.summary.get(cellKey(row, lane));
+      if (!summary) continue;
+      const what = [...summary.boxings].map(([kind, count]) => `${count} ${kind}`).join(", ");
+      table.append(make("dt", { textContent: LANES[lane] }), make("dd", { textContent: what ? `${what}, ${showBytes(summary.sent)} sent` : `${summary.count} nodes` }));
+    }
+    byId("details").replaceChildren(make("h2", { textContent: model.path(row) }), table);
+    if (one.source) byId("details").append(make("p", { className: "dim", textContent: one.source }), make("code", { className: "line", textContent: model.code(one.source) }));
+  }
+
   /** When it runs, and how long what it makes is held. */
   lasting(node, say) {
     const { memory, charts } = { memory: this.model.memory(), charts: this.charts };
@@ -208,9 +222,10 @@ class Page {
     const shown = all.slice(0, 12);
     for (const one of shown) {
       const name = make("button", { type: "button", className: "link", textContent: this.model.title(one.node), title: this.model.parameters(one.node).join("\n") });
+      const span = this.model.span(one.node);
       name.addEventListener("click", () => this.go(one.node.name));
       const where = [one.node.phase, this.model.path(one.node.row), one.node.source].filter(Boolean).join(" · ");
-      table.append(make("tr", {}, make("td", { className: "bytes", textContent: showBytes(one.bytes) }), make("td", {}, swatch(memoryColor(one.kind)), name, make("small", { textContent: `${one.kind} · ${where}`, title: this.model.code(one.node.source) }))));
+      table.append(make("tr", {}, make("td", { className: "bytes", textContent: showBytes(one.bytes) }), make("td", {}, swatch(memoryColor(one.kind)), name, span ? make("small", { textContent: span }) : "", make("small", { textContent: `${one.kind} · ${where}`, title: this.model.code(one.node.source) }))));
     }
     const rest = all.slice(12);
     if (rest.length) table.append(make("tr", {}, make("td", { className: "bytes", textContent: showBytes(rest.reduce((sum, one) => sum + one.bytes, 0)) }), make("td", { className: "dim", textContent: `in ${rest.length} more` })));
