@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zerograph.report.data import INPUTS, NOWHERE, REST, Nodes, Pass, Record, Where
+from zerograph.report.data import BACKWARD, FORWARD, INPUTS, NOWHERE, REST, UPDATE, Nodes, Pass, Record, Where
 from zerograph.report.intern import Interned
 
 # Nodes of one layer that stand beside each other at most.
@@ -68,7 +68,7 @@ def lay_out(nodes: Nodes, passes: Sequence[Pass]) -> Layout:
     wheres, records = nodes.wheres.items, nodes.records.items
     rows, row_of = _rows(nodes, [wheres[number] for number in _in_order(records, wheres, passes)], wheres)
     cells: Interned[Cell] = Interned()
-    known: dict[tuple[tuple[int, ...], ...], int] = {}
+    known: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
     arranged = []
     for one in passes:
         content: dict[tuple[int, int], list[Record]] = {}
@@ -78,9 +78,11 @@ def lay_out(nodes: Nodes, passes: Sequence[Pass]) -> Layout:
         found = {}
         for place, members in content.items():
             edges = _edges(members)
-            if edges not in known:
-                known[edges] = cells(_arrange(edges))
-            found[place] = known[edges]
+            # Past what stands one below the other edges need not go through anything.
+            widest = WIDEST if place[1] in (FORWARD, BACKWARD, UPDATE) else 1
+            if (widest, edges) not in known:
+                known[widest, edges] = cells(_arrange(edges, widest))
+            found[place] = known[widest, edges]
         arranged.append(found)
     return Layout(rows, row_of, cells.items, arranged)
 
@@ -90,26 +92,23 @@ def _in_order(records: Sequence[Record], wheres: Sequence[Where], passes: Sequen
 
     What a later pass brings stands behind its neighbour there. Parameters, which are given in any order, come last.
     """
-    following: dict[int, int] = {}
-    first = -1
+    order: list[int] = []
+    known: set[int] = set()
     for one in passes:
+        new: dict[int, None] = {}
+        # By what they follow; -1 for the beginning.
+        behind: dict[int, list[int]] = {}
         previous = -1
         for number in one.records:
             where = records[number].where
-            if wheres[where].lane == REST:
-                continue
-            if where not in following:
-                # A list whose entries know their successor: -1 is its end.
-                if previous == -1:
-                    following[where], first = first, where
-                else:
-                    following[where], following[previous] = following[previous], where
-            previous = where
-    found = []
-    while first != -1:
-        found.append(first)
-        first = following[first]
-    return [*found, *(number for number, where in enumerate(wheres) if where.lane == REST)]
+            if where in known:
+                previous = where
+            elif where not in new and wheres[where].lane != REST:
+                new[where] = None
+                behind.setdefault(previous, []).append(where)
+        order = [where for old in (-1, *order) for where in (old, *behind.get(old, ()))][1:]
+        known |= set(new)
+    return [*order, *(number for number, where in enumerate(wheres) if where.lane == REST)]
 
 
 def _rows(nodes: Nodes, order: Sequence[Where], wheres: Sequence[Where]) -> tuple[list[Row], list[int]]:
@@ -173,7 +172,7 @@ def _edges(members: Sequence[Record]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(places[name] for name in record.inputs if name in places) for record in members)
 
 
-def _arrange(edges: Sequence[Sequence[int]]) -> Cell:
+def _arrange(edges: Sequence[Sequence[int]], widest: int) -> Cell:
     """A layered drawing: each node below all that it reads, and below its first input where that is free."""
     depths: list[int] = []
     for inputs in edges:
@@ -191,11 +190,11 @@ def _arrange(edges: Sequence[Sequence[int]]) -> Cell:
             for place, node in enumerate(members)
         }
         members = sorted(members, key=lambda node: (wanted[node], node))
-        for start in range(0, len(members), WIDEST):
-            part = members[start : start + WIDEST]
+        for start in range(0, len(members), widest):
+            part = members[start : start + widest]
             free = 0
             for place, node in enumerate(part):
-                column = max(free, min(round(wanted[node]), WIDEST - len(part) + place))
+                column = max(free, min(round(wanted[node]), widest - len(part) + place))
                 columns[node] = column
                 found[node] = (column, line)
                 free = column + 1

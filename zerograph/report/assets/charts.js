@@ -194,6 +194,7 @@ class Charts {
     this.colors = palette();
     this.drawMemory();
     streams.forEach((stream, at) => this.drawStream(stream, this.memoryHeight + 4 + at * STREAM_HEIGHT));
+    this.veilLoops();
     this.drawAxis(height);
     this.placePeak();
     this.canvas.setAttribute("aria-label", `Memory over the step: at most ${showBytes(this.memory.total[this.memory.peak] || 0)}. Arrow keys go from node to node, P to the peak, plus and minus zoom, Enter shows the node.`);
@@ -274,9 +275,10 @@ class Charts {
     for (const [start, end, turns] of this.loops()) {
       const from = Math.max(SIDE, this.x(start)), to = Math.min(SIDE + this.plotWidth, this.x(end));
       if (to - from < 30) continue;
+      if (stream !== "compute") continue;
       pen.fillStyle = colors("--dim");
       pen.textAlign = "center";
-      pen.fillText(`… ${turns} micro-batches in all, the first is shown`, (from + to) / 2, top + STREAM_HEIGHT / 2);
+      pen.fillText(`${turns - 1} more micro-batches`, (from + to) / 2, top + STREAM_HEIGHT / 2);
     }
     pen.restore();
   }
@@ -295,6 +297,23 @@ class Charts {
       if (open && this.end > open.end) this._loops.push([open.end, this.end, open.turns]);
     }
     return this._loops;
+  }
+
+  /** Where only the first turn of a loop is shown, memory is not that of the others: they are as the first. */
+  veilLoops() {
+    const { pen, colors } = this;
+    for (const [start, end, turns] of this.loops()) {
+      const from = Math.max(SIDE, this.x(start)), to = Math.min(SIDE + this.plotWidth, this.x(end));
+      if (to <= from) continue;
+      pen.globalAlpha = 0.72;
+      pen.fillStyle = colors("--canvas");
+      pen.fillRect(from, 0, to - from, this.memoryHeight);
+      pen.globalAlpha = 1;
+      if (to - from < 160) continue;
+      pen.fillStyle = colors("--dim");
+      pen.textAlign = "center";
+      pen.fillText(`${turns - 1} more micro-batches, each as the first`, (from + to) / 2, this.memoryHeight / 2);
+    }
   }
 
   drawAxis(height) {

@@ -5,6 +5,9 @@ const PILL = { width: 158, height: 34, x: 172, y: 46 };
 const ROW = { closed: 38, head: 30, foot: 8, box: 28, indent: 14 };
 const LANE = { least: 148, wire: 132, gap: 22, pad: 10 };
 
+// Operators that compute nothing new.
+const PLAIN = /^(_to_copy|empty|full|copy_|zero_|clone|_unsafe_view|zeros|ones|arange|add$)/;
+
 class GraphView {
   /** @param chosen is told the node (or null) that was selected, chosenRow the module that was opened or closed. */
   constructor(model, chosen, chosenRow) {
@@ -81,7 +84,7 @@ class GraphView {
     const height = this.element.clientHeight, width = this.element.clientWidth;
     const least = Math.min(30, height - this.height * zoom - 70);
     const left = Math.min(10, width - this.width * zoom - 10);
-    this.cy.pan({ x: Math.max(left, Math.min(10, pan.x + x)), y: Math.max(least, Math.min(34, pan.y + y)) });
+    this.cy.pan({ x: Math.max(left, Math.min(10, pan.x + x)), y: Math.max(least, Math.min(28, pan.y + y)) });
   }
 
   zoom(factor, at) {
@@ -92,7 +95,7 @@ class GraphView {
 
   fit() {
     this.cy.zoom(Math.max(0.45, Math.min(1, (this.element.clientWidth - 16) / this.width)));
-    this.cy.pan({ x: 8, y: 34 });
+    this.cy.pan({ x: 8, y: 28 });
     this.overlay();
   }
 
@@ -128,7 +131,7 @@ class GraphView {
   collapse() {
     this.open.clear();
     this.draw();
-    this.cy.pan({ x: this.cy.pan().x, y: 34 });
+    this.cy.pan({ x: this.cy.pan().x, y: 28 });
     this.overlay();
   }
 
@@ -322,8 +325,12 @@ class GraphView {
         const node = this.graph.nodes[index];
         if (!(node.flags & (VIEW | WAITS))) ops.set(node.op, (ops.get(node.op) || 0) + 1);
       }
-      const text = [...ops].map(([op, count]) => (count > 1 ? `${op} ×${count}` : op)).join(", ");
-      if (text) return short(text, 21);
+      // What copies and fills says least.
+      const texts = [...ops].sort((a, b) => PLAIN.test(a[0]) - PLAIN.test(b[0])).map(([op, count]) => (count > 1 ? `${op} ×${count}` : op));
+      let shown = 1;
+      while (shown < texts.length && texts.slice(0, shown + 1).join(", ").length < 19) shown++;
+      const text = short(texts.slice(0, shown).join(", "), 20);
+      if (text) return shown < texts.length ? `${short(text, 17)} +${texts.length - shown}` : text;
       return summary.count === 1 ? this.graph.nodes[members[0]].op : `${summary.count} views`;
     }
     return lane === REST ? `${summary.count} tensor${summary.count > 1 ? "s" : ""}` : `${summary.count} node${summary.count > 1 ? "s" : ""}`;
@@ -391,7 +398,7 @@ class GraphView {
       item.style.paddingLeft = `${8 + Math.min(row.depth, 12) * ROW.indent}px`;
       item.title = `${row.title}${row.source && row.source !== row.title ? `\n${row.source}` : ""}${this.model.code(row.source) ? `\n${this.model.code(row.source)}` : ""}`;
       item.append(make("i", { textContent: place.open ? "▾" : "▸" }), make("span", { className: "name", textContent: row.label }));
-      if (row.source && zoom > 0.6) item.append(make("small", { textContent: row.source.split("/").at(-1) }));
+      if (row.source && zoom > 0.6) item.append(make("small", { textContent: row.kind === "line" ? row.source.replace(/.*:/, ":") : row.source.split("/").at(-1) }));
       items.push(item);
     }
     if (!on.some((place) => place.row === this.focused) && items.length) items[0].tabIndex = 0;
@@ -534,9 +541,9 @@ function curve(source, target) {
 }
 
 function boxLabel(summary) {
-  const kinds = [...summary.boxings].map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind));
-  const text = kinds.length > 2 ? `${[...summary.boxings.values()].reduce((a, b) => a + b, 0)} changes of SBP` : kinds.join(", ");
-  return `${short(text, 19)}\n${showBytes(summary.sent)}`;
+  const [[kind, count], ...others] = [...summary.boxings].sort((a, b) => b[1] - a[1]);
+  const more = others.reduce((sum, one) => sum + one[1], 0);
+  return `${count > 1 ? `${count} ` : ""}${kind}${more ? ` +${more}` : ""}\n${showBytes(summary.sent)}`;
 }
 
 /** The variable that holds an SBP's colour. */

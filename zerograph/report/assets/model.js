@@ -118,6 +118,7 @@ class Model {
   /** What a user calls a node: the parameters behind it, or its name. */
   title(node) {
     if (!node.tensor) return node.name;
+    if (["input", "seed", "scaler", "turn"].includes(node.op)) return `${node.op} ${node.tensor}`.trim();
     const bucket = node.tensor.replace(/^gradient of /, "");
     const names = this.data.buckets[bucket.split(".")[0]];
     if (!names || node.op === "state" || bucket.includes(".")) return node.tensor;
@@ -136,7 +137,8 @@ class Model {
   }
 
   path(row) {
-    return this.rows[row].kind === "line" && this.rows[row].parent >= 0 ? this.rows[this.rows[row].parent].title : this.rows[row].title;
+    const { kind, parent, title } = this.rows[row];
+    return kind !== "line" ? title : parent < 0 ? "build()" : this.rows[parent].title;
   }
 
   code(source) {

@@ -1,0 +1,222 @@
+"""``step.report()``: what it says of a step is what the step is, and it says it with the passes' own graphs."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import Gpt
+from zerograph import report
+from zerograph.compiler import Prepared
+from zerograph.memory import profile
+from zerograph.mesh import line
+from zerograph.report.page import runs
+
+HOSTILE = "</script><script>alert(1)</script><!--"
+
+
+class Hostile(nn.Module):
+    """A module whose name a page must not believe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(HOSTILE, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = getattr(self, HOSTILE)(x)
+        return found
+
+
+class TrainGpt(zg.ZeroGraph):
+    def __init__(self, turns: int = 1) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = Gpt(tied=False)
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
+        self.config.enable_zero(True, stage=3, shard_min_size=1)
+        self.config.bucket_size = 16384
+        self.config.backend = "eager"
+        self.config.set_gradient_accumulation_steps(turns)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        return loss
+
+
+class Small(zg.ZeroGraph):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.model = module
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x).sum()
+
+
+def prepared(turns: int) -> Prepared:
+    tokens = torch.zeros(2 * turns, 12, dtype=torch.int64, device="meta")
+    return TrainGpt(turns).prepare(line(4, 0, "ranks"), tokens, tokens)
+
+
+def read(page: str) -> Any:
+    """What a page has packed."""
+    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page)
+    assert found is not None
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one batch", "micro-batches"])
+def step(request: pytest.FixtureRequest) -> Prepared:
+    return prepared(request.param)
+
+
+@pytest.fixture(scope="module")
+def data(step: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("report") / "step.html"
+    report.write(step, path, title="TrainGpt", machine="h100")
+    return read(path.read_text())
+
+
+def orders(data: Any) -> list[list[int]]:
+    """The records of each pass, from runs over the pass before."""
+    found: list[list[int]] = []
+    for one in data["passes"]:
+        before = found[-1] if found else []
+        pairs = zip(one["runs"][::2], one["runs"][1::2], strict=True)
+        found.append(
+            [before[start + at] if start >= 0 else -1 - start + at for start, count in pairs for at in range(count)]
+        )
+    return found
+
+
+def names(data: Any, order: list[int]) -> list[str]:
+    return [data["names"][data["records"]["name"][record]] for record in order]
+
+
+def test_every_pass_has_the_nodes_of_its_graph_in_their_order(step: Prepared, data: Any) -> None:
+    assert [one["name"] for one in data["passes"]] == [record.name for record in step.passes]
+    for at, order in enumerate(orders(data)):
+        if at in (0, 4, 7, len(step.passes) - 1):
+            shown = [name for name in names(data, order) if "." not in name]
+            nodes = [node.name for node in step.passes[at].graph.graph.nodes if node.op != "output"]
+            assert shown == nodes, step.passes[at].name
+
+
+def test_nodes_read_what_they_read_in_the_graph(step: Prepared, data: Any) -> None:
+    records, order = data["records"], orders(data)[7]
+    starts = [0]
+    for count in records["reads"]:
+        starts.append(starts[-1] + count)
+    shown = {
+        data["names"][records["name"][one]]: {
+            data["names"][name] for name in records["inputs"][starts[one] : starts[one + 1]]
+        }
+        for one in order
+    }
+    graph = step.passes[7].graph.graph
+    assert shown == {n.name: {one.name for one in n.all_input_nodes} for n in graph.nodes if n.op != "output"}
+
+
+def test_memory_over_the_nodes_has_the_peak_of_the_profile(step: Prepared, data: Any) -> None:
+    held = [0] * len(orders(data)[-1])
+    for count, _, _, born, dies in zip(*data["held"], strict=True):
+        for at in range(born, dies + 1):
+            held[at] += count
+    assert max(held) == data["peak"] == profile(step.graph.graph).peak
+
+
+def test_every_collective_is_a_boxing_node_with_its_bytes(step: Prepared, data: Any) -> None:
+    shown = sorted(
+        tuple(data["boxings"][number][at] for at in (0, 4))
+        for one in orders(data)[-1]
+        if (number := data["records"]["boxing"][one]) >= 0
+    )
+    loop = next((node.meta["loop"] for node in step.graph.graph.nodes if "loop" in node.meta), None)
+    graphs = [step.graph.graph] + ([] if loop is None else [loop.body.graph])
+    found = [node.meta["boxing"] for graph in graphs for node in graph.nodes if "boxing" in node.meta]
+    assert shown == sorted((one.kind, one.bytes) for one in found)
+
+
+def test_modules_are_rows_in_the_order_in_which_forward_runs_them(data: Any) -> None:
+    modules = [title for _, title, _, kind, _ in data["rows"] if kind == "module"]
+    own = ["tokens", "positions", "blocks", "blocks.0", "blocks.1", "norm", "head"]
+    inner = ["norm1", "qkv", "out", "norm2", "up", "down"]
+    assert [one for one in modules if one.removeprefix("model.") in own] == [f"model.{one}" for one in own]
+    first = [one.removeprefix("model.blocks.0.") for one in modules if one.startswith("model.blocks.0.")]
+    assert first == inner
+
+
+def test_nodes_of_a_cell_stand_apart_and_below_what_they_read(data: Any) -> None:
+    for flat in data["cells"]:
+        places = list(zip(flat[::2], flat[1::2], strict=True))
+        assert len(set(places)) == len(places)
+
+
+def test_the_time_line_is_of_nodes_of_the_last_pass(data: Any) -> None:
+    last = len(orders(data)[-1])
+    assert data["time"]["machine"] == "h100"
+    assert data["time"]["events"]
+    assert all(0 <= node < last and length >= 0 for node, _, length, _, _ in data["time"]["events"])
+
+
+def test_without_a_machine_there_is_no_time_line(tmp_path: Path) -> None:
+    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
+    report.write(step, tmp_path / "step.html", title="no time")
+    assert read((tmp_path / "step.html").read_text())["time"] is None
+
+
+def test_a_list_is_told_by_the_one_before() -> None:
+    assert runs([5, 6, 7, 8], [5, 6, 7, 8]) == [0, 4]
+    assert runs([5, 6, 7], [6, 7, 9, 10, 5]) == [1, 2, -10, 2, 0, 1]
+    assert runs([], [0, 1, 2]) == [-1, 3]
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    step = Small(Hostile())
+    mesh = line(2, 0, "ranks")
+    report.write(step.prepare(mesh, torch.ones(2, 8)), tmp_path / "step.html", title=HOSTILE)
+    page = (tmp_path / "step.html").read_text()
+    assert HOSTILE not in page
+    assert any(HOSTILE in title for _, title, *_ in read(page)["rows"])
+
+
+def test_a_compiled_step_writes_its_report(tmp_path: Path) -> None:
+    step = Small(nn.Linear(4, 4))
+    step.compile(torch.ones(2, 4))
+    step.report(tmp_path / "step.html")
+    found = read((tmp_path / "step.html").read_text())
+    assert found["title"] == "Small"
+    assert names(found, orders(found)[-1]) == [n.name for n in step.graph().graph.nodes if n.op != "output"]
+
+
+def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
+    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
+    report.write(step, tmp_path / "step.html", title="alone")
+    page = (tmp_path / "step.html").read_text()
+    assert not re.search(r"""\b(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert "@import" not in page
+    assert "default-src 'none'" in page
+
+
+def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
+        Small(nn.Linear(4, 4)).report(tmp_path / "step.html")
+
+
+@pytest.mark.parametrize(("path", "machine"), [("missing/step.html", None), (".", None), ("step.html", "abacus")])
+def test_what_cannot_be_written_is_an_error_that_leaves_no_file(tmp_path: Path, path: str, machine: str | None) -> None:
+    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
+    with pytest.raises(zg.ConfigError, match=r"cannot be written|there is no machine"):
+        report.write(step, tmp_path / path, title="nowhere", machine=machine)
+    assert not list(tmp_path.iterdir())
