@@ -15,10 +15,14 @@ class Charts {
     this.peak = document.getElementById("peak");
     this.cursor = document.getElementById("cursor");
     this.at = this.memory.peak;
+    this.streams = [];
+    this.plotWidth = 1;
+    this.memoryHeight = 0;
     this.times();
     this.over = this.time ? "time" : "nodes";
     this.whole();
     this.head();
+    this.draw();
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
   }

@@ -94,7 +94,7 @@ class GraphView {
   }
 
   fit() {
-    this.cy.zoom(Math.max(0.45, Math.min(1, (this.element.clientWidth - 16) / this.width)));
+    this.cy.zoom(Math.max(0.45, Math.min(1.15, (this.element.clientWidth - 16) / this.width)));
     this.cy.pan({ x: 8, y: 28 });
     this.overlay();
   }
@@ -168,6 +168,9 @@ class GraphView {
     this.graph = this.model.graph(this.pass);
     const before = this.pass > 0 ? new Set(this.model.orders[this.pass - 1].map((one) => this.model.data.records.name[one])) : null;
     this.isNew = (node) => before !== null && !before.has(this.model.data.records.name[node.record]);
+    this.newCells = new Set();
+    for (const node of this.graph.nodes) if (this.isNew(node))
+      for (let row = node.row; row >= 0; row = this.model.rows[row].parent) this.newCells.add(cellKey(row, node.lane));
     this.pile();
     this.elements();
     this.overlay();
@@ -274,15 +277,10 @@ class GraphView {
       closed.set(row, found);
       return found;
     };
-    this.shows = new Map();
     for (const node of this.graph.nodes) {
       if (this.shownAs[node.index]) continue;
       const cover = coverOf(node.row);
       this.shownAs[node.index] = `c${cellKey(cover, node.lane)}`;
-      const id = this.shownAs[node.index];
-      if (!this.shows.has(id)) this.shows.set(id, { nodes: [], isNew: 0 });
-      this.shows.get(id).nodes.push(node.index);
-      if (this.isNew(node)) this.shows.get(id).isNew++;
     }
   }
 
@@ -313,7 +311,7 @@ class GraphView {
     if (!stops.length) { stops.push(sbpColor("")); shares.push(0); }
     return { group: "nodes", position: { x, y: place.top + ROW.closed / 2 },
       data: { id, row: place.row, lane, label: boxed ? boxLabel(summary) : this.content(place, lane, summary), width: Math.min(width - 8, 190), height: ROW.box, stops, shares },
-      classes: `box${boxed ? " boxing" : ""}` };
+      classes: `box${boxed ? " boxing" : ""}${this.newCells.has(cellKey(place.row, lane)) ? " new" : ""}` };
   }
 
   /** What a closed box holds, in a few words. */
@@ -345,7 +343,7 @@ class GraphView {
         const key = `${from}>${to}`;
         const one = counted.get(key);
         if (one) one.count++;
-        else counted.set(key, { from, to, count: 1, first: input });
+        else counted.set(key, { from, to, count: 1 });
       }
     const made = [];
     for (const [key, { from, to, count }] of counted) {
