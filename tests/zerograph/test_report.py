@@ -157,7 +157,7 @@ def test_modules_are_rows_in_the_order_in_which_forward_runs_them(data: Any) -> 
     assert first == inner
 
 
-def test_nodes_of_a_cell_stand_apart_and_below_what_they_read(data: Any) -> None:
+def test_no_two_nodes_of_a_cell_stand_in_one_place(data: Any) -> None:
     for flat in data["cells"]:
         places = list(zip(flat[::2], flat[1::2], strict=True))
         assert len(set(places)) == len(places)

@@ -173,7 +173,7 @@ def _edges(members: Sequence[Record]) -> tuple[tuple[int, ...], ...]:
 
 
 def _arrange(edges: Sequence[Sequence[int]], widest: int) -> Cell:
-    """A layered drawing: each node below all that it reads, and below its first input where that is free."""
+    """A layered drawing: each node below all that it reads, and in the middle of them where that is free."""
     depths: list[int] = []
     for inputs in edges:
         depths.append(1 + max((depths[one] for one in inputs if one < len(depths)), default=-1))
