@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from zerograph.cli.failing import as_json, reported
 from zerograph.cli.script import load, mesh_of, option, prepare
+from zerograph.report import write
 
 SCRIPT = "SCRIPT:STEP, as train.py:example: a ZeroGraph, or a function without arguments that returns (step, inputs)"
 
@@ -28,32 +30,42 @@ def inspect(
     module: Annotated[str | None, typer.Option(help="only this module's part (with --text or --dot)")] = None,
     explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
     dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
+    report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="foretell its times for h100, ... or a YAML file")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Compile a script's step as one rank of many would, without running it, and print what it is.
 
     No process group, no accelerator and no memory for the weights are needed: a model may be made on the meta device.
 
-    Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box
+    Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box,
+    or --report step.html --machine h100
     """
     with reported():
         step, given = load(script, inputs)
         found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
+        written = dot is not None or report is not None
         if dot is not None:
             if dot.suffix == ".svg":
                 found.to_graphviz(module, pass_name, svg=dot)
             else:
                 dot.write_text(found.to_graphviz(module, pass_name) + "\n")
             typer.echo(dot, err=json)
+        if report is not None:
+            with Console(stderr=True).status("writing the report"):
+                write(found, report, title=type(step).__name__, machine=machine)
+            typer.echo(report, err=json)
         if explain is not None:
             life = found.explain(explain)
             as_json(asdict(life)) if json else typer.echo(life)
-        elif text or pass_name is not None or (module is not None and dot is None):
+        elif text or pass_name is not None or (module is not None and not written):
             shown = found.text(pass_name, module)
             as_json(shown.splitlines()) if json else typer.echo(shown)
         elif json:
             as_json({"script": script, "options": option(step.config), **found.summary.as_dict()})
-        elif dot is None:
+        elif not written:
             where = mesh or world_size
             typer.echo(f"{type(step).__name__} of {script}, as rank {rank} of {where}: {option(step.config)}")
             typer.echo(found.describe() if full else found.page())
