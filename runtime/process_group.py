@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -182,8 +183,22 @@ def initialise() -> None:
         # Several ranks on a machine with fewer GPUs may still train on its CPU.
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
+        _keep_inside()
         _init_from_environment(backend)
     atexit.register(_leave)
+
+
+def _keep_inside() -> None:
+    """A job that meets at this machine's own address is of this machine: gloo listens nowhere else then.
+
+    Left alone it listens where the host's name leads, whatever the launcher was told. (The store that ranks meet at is
+    torchrun's, and listens on all addresses.)
+    """
+    address = os.environ["MASTER_ADDR"]
+    if address == "localhost" or address == "::1" or address.startswith("127."):
+        inside = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if inside is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", inside)
 
 
 def _init_from_environment(backend: str) -> None:

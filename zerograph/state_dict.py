@@ -39,7 +39,7 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
     """
     # Modules without parameters and buffers have no state: a loss function, say, which need not be mentioned.
     children = dict(members.root.named_children())
-    mine = {name: any(True for _ in (*one.parameters(), *one.buffers())) for name, one in children.items()}
+    mine = {name: bool(module.state_dict(keep_vars=True)) for name, module in children.items()}
     _check_names(
         "modules",
         [name for name, has in mine.items() if has],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from zerograph.checkpoint.export import export
 LISTEN = "0A"
 
 TRAINS = """
+import os
 import sys
 from tests.faults.test_exposure import listening
 from tests.models import TrainStep, adamw, batches, make, part
@@ -28,6 +30,8 @@ step.compile(part(x), part(y))
 step(part(x), part(y))
 step.save(sys.argv[1], asynchronous=True)
 step.wait_for_save()
+# All groups there are listen where gloo was told to, wherever the host's name leads.
+assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 print("listens", *listening())
 """
 
@@ -49,12 +53,26 @@ def listening() -> list[str]:
     return found
 
 
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
 def test_ranks_of_one_machine_listen_on_it_alone(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     root = str(Path(__file__).parents[2])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [*launcher, "--master-addr", "127.0.0.1", "--master-port", "0", str(script), str(tmp_path / "checkpoint")]
+    command = [
+        *launcher,
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        free_port(),
+        str(script),
+        str(tmp_path / "checkpoint"),
+    ]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=500, check=False
     )

@@ -97,6 +97,16 @@ def test_a_checkpoint_is_the_plain_state_of_model_and_optimizer(checkpoints: Any
     assert losses == pytest.approx(checkpoints[1][2][0], abs=1e-5)
 
 
+def test_what_a_checkpoint_reads_as_loads_into_a_graph(checkpoints: Any) -> None:
+    state = zg.read_checkpoint(checkpoints[0] / "2")
+    step = step_of(2)
+    # Its loss function has no tensors, and no place in a file.
+    step.load_state_dict(state)
+    assert step.steps_done == 2
+    found = step.state_dict()["modules"]["model"]
+    assert all(torch.equal(found[name], one) for name, one in state["modules"]["model"].items())
+
+
 def test_export_writes_one_file_that_the_plain_model_loads(checkpoints: Any, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(checkpoints[0] / "3"), str(tmp_path)])
     assert result.exit_code == 0, result.output
