@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import zerograph as zg
 from tests.faults.tally import Tally
 from tests.models import adamw, batches, make
+from tests.pool import Pool
 from zerograph.runtime.checkpoint import index
 
 CALM = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -281,6 +282,74 @@ def test_a_hostile_index_is_refused(
     checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally]
 ) -> None:
     fuzz_index(checkpoint, step, tmp_path, 60, 0, tally("a checkpoint with a hostile index"))
+
+
+def link_a_shard(path: Path, elsewhere: Path) -> None:
+    shard = next(path.glob("*/data-*/*"))
+    shutil.copy(shard, elsewhere / "shard")
+    shard.unlink()
+    shard.symlink_to(elsewhere / "shard")
+
+
+def moved(file: Path, elsewhere: Path) -> None:
+    shutil.move(file, elsewhere / "moved")
+    file.symlink_to(elsewhere / "moved")
+
+
+def a_pipe(path: Path, _: Path) -> None:
+    shard = next(path.glob("*/data-*/*"))
+    shard.unlink()
+    os.mkfifo(shard)
+
+
+def latest_elsewhere(path: Path, elsewhere: Path) -> None:
+    (path / "latest").write_text(f"../{elsewhere.name}")
+
+
+def overlapping(path: Path, _: Path) -> None:
+    """Rows twice, and others never: they would have been what memory held."""
+    file = next(path.glob("*/index.json"))
+    body = json.loads(file.read_text())
+    one = body["tensors"]["modules.model.0.weight"]
+    (rows, columns), chunk = one["shape"], one["chunks"][0]
+    most = {**chunk, "sizes": [rows - 1, columns]}
+    one["chunks"] = [most, {**most, "key": "none", "sizes": [1, columns]}]
+    file.write_text(sign(body))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (link_a_shard, "leads out of its folder"),
+        (lambda path, elsewhere: moved(next(path.glob("*/data-*")), elsewhere), "leads out of its folder"),
+        (lambda path, elsewhere: moved(next(path.glob("*/index.json")), elsewhere), "leads out of its folder"),
+        (lambda path, elsewhere: moved(next(path.glob("step-*")), elsewhere), "leads out of its folder"),
+        (a_pipe, "no file"),
+        (latest_elsewhere, "it names no checkpoint"),
+        (overlapping, "overlap"),
+    ],
+)
+def test_what_leads_elsewhere_is_refused(
+    checkpoint: Path, tmp_path: Path, change: Callable[[Path, Path], None], words: str
+) -> None:
+    path, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
+    shutil.copytree(checkpoint, path)
+    elsewhere.mkdir()
+    change(path, elsewhere)
+    with guarded(), pytest.raises(zg.CheckpointError, match=words):
+        zg.read_checkpoint(path)
+
+
+def loaded_guarded(path: str) -> int:
+    step = Step()
+    with guarded():
+        step.load(path)
+    return step.steps_done
+
+
+def test_nothing_is_unpickled_over_several_ranks(checkpoint: Path, pool: Pool) -> None:
+    # What ranks of one job send each other is trusted, and torch does pickle it; files are not.
+    assert pool.run(2, loaded_guarded, str(checkpoint)) == [2, 2]
 
 
 @pytest.mark.long
