@@ -31,9 +31,7 @@ def inspect(
     explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
     dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="foretell its times for h100, ... or a YAML file")
-    ] = None,
+    machine: Annotated[str | None, typer.Option(help="foretell its times for h100, ... or a YAML file")] = None,
     json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Compile a script's step as one rank of many would, without running it, and print what it is.
