@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from zerograph import _torch
@@ -143,7 +142,7 @@ class _Measure:
         whole = torch.empty(part.numel() * self._job.size, dtype=torch.uint8, device=self._device)
 
         def run(wait: bool = True) -> Any:
-            work = dist.all_gather_into_tensor(whole, part, group=self._job.data, async_op=True)
+            work = _torch.start_all_gather(whole, part, self._job.data)
             if wait:
                 work.wait()
             return work
