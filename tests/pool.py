@@ -115,10 +115,11 @@ def _serve(connection: Connection, trace: str) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt), open(trace, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
+        # What is imported by now stays: the collections after the calls need not look at it. What calls leave behind
+        # may be in cycles, with process groups and their threads in them.
+        gc.freeze()
         while True:
             rank, ranks, store, function, args = connection.recv()
-            # What is imported by now stays: the collection after the call need not look at it.
-            gc.freeze()
             try:
                 answer = True, _as_rank(rank, ranks, store, function, args)
             except BaseException:
