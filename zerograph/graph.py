@@ -202,7 +202,8 @@ class ZeroGraph:
 
         Args:
             args, kwargs: that rank's part of the batch, as calling the graph takes it.
-            device: what tensors on the meta device stand for.
+            device: what tensors on the meta device stand for; ``"meta"``: an accelerator that this build of torch need
+                not know.
 
         Raises:
             ZeroGraphError: as calling the graph does, but for what only running shows.
@@ -215,8 +216,8 @@ class ZeroGraph:
             raise PlacementError(
                 f"prepare({mesh!r:.80}): give the ranks, and which of them, as zerograph.mesh.line(1024, 0, 'ranks')"
             )
-        if device not in ("cpu", "cuda"):
-            raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu' or 'cuda'")
+        if device not in ("cpu", "cuda", "meta"):
+            raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
         members = replace(self._members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)

@@ -122,12 +122,16 @@ def check_state(optimizers: Sequence[torch.optim.Optimizer], state: Any) -> None
         )
     for key, value in state.items():
         if not isinstance(value, kinds[key]) or isinstance(value, (str, bool)):
-            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}")
+            wanted = "a list with one for each optimizer" if kinds[key] is Sequence else "what state_dict() has there"
+            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}\nGive {wanted}.")
     if state.get("steps_done", 0) < 0:
         raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
     for name, one in state.get("modules", {}).items():
         if not isinstance(one, Mapping):
-            raise ConfigError(f"not a state of a graph: that of the module {name!r:.60} is {one!r:.60}")
+            raise ConfigError(
+                f"not a state of a graph: that of the module {name!r:.60} is of the type {type(one).__name__}\n"
+                'The state of a plain module goes under its attribute: {"modules": {"model": state}}.'
+            )
     for key in ("optimizers", "lr_schedulers"):
         if key in state and len(state[key]) != len(optimizers):
             raise ConfigError(f"the graph has {len(optimizers)} optimizers, the state {len(state[key])} {key}")
@@ -172,10 +176,11 @@ def _check_shapes(
             for parameter, slot in zip(store.parameters, layout.slots, strict=True):
                 number = parameters.get(id(parameter))
                 value = held.get(number, {}).get(name)
-                if value is not None and tuple(getattr(value, "shape", ())) != slot.shape:
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                if value is not None and found != tuple(slot.shape):
                     raise ConfigError(
-                        f"{name} of parameter {number} of {type(optimizer).__name__} is of shape {slot.shape}, "
-                        f"the loaded state has {value!r:.60}\nIt is the state of another model."
+                        f"{name} of parameter {number} of {type(optimizer).__name__} is of shape {tuple(slot.shape)}, "
+                        f"the loaded state has one of {found}\nIt is the state of another model."
                     )
 
 

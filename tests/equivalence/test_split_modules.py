@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zerograph as zg
 from tests.pool import Pool
@@ -365,7 +365,9 @@ def refusals() -> list[str]:
         assert before == {name: type(one) for name, one in [*module.named_parameters(), *module.named_buffers()]}
 
     attempt(zg.to_global(nn.Linear(4, 3), placement=line, sbp=S0))
-    attempt(zg.to_global(nn.Linear(4, 4), placement=line, sbp=zg.sbp.partial_sum))
+    summed = nn.Linear(4, 4)
+    summed.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), line, [Partial()]))
+    attempt(summed)
     norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
     norm.register_buffer("scale", torch.ones(4))
     attempt(zg.to_global(norm, placement=line, sbp=S0))

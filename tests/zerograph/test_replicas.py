@@ -114,7 +114,7 @@ def test_what_differs_is_named_on_every_rank(pool: Pool) -> None:
         "count": ["model.1.num_batches_tracked:", "rank 0: 2", "rank 1: 7"],
         "learning rate": ["lr of group 0 of AdamW", "rank 1: 0.0162"],
         "scheduler": ["last_epoch of ExponentialLR of AdamW", "rank 0: 2", "rank 1: 3"],
-        "steps": ["steps done", "rank 0: 3", "rank 1: 4"],
+        "steps": ["what they are about to do", "rank 0: step 4", "rank 1: step 5"],
     }.items():
         for words in wanted:
             assert words in first[name], first[name]
