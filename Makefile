@@ -5,13 +5,15 @@
 # everything that is marked long, the faults included.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
+# make docs: the pages of docs/ and the reference out of docstrings, as HTML in build/docs; any warning is an error.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
 BENCH_READY := .venv/.bench-ready
+DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long bench bench-memory clean
+.PHONY: train test test-faults test-long bench bench-memory docs clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -33,6 +35,13 @@ bench: $(BENCH_READY)
 
 bench-memory: $(BENCH_READY)
 	$(BIN)/python benchmarks/features.py $(ARGS)
+
+docs: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -b html docs build/docs
+
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $(DOCS_READY)
 
 # Both build with the torch that is here: isolated builds would fetch another. A peer that does not install is left out.
 $(BENCH_READY): $(READY)

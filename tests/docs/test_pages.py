@@ -1,0 +1,68 @@
+"""Every page of docs/ does what it says: its blocks run in order, as a reader would type them, as a job of one rank.
+
+Blocks of Python share a namespace; one that begins with ``# train.py`` is that file too. Of shell blocks the commands
+of ``zerograph`` run, and must end with the exit code that is said behind them; what does not run is listed here. The
+README's blocks are excerpts: each section runs by itself, with what it takes as given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs import given
+from tests.docs.pages import ROOT, Block, blocks, commands, run_page
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+# They start processes, or take long; other tests do what they say.
+NOT_RUN = {
+    "checkpoints.md": {"torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt"},
+    "first-step.md": {"python train.py", "torchrun --nproc-per-node 2 train.py"},
+    "planning.md": {"zerograph calibrate mine.yaml --ranks 2"},
+    "reading-a-graph.md": {
+        "python train.py",
+        "torchrun --nproc-per-node 2 train.py",
+        "zerograph diff dumps/rank0/step1 dumps/rank1/step1",
+    },
+}
+# tests/zerograph/test_launch.py runs it, with and without a launcher.
+TESTED_ELSEWHERE = {"A training step"}
+LANGUAGES = {"python", "bash", "yaml", "text"}
+SECTIONS = sorted({block.section for block in blocks(README) if block.language == "python"} - TESTED_ELSEWHERE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page: Path) -> None:
+    run_page(page, list(blocks(page)), given.PAGES.get(page.name, ""), frozenset(NOT_RUN.get(page.name, ())))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_of_the_readme_does_what_it_says(section: str) -> None:
+    found = [block for block in blocks(README) if block.section == section and block.language == "python"]
+    run_page(README, found, given.README + given.README_SECTIONS.get(section, ""))
+
+
+def test_a_block_that_fails_says_on_which_line_of_its_page() -> None:
+    with pytest.raises(AssertionError, match=r'first-step.md", line 7, in <module>\n.*\n?ZeroDivisionError'):
+        run_page(ROOT / "docs" / "first-step.md", [Block("python", "x = 1\nx / 0\n", "", 6)])
+    with pytest.raises(AssertionError, match="ended with 2"):
+        run_page(README, [Block("bash", "zerograph plan --world-size none\n", "", 1)])
+    with pytest.raises(AssertionError, match="belongs into NOT_RUN"):
+        run_page(README, [Block("bash", "rm -rf build\n", "", 1)])
+
+
+def test_every_block_is_of_a_language_that_is_known() -> None:
+    """One that is called py, or nothing, would not run, and nobody would notice."""
+    found = {(page.name, block.line): block.language for page in PAGES for block in blocks(page)}
+    assert {where: one for where, one in found.items() if one not in LANGUAGES} == {}
+
+
+def test_what_is_not_run_stands_on_its_page() -> None:
+    found = {
+        page.name: {one.text for block in blocks(page) if block.language == "bash" for one in commands(block)}
+        for page in PAGES
+    }
+    assert {name: texts - found[name] for name, texts in NOT_RUN.items() if texts - found[name]} == {}
+    assert set(given.README_SECTIONS) <= set(SECTIONS)
