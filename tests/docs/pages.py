@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 # Of a loaded machine; quiet, a page takes some two seconds.
-_PATIENCE = 300.0
+_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ README's blocks are excerpts: each section runs by itself, with what it takes as
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import zerograph as zg
+import zerograph.errors
 from tests.docs import given
 from tests.docs.pages import ROOT, Block, blocks, commands, run_page
 
@@ -57,6 +60,24 @@ def test_every_block_is_of_a_language_that_is_known() -> None:
     """One that is called py, or nothing, would not run, and nobody would notice."""
     found = {(page.name, block.line): block.language for page in PAGES for block in blocks(page)}
     assert {where: one for where, one in found.items() if one not in LANGUAGES} == {}
+
+
+@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.stem)
+def test_links_lead_to_files_that_there_are(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_book_has_every_page_and_every_public_name() -> None:
+    listed = (ROOT / "docs" / "index.rst").read_text().split()
+    assert [page.stem for page in PAGES if page.stem not in listed] == []
+    reference = (ROOT / "docs" / "api.rst").read_text()
+    errors = {name for name in zg.__all__ if isinstance(getattr(zg, name), type) and name in vars(zerograph.errors)}
+    # The module's members, all.
+    assert "automodule:: zerograph.errors\n   :members:" in reference
+    names = set(zg.__all__) - errors
+    assert sorted(name for name in names if not re.search(rf"zerograph[\w.]*\.{name}$", reference, re.M)) == []
 
 
 def test_what_is_not_run_stands_on_its_page() -> None:
