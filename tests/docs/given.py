@@ -55,6 +55,26 @@ step = TrainStep(model)
 x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
 """
 
+# What the README's own program has by then.
+_TRAINED = """
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, model, optimizer):
+        super().__init__()
+        self.model = model
+        self.loss_fn = torch.nn.CrossEntropyLoss()
+        self.add_optimizer(optimizer)
+
+    def build(self, x, y):
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()
+        return loss
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
+step.compile(x, y)
+"""
+
 # By section, what comes behind that.
 README_SECTIONS = {
     "Operators of your own": """
@@ -74,7 +94,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 """,
-    "Looking at the graph": """
-step.compile(x, y)
-""",
+    "Looking at the graph": _TRAINED,
+    "Before there is a job": _TRAINED,
 }

@@ -29,7 +29,7 @@ def plan(
         typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs)"),
     ] = None,
     params: Annotated[float | None, typer.Option(help="no script: so many parameters, in closed form")] = None,
-    precision: Annotated[str, typer.Option(help="mixed or fp32")] = "mixed",
+    precision: Annotated[str, typer.Option(help="mixed, or fp32: as the script says")] = "mixed",
     world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; of nodes by ranks: 8x8")] = "8",
     stage: Annotated[str, typer.Option(help="off, 1, 2, 3, or auto: the fastest that fits")] = "auto",
     device: Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a YAML file of zerograph calibrate")] = "h100",

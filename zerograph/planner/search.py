@@ -81,7 +81,8 @@ def search(
                 say(f"stage {stage} on {_grid(mesh)}{', ' if given_up else ''}{given_up}")
                 one = _candidate(graph, batch, mesh, machine, stage, given_up, {**options, **STAGES[stage], **more})
                 tried.append(one)
-                if one.plan is not None and one.plan.fits:
+                if one.plan is not None and (one.plan.fits or one.plan.memory.at_rest > limit):
+                    # Or what it keeps between steps is too much: nothing that follows makes that less.
                     break
     fitting = [one for one in tried if one.plan is not None and one.plan.fits]
     best = min(fitting, key=_seconds, default=None)
