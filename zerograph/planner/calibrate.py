@@ -105,8 +105,10 @@ class _Measure:
         latency = self.seconds(self._gather(_SENT[0]))
         points = []
         for count in _SENT[1:]:
-            took = max(self.seconds(self._gather(count)) - latency, 1e-9)
-            points.append((float(count), count / took))
+            took = self.seconds(self._gather(count)) - latency
+            # What is hardly more than the latency says nothing of the rate.
+            if took > latency / 5 or count == _SENT[-1]:
+                points.append((float(count), count / max(took, 1e-9)))
         yield Link(None, Rate(tuple(points)), latency)
 
     def overlap(self) -> float:

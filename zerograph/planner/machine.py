@@ -144,19 +144,21 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
     content: dict[str, Any] = {
         "name": described.name,
         "source": described.source,
-        "overlap": described.overlap,
+        "overlap": _short(described.overlap),
         "device": {
             "memory": device.memory,
             "products": {dtype: _plain(rate) for dtype, rate in device.products.items()},
             "moved": {kind: _plain(rate) for kind, rate in device.moved.items()},
-            "overhead": device.overhead,
+            "overhead": _short(device.overhead),
             "host": device.host,
             "file": device.file,
             "fuses": device.fuses,
         },
-        "links": [{"ranks": one.ranks, "rate": _plain(one.rate), "latency": one.latency} for one in described.links],
+        "links": [
+            {"ranks": one.ranks, "rate": _plain(one.rate), "latency": _short(one.latency)} for one in described.links
+        ],
     }
-    Path(path).write_text(yaml.safe_dump(content, sort_keys=False))
+    Path(path).write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
 
 
 def _read(content: Mapping[str, Any]) -> Machine:
@@ -195,7 +197,14 @@ def _rate(value: Any) -> Rate:
 
 
 def _plain(rate: Rate) -> Any:
-    return rate.points[0][1] if len(rate.points) == 1 else [[amount, each] for amount, each in rate.points]
+    if len(rate.points) == 1:
+        return _short(rate.points[0][1])
+    return [[_short(amount), _short(each)] for amount, each in rate.points]
+
+
+def _short(number: float) -> float:
+    """To the three digits that a measurement has at best."""
+    return float(f"{number:.3g}")
 
 
 def _number(value: Any) -> float:
