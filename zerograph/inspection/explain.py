@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -232,37 +232,33 @@ class _Finder:
 
     def _users(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """(form of the value that is read, reader), each reader once."""
+        for form, user in self._readers(value, _TRANSFERS):
+            if user.op != "output" and (not _is_form(user) or user.target in _TRANSFERS):
+                yield form, user
+
+    def _uses(self, node: fx.Node) -> Iterator[Event]:
+        """As :meth:`_used`, with what moves the value, and where it is freed or given back."""
+        for form, user in self._readers(node):
+            if user.op == "output":
+                yield self._event("returned", user)
+            elif _is_form(user):
+                yield from self._moves([user])
+            elif form not in written_arguments(user):
+                yield self._event("used", user, note=operator_name(user))
+        yield from self._freed(node)
+
+    def _readers(self, value: fx.Node, ends: Collection[Any] = ()) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """(form of the value, who reads it), its other forms among them, each once; not beyond operators ``ends``."""
         seen: set[fx.Node] = set()
         stack = [value]
         while stack:
             form = stack.pop()
             for user in self.spots.readers(form):
-                if user in seen:
-                    continue
-                seen.add(user)
-                if _is_form(user) and user.target not in (LANDED, PUT_BACK):
-                    stack.append(user)
-                elif user.op != "output":
+                if user not in seen:
+                    seen.add(user)
                     yield form, user
-
-    def _uses(self, node: fx.Node) -> Iterator[Event]:
-        """As :meth:`_used`, with what moves the value, and where it is freed or given back."""
-        seen: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            form = stack.pop()
-            for user in self.spots.readers(form):
-                if user in seen:
-                    continue
-                seen.add(user)
-                if user.op == "output":
-                    yield self._event("returned", user)
-                elif _is_form(user):
-                    yield from self._moves([user])
-                    stack.append(user)
-                elif form not in written_arguments(user):
-                    yield self._event("used", user, note=operator_name(user))
-        yield from self._freed(node)
+                    if _is_form(user) and user.target not in ends:
+                        stack.append(user)
 
     def _freed(self, node: fx.Node) -> Iterator[Event]:
         storage = self.spots.storage(node)
@@ -372,6 +368,8 @@ _HELP = (
     "Ask for a parameter, a buffer, input0, a node of step.text(), or a module for what it yields: "
     "step.describe() lists the parameters."
 )
+# Of these a transfer ends: what is computed with is not behind them.
+_TRANSFERS = (LANDED, PUT_BACK)
 _WORDS = {"all-gather": "gather", "reduce-scatter": "reduction", "all-reduce": "reduction"}
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.contiguous.default)
 

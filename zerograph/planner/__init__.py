@@ -6,7 +6,8 @@
 ``search``        the fastest way that fits
 ``closed_form``   model states from a number of parameters, as the ZeRO paper counts them
 ``machine``       devices and networks as numbers; ``machines/`` those that are built in
+``calibrate``     measures one
 ``costs``         how long one node takes there
 ``timeline``      when each node of a step runs
-``show``          plans as tables
+``show``          plans as tables; ``plots`` as curves
 """
