@@ -34,10 +34,15 @@ def evaluate(node: fx.Node) -> Any:
             result = _made(_LAYOUTS[everywhere])
         else:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-            if _follows_from(node) and (layout := _layout(result)) is not None:
+            layout = _layout(result)
+            if layout is not None and _follows_from(node):
                 if len(_LAYOUTS) >= _MOST_LAYOUTS:
                     _LAYOUTS.clear()
                 _LAYOUTS[everywhere] = layout
+            if layout is not None:
+                # A view holds its base where the garbage collector does not see it: kept in the mode that its base
+                # leads to, it would keep all of them for ever.
+                result = _made(layout)
     # A number that a tensor holds is that tensor's own, however many look alike.
     if not isinstance(result, _SYMBOLS):
         mode.known[key] = result
