@@ -177,4 +177,4 @@ def test_an_update_within_another_ones_turn_waits_for_its_own_file(pool: Pool, t
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(1, 21))
 def test_many_drawn_steps_are(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], number: int) -> None:
-    fuzzed(pool, tmp_path, 200, number, tally)
+    fuzzed(pool, tmp_path, 40, number, tally)

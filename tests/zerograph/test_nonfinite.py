@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
 from tests.pool import Pool
 
 NAN = float("nan")
 BATCH = 8
+GRID = [[0, 1], [2, 3]]
 
 
 class Log(nn.Module):
@@ -35,13 +38,20 @@ class Root(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.lin, self.norm, self.head = nn.Linear(5, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 2)
         self.log, self.root = Log(), Root()
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.head(self.norm(self.lin(x)).tanh() * self.root(b) + self.log(a)[:, None])
+        return self.head(
+            self.norm(self.lin(x)).tanh() * self._behind(self.root, b) + self._behind(self.log, a)[:, None]
+        )
+
+    def _behind(self, module: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(module, x, use_reentrant=False) if self.recomputed else module(x)
+        return found
 
 
 class Step(zg.ZeroGraph):
@@ -54,6 +64,16 @@ class Step(zg.ZeroGraph):
         loss = self.model(x, a, b).square().mean()
         loss.backward()
         return loss
+
+
+class InParts(Step):
+    """Two losses, each with a ``backward()`` of its own."""
+
+    def build(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        first, second = self.model(x, a, b).square().mean(0).unbind()
+        first.backward(retain_graph=True)
+        second.backward()
+        return first + second
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,9 +99,15 @@ def part(tensors: list[Tensor]) -> list[Tensor]:
 
 def made(optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int, **options: Any) -> Step:
     torch.manual_seed(0)
-    model = Model()
-    step = Step(model, optimizer(model))
+    model = Model(options.pop("recomputed", False))
+    parts = options.pop("parts", False)
+    step = (InParts if parts else Step)(model, optimizer(model))
+    if zg.world_size() == 4:
+        step.config.placement, step.config.batch_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
     step.set_zero_mode(options.pop("mode", "distributed_split") if stage else "off", stage=stage or 1)
+    if (folder := options.pop("files", None)) is not None:
+        step.config.offload_parameters("nvme", nvme_path=folder)
+        step.config.offload_optimizer("nvme", nvme_path=folder)
     for name, value in options.items():
         setattr(step.config, name, value)
     return step
@@ -124,12 +150,20 @@ ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "stage 1, dealt": (momentum, 1, {"mode": "non_distributed"}),
     "stage 2, fused": (adamw, 2, {"clip_grad_norm": 1.0}),
     "stage 3, micro-batches": (adamw, 3, {"gradient_accumulation_steps": 2, "batch_norm": "local"}),
+    "stage 3, recomputed": (adamw, 3, {"recomputed": True}),
+    "stage 2, two backward()": (adamw, 2, {"parts": True}),
+    "stage 3, files": (adamw, 3, {"files": "folder"}),
+    "stage 2, inductor, micro-batches": (
+        *(momentum, 2),
+        {"backend": "inductor", "gradient_accumulation_steps": 2, "batch_norm": "local"},
+    ),
 }
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str) -> None:
+def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str, tmp_path: Path) -> None:
     optimizer, stage, options = ARRANGEMENTS[arrangement]
+    options = {name: str(tmp_path) if value == "folder" else value for name, value in options.items()}
     first, second = pool.run(2, raising, optimizer, stage, options)
     assert first == second
     assert [unchanged for _, unchanged in first.values()] == [True] * len(first)
@@ -150,6 +184,17 @@ def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arr
     assert "step 2 " in said["forward"]
     assert "args[0][2, 0] is not a number on rank 1 (5 NaN of 20 elements)" in said["batch"]
     assert "parameter model.head.weight[1, 2] is infinite on rank" in said["parameter"]
+
+
+def test_raise_names_the_rank_of_a_grid(pool: Pool) -> None:
+    everybody = pool.run(4, raising, adamw, 2, {})
+    assert all(one == everybody[0] for one in everybody)
+    assert [unchanged for _, unchanged in everybody[0].values()] == [True] * 5
+    # Sample 6 of 8 is the first of the last rank's two.
+    message, _ = everybody[0]["forward"]
+    assert "first in the forward of model.log\n" in message
+    assert "aten.log.default made 1 NaN of 2 elements on rank 3, of finite ones" in message
+    assert "rank 0" not in message
 
 
 def skipping(stage: int) -> tuple[Any, ...]:
