@@ -259,14 +259,25 @@ class ZeroGraph(Inspected):
         ``"lr_schedulers"`` one for each optimizer (None for a scheduler: it stays as it is).
 
         Raises:
-            ConfigError: the state does not fit; nothing is changed then.
+            ConfigError: the state does not fit; nothing is changed then, on any rank.
+            RankMismatchError: it does not fit on another rank, or ranks have states of other counts.
         """
         self._check_closed()
-        state_dict.check_state(self._optimizers, state)
-        if self.config.scaler is not None and state.get("grad_scaler") is not None:
-            self.config.scaler.check_state(state["grad_scaler"])
-        if "modules" in state:
-            state_dict.load_modules(self._adopted(), state["modules"])
+        problem: Exception | None = None
+        whole: dict[str, Tensor] = {}
+        facts: dict[str, str] = {}
+        try:
+            state_dict.check_state(self._optimizers, state)
+            if self.config.scaler is not None and state.get("grad_scaler") is not None:
+                self.config.scaler.check_state(state["grad_scaler"])
+            if "modules" in state:
+                whole = state_dict.read_modules(self._adopted(), state["modules"])
+            facts = {name: str(state.get(name)) for name in ("steps_done", "random")}
+        except Exception as error:
+            problem = error
+        agree(self._join(), "loading a state", digest(facts), lambda: facts, problem)
+        if whole:
+            state_dict.load_modules(self._adopted(), whole)
         for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
             state_dict.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):

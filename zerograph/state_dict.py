@@ -31,11 +31,11 @@ def modules_state(members: Members) -> dict[str, dict[str, Any]]:
         return {name: module.state_dict() for name, module in members.root.named_children()}
 
 
-def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """``load_state_dict()`` of each module, strictly, into wherever its parameters live. No collective.
+def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """What ``load_state_dict()`` of each module, strictly, would make of parameters and buffers, whole, by name.
 
     Raises:
-        ConfigError: other modules, names or shapes; nothing is changed then.
+        ConfigError: other modules, names or shapes.
     """
     # Modules without parameters and buffers have no state: a loss function, say, which need not be mentioned.
     children = dict(members.root.named_children())
@@ -56,6 +56,12 @@ def load_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> N
                     module.load_state_dict(states.get(name, {}))
                 except (RuntimeError, TypeError) as error:
                     raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
+    return whole
+
+
+def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:
+    """Put what :func:`read_modules` returned wherever parameters and buffers live. No collective."""
+    with torch.no_grad():
         for name, buffer in members.buffers.items():
             buffer.copy_(whole[name])
         for store in _stores(members.parameters.values()):

@@ -217,3 +217,34 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(zg.ConfigError):
             step.load_state_dict(broken)
     same(step.state_dict(), before)
+
+
+def refused(wrong: dict[str, Any]) -> tuple[str, str, bool]:
+    """The error of loading a state that is wrong on rank 1 only, and whether everything is as it was."""
+    model = make("mlp")
+    step = TrainStep(model, OPTIMIZERS["adamw"](model), 2)
+    x, y = batches("mlp", 1)[0]
+    step(part(x), part(y))
+    before = step.state_dict()
+    other = {**before, "modules": {"model": {name: value + 1 for name, value in before["modules"]["model"].items()}}}
+    with pytest.raises(zg.ZeroGraphError) as caught:
+        step.load_state_dict(other | (wrong if zg.rank() == 1 else {}))
+    same(step.state_dict(), before)
+    return type(caught.value).__name__, str(caught.value), step.steps_done == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "first", "second", "words"),
+    [
+        ({"modules": {}}, "RankMismatchError", "ConfigError", "rank 1"),
+        ({"optimizers": []}, "RankMismatchError", "ConfigError", "rank 1"),
+        ({"steps_done": 7}, "RankMismatchError", "RankMismatchError", "steps_done"),
+    ],
+)
+def test_a_state_that_is_wrong_on_one_rank_is_refused_on_all(
+    pool: Pool, wrong: dict[str, Any], first: str, second: str, words: str
+) -> None:
+    everybody = pool.run(2, refused, wrong)
+    assert [kind for kind, _, _ in everybody] == [first, second]
+    assert words in everybody[0][1]
+    assert all(unchanged for _, _, unchanged in everybody)
