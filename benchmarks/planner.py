@@ -1,13 +1,14 @@
 """What `zg.plan` foretells against what a job then does: a table written to benchmarks/results/planner.md.
 
-python benchmarks/planner.py                     # three models, four stages, 2 and 4 ranks; some ten minutes
+python benchmarks/planner.py                     # three models, four stages, 2 and 4 ranks; half an hour
 python benchmarks/planner.py small --ranks 2     # shown but not written
 
 Ranks over gloo on one machine of two cores, one thread each, fp32, fused AdamW, backend eager. The machine is measured
-first, with as many ranks, as `zerograph calibrate` does. Memory: the most that rank 0's process holds during a step
-(VmHWM), less what it holds between steps, plus the state that it has then; in MiB, malloc's thresholds for mmap and
-trim at 128 KiB, so that the allocator keeps nothing back. Time: the median of a step, in milliseconds, without them.
-Four ranks on two cores take turns, in the measurement of the machine as in the steps.
+before each model, with as many ranks, as `zerograph calibrate` does: others share it, its speed changes by the minute.
+Memory: the most that rank 0's process holds during a step (VmHWM), less what it holds between steps, plus the state
+that it has then; in MiB, malloc's thresholds for mmap and trim at 128 KiB, so that the allocator keeps nothing back.
+Time: the median of a step, in milliseconds, without them. Four ranks on two cores take turns, in the measurement of the
+machine as in the steps.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for ranks in asked.ranks:
         usual = Pool(size=ranks)
-        machine = usual.run(ranks, measured_machine)[0]
         lean = Pool(size=ranks)
         for name in asked.models or MODELS:
+            machine = usual.run(ranks, measured_machine)[0]
             for stage in range(4):
                 lines.append(line(row(name, stage, ranks, machine, lean, usual)))
                 print(lines[-1], flush=True)

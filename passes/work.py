@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zerograph.mesh import Mesh, local_shape
 from zerograph.passes import rules
@@ -45,5 +45,7 @@ def flops(node: fx.Node) -> int:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
         return int(sdpa_flop_count(*(one.shape for one in args[:3])))
+    if target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=value(node)))

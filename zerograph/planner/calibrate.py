@@ -6,25 +6,32 @@ median rank.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from zerograph import _torch
+from zerograph.planner import operators, probe
 from zerograph.planner.machine import Device, Link, Machine, Rate
+from zerograph.planner.operators import Run
+from zerograph.planner.plan import planned
 from zerograph.runtime.process_group import Job, initialise, join
 
 Say = Callable[[str], None]
-# Of a number of elements and a device: what to run, and how many bytes that touches.
-Operator = Callable[[int, torch.device], tuple[Callable[[], Any], int]]
 
 _PRODUCT_SIZES = (64, 128, 256, 512, 1024)
+# Operators of a step seldom find in a cache what they read, and write where nothing was: what is measured goes
+# through so many bytes of arguments, and leaves as many results, before it comes back to the first.
+_CYCLE = 2**26
+_MOST_COPIES = 64
 _BYTES = (2**14, 2**18, 2**21, 2**24, 2**26)
 _SENT = (2**10, 2**16, 2**20, 2**23, 2**25)
 _REPEATS = 7
@@ -46,8 +53,9 @@ def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
     measure = _Measure(job, device)
     say("products")
     products = {str(dtype).removeprefix("torch."): Rate(tuple(measure.products(dtype))) for dtype in _dtypes(device)}
+    shares = {name: measure.share(make) for name, make in operators.PRODUCTS.items()}
     moved = {}
-    for kind, make in _OPERATORS.items():
+    for kind, make in operators.OPERATORS.items():
         say(f"{kind} operators")
         moved[kind] = Rate(tuple(measure.moved(make)))
     say("what an operator takes beside that")
@@ -59,13 +67,16 @@ def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
         memory=_memory(device, job.size),
         products=products,
         moved=moved,
+        shares=shares,
         overhead=overhead,
         host=measure.host(),
         fuses=device.type != "cpu",
     )
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
     source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
-    return Machine(name, described, links, overlap, source)
+    apart = Machine(name, described, links, overlap, source)
+    say("a step")
+    return dataclasses.replace(apart, device=dataclasses.replace(described, in_step=measure.in_step(apart)))
 
 
 class _Measure:
@@ -76,15 +87,36 @@ class _Measure:
 
     def products(self, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
         for size in _PRODUCT_SIZES:
-            a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
-            yield 2.0 * size**3, 2.0 * size**3 / self.seconds(functools.partial(torch.mm, a, b))
+            _, count, operations = operators.linear(size, dtype, self._device)
+            make = functools.partial(operators.linear, size, dtype, self._device)
+            yield operations, 3 * operations / self.seconds(self.cold(make, count))
 
-    def moved(
-        self, make: Callable[[int, torch.device], tuple[Callable[[], Any], int]]
-    ) -> Iterator[tuple[float, float]]:
+    def share(self, make: operators.Product) -> float:
+        """Of the rate of matrix products as large, what these reach, forward and backward.
+
+        The two take turns: from one moment to the next a machine's speed can change by more than they differ.
+        """
+        _, count, each = make(self._device)
+        product = functools.partial(operators.linear, _PRODUCT_SIZES[-1], torch.float32, self._device)
+        _, product_count, operations = product()
+        runs = self.cold(functools.partial(make, self._device), count), self.cold(product, product_count)
+        for run in runs:
+            run()
+        ratio = statistics.median(self._once(runs[1], 1) / self._once(runs[0], 1) for _ in range(_REPEATS))
+        return self._agreed(ratio * sum(each) / (3 * operations))
+
+    def moved(self, make: operators.Operator) -> Iterator[tuple[float, float]]:
         for count in _BYTES:
-            run, touched = make(count // 4, self._device)
-            yield float(touched), touched / self.seconds(run)
+            _, touched = make(count // 4, self._device)
+            took = self.seconds(self.cold(functools.partial(make, count // 4, self._device), touched))
+            yield float(touched), touched / took
+
+    def cold(self, make: Callable[[], tuple[Run, Any, *tuple[Any, ...]]], count: int) -> Run:
+        """One that ``make`` makes after the other, each of which touches ``count`` bytes; their results are kept."""
+        copies = max(2, min(_MOST_COPIES, _CYCLE // count))
+        runs = itertools.cycle([make()[0] for _ in range(copies)])
+        results: deque[Any] = deque(maxlen=copies)
+        return lambda: results.append(next(runs)())
 
     def overhead(self) -> float:
         """Of an operator on next to nothing, as an emitted graph calls it."""
@@ -131,6 +163,13 @@ class _Measure:
         together = self.seconds(both)
         hidden = (alone + computing - together) / min(alone, computing)
         return min(1.0, max(0.0, hidden))
+
+    def in_step(self, apart: Machine) -> float:
+        """How many times as long operators take in a step as by themselves."""
+        step, batch = probe.started(self._device)
+        foretold = planned(step, batch, [self._job.size], apart).time
+        seen = self.seconds(lambda: step(*batch))
+        return max(1.0, 1 + (seen - foretold.seconds) / foretold.compute)
 
     def host(self) -> float:
         if self._device.type == "cpu":
@@ -192,46 +231,3 @@ def _memory(device: torch.device, ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-
-
-def _add(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    a, b = torch.randn(numel, device=device), torch.randn(numel, device=device)
-    return lambda: a + b, 12 * numel
-
-
-def _gelu(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    a = torch.randn(numel, device=device)
-    return lambda: F.gelu(a), 8 * numel
-
-
-def _norm(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    a = torch.randn(numel // 256, 256, device=device)
-    return lambda: F.layer_norm(a, (256,)), 8 * numel
-
-
-def _lookup(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    table = torch.randn(8192, 256, device=device)
-    rows = torch.randint(8192, (max(numel // 256, 1),), device=device)
-    return lambda: F.embedding(rows, table), 8 * numel
-
-
-def _sum(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    a = torch.randn(numel // 256, 256, device=device)
-    return lambda: a.sum(0), 4 * numel
-
-
-def _update(numel: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    parameter = torch.nn.Parameter(torch.zeros(numel, device=device))
-    parameter.grad = torch.ones(numel, device=device)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return optimizer.step, 16 * numel
-
-
-_OPERATORS: dict[str, Operator] = {
-    "memory": _add,
-    "transcendental": _gelu,
-    "norm": _norm,
-    "indexing": _lookup,
-    "reduction": _sum,
-    "update": _update,
-}

@@ -35,12 +35,19 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 # They read of their first argument no more than they yield.
 _LOOKUPS = ("embedding", "index", "gather", "index_select")
+# Products that are not those of two matrices.
+_PRODUCT_KINDS = {"convolution": "convolution", "scaled_dot_product": "attention"}
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def kind(node: fx.Node) -> str:
     """Which of a device's rates the operator runs at: a key of :attr:`zerograph.planner.machine.Device.moved`."""
     return _KIND_OF.get(_name(node).rstrip("_"), _KIND_OF.get(_name(node), "memory"))
+
+
+def product_kind(node: fx.Node) -> str:
+    """Of an operator that multiplies: a key of :attr:`zerograph.planner.machine.Device.shares`, or nothing."""
+    return next((kind for part, kind in _PRODUCT_KINDS.items() if part in _name(node)), "")
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -65,9 +72,9 @@ def seconds(node: fx.Node, device: Device) -> float:
     moved = _moved(node, fuses=device.fuses)
     if device.fuses and is_pointwise(node) and not moved:
         return 0.0
-    products = device.product_seconds(_dtype(node), flops(node))
+    products = device.product_seconds(_dtype(node), flops(node), product_kind(node))
     through_memory = device.moved_seconds("memory" if products else kind(node), moved)
-    return device.overhead + max(products, through_memory)
+    return device.in_step * (device.overhead + max(products, through_memory))
 
 
 def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:

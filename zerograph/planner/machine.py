@@ -50,9 +50,12 @@ class Device:
         memory: bytes.
         products: operations per second in matrix products and the like, by dtype (``"bfloat16"``); what is not listed
             runs as ``"float32"`` does.
+        shares: of the rate of ``products``, what products of other kinds reach: ``"convolution"``, ``"attention"``;
+            those that are not listed reach it all.
         moved: bytes per second that operators read and write, by kind of operator (see
             :func:`zerograph.planner.costs.kind`); ``"memory"`` stands for kinds that are not listed.
         overhead: seconds that each operator takes beside that.
+        in_step: how many times as long all that takes in a step, where ranks wait for each other and share memory.
         host: bytes per second between its memory and the CPU's, each way.
         file: bytes per second from and to files.
         fuses: a compiler makes one kernel of operators that follow each other element by element.
@@ -62,13 +65,15 @@ class Device:
     products: Mapping[str, Rate]
     moved: Mapping[str, Rate]
     overhead: float
+    shares: Mapping[str, float] = field(default_factory=dict)
+    in_step: float = 1.0
     host: float = 25e9
     file: float = 2e9
     fuses: bool = True
 
-    def product_seconds(self, dtype: str, operations: float) -> float:
+    def product_seconds(self, dtype: str, operations: float, kind: str = "") -> float:
         """Of a product of so many floating-point operations."""
-        return self.products.get(dtype, self.products["float32"]).seconds(operations)
+        return self.products.get(dtype, self.products["float32"]).seconds(operations) / self.shares.get(kind, 1.0)
 
     def moved_seconds(self, kind: str, count: float) -> float:
         """Of an operator of that kind that reads and writes so many bytes."""
@@ -149,7 +154,9 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
             "memory": device.memory,
             "products": {dtype: _plain(rate) for dtype, rate in device.products.items()},
             "moved": {kind: _plain(rate) for kind, rate in device.moved.items()},
+            "shares": {kind: _short(share) for kind, share in device.shares.items()},
             "overhead": _short(device.overhead),
+            "in_step": _short(device.in_step),
             "host": device.host,
             "file": device.file,
             "fuses": device.fuses,
@@ -167,7 +174,9 @@ def _read(content: Mapping[str, Any]) -> Machine:
         memory=int(_positive(given["memory"])),
         products={str(dtype): _rate(rate) for dtype, rate in given["products"].items()},
         moved={str(kind): _rate(rate) for kind, rate in given["moved"].items()},
+        shares={str(kind): _positive(share) for kind, share in given.get("shares", {}).items()},
         overhead=_number(given["overhead"]),
+        in_step=_positive(given.get("in_step", 1.0)),
         host=_positive(given.get("host", 25e9)),
         file=_positive(given.get("file", 2e9)),
         fuses=bool(given.get("fuses", True)),

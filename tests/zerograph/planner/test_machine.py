@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerograph as zg
 from zerograph.mesh import Mesh
-from zerograph.planner.costs import wire_seconds
-from zerograph.planner.machine import Rate, machine, names, write
+from zerograph.planner.costs import seconds, wire_seconds
+from zerograph.planner.machine import Device, Rate, machine, names, write
 from zerograph.sbp import broadcast, split
 from zerograph.step_graph import Boxing
 
@@ -36,6 +40,24 @@ def test_a_rate_between_two_points_and_outside() -> None:
     assert rate.seconds(10) == 10 / 1e6
     assert rate.seconds(1e7) == 1e7 / 1e8
     assert rate.seconds(0) == 0
+
+
+def test_products_of_other_kinds_reach_a_share_and_a_step_takes_longer() -> None:
+    """Of a layer: the product at its rate, a convolution at half of it, all of it a quarter longer in a step."""
+    plain = Device(
+        memory=1, products={"float32": Rate(((1.0, 1e9),))}, moved={"memory": Rate(((1.0, 1e18),))}, overhead=0
+    )
+    slower = dataclasses.replace(plain, shares={"convolution": 0.5}, in_step=1.25)
+
+    graph = make_fx(lambda x, w, v: (F.conv2d(x, w), x.flatten(1) @ v), tracing_mode="fake")(
+        torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), torch.ones(192, 5)
+    ).graph
+    product = next(node for node in graph.nodes if "mm" in node.name)
+    convolution = next(node for node in graph.nodes if "conv" in node.name)
+    assert seconds(product, plain) == pytest.approx(2 * 2 * 192 * 5 / 1e9)
+    assert seconds(convolution, plain) == pytest.approx(2 * 2 * 4 * 36 * 27 / 1e9)
+    assert seconds(product, slower) == pytest.approx(1.25 * seconds(product, plain))
+    assert seconds(convolution, slower) == pytest.approx(2 * 1.25 * seconds(convolution, plain))
 
 
 def gather(mesh: Mesh, dim: int, sent: float) -> Boxing:
