@@ -177,6 +177,10 @@ class Signs:
         # A file that others meet in as well goes with the last who has it open.
         self.store = None
 
+    def _end(self) -> None:
+        self._over.set()
+        self.store = None
+
     @property
     def _interval(self) -> float:
         return _INTERVAL * max(1.0, self.size / 1000)
@@ -274,8 +278,9 @@ def signs_of(world: dist.ProcessGroup) -> Signs:
         return Signs(rank, size)
     store: Any = world.get_group_store()
     found = Signs(rank, size, dist.PrefixStore("zerograph signs", store.clone()), _keeper(store))  # type: ignore[attr-defined]
-    # Weakly: a group that is over shall take its threads along.
-    here = weakref.ref(world)
+    # Weakly: a group that is over shall take its threads along. And at once its store, a file perhaps whose folder is
+    # about to go: torch looks whether it is there before it signs off in it, and aborts where it went in between.
+    here = weakref.ref(world, lambda _: found._end())
     threading.Thread(target=found._watch, args=(here,), name="zerograph signs", daemon=True).start()
     if not _living:
         atexit.register(_leave)

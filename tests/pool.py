@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -37,7 +38,7 @@ class Pool:
         self._size, self._patience = size, patience
         self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned, in order; raises ``RanksError`` with the tracebacks of those that raised."""
@@ -52,10 +53,11 @@ class Pool:
 
     def _call(self, ranks: int, awaited: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self._start(ranks)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(ranks):
-                self._workers[rank][1].send((rank, ranks, str(Path(folder) / "store"), function, args))
-            answers = [self._answer(rank, function) for rank in range(awaited)]
+        # It stays until the end: what still has it open must not find it gone.
+        store = self._traces() / f"store {next(self._numbers)}"
+        for rank in range(ranks):
+            self._workers[rank][1].send((rank, ranks, str(store), function, args))
+        answers = [self._answer(rank, function) for rank in range(awaited)]
         failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
         if failed:
             raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
@@ -99,7 +101,7 @@ class Pool:
         for process, _ in self._workers:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._traces().iterdir()))
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._traces().glob("worker *")))
 
     def _traces(self) -> Path:
         return Path(self._folder.name)
