@@ -39,6 +39,7 @@ from zerograph.passes.spill import spill
 from zerograph.passes.take_turns import take_turns
 from zerograph.passes.unfuse import unfuse
 from zerograph.passes.verify import Seen, verify
+from zerograph.progress import tell
 
 Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
@@ -69,6 +70,9 @@ PIPELINE: tuple[Pass, ...] = (
     offload,  # what rests in files is fetched before it is read, and put back behind what changed it
     fit,  # a memory budget is kept, and used to spare and hide collectives
 )
+
+# As progress counts them: capture is the first.
+PASSES = len(PIPELINE) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +108,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     seen: Seen = {}
     for at, rewrite in enumerate(PIPELINE):
         began = time.perf_counter()
+        tell("passes", at + 1, PASSES, names[at])
         module = _apply(rewrite, module, context)
         for graph in _graphs(module):
             verify(graph, names[at], seen, placed=at >= names.index("place"), boxed=at >= names.index("box"))
@@ -112,6 +117,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         again = functools.partial(_rewritten, captured, context, at + 1)
         nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
         records.append(PassRecord(names[at], summary, nodes, seconds, again))
+    tell("passes", PASSES, PASSES)
     for graph in _graphs(module):
         graph.graph.lint()
     records[-1] = replace(records[-1], _make=lambda: _finished(module))
@@ -150,9 +156,11 @@ def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx
     """
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     yield "capture", module
-    for rewrite in PIPELINE:
+    for at, rewrite in enumerate(PIPELINE):
+        tell("passes again", at + 1, PASSES, rewrite.__name__)
         module = _apply(rewrite, module, context)
         yield rewrite.__name__, module
+    tell("passes again", PASSES, PASSES)
 
 
 def _rewritten(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:

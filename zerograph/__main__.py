@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 def _zerograph() -> None:
     """Zerograph: a training step as one placed graph, with the Zero Redundancy Optimizer.
 
-    Exit codes: 0; 1 where something does not fit or differs; 2 where a command is used wrongly.
+    Exit codes: 0; 1 where something does not fit or differs; 2 where a command is used wrongly or fails.
     """
 
 

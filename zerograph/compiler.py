@@ -35,7 +35,8 @@ from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
 from zerograph.offload import resting_device
 from zerograph.passes.context import BucketUpdate, Context
-from zerograph.passes.pipeline import PassRecord, run_pipeline
+from zerograph.passes.pipeline import PASSES, PassRecord, run_pipeline
+from zerograph.progress import tell
 from zerograph.residence import assign, make_room
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
@@ -354,6 +355,7 @@ class Compiler:
         key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
         if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
             began = time.perf_counter()
+            tell("passes", 0, PASSES, "capture")
             captured = capturing.capture(
                 self.build,
                 members.root,

@@ -23,7 +23,11 @@ README = ROOT / "README.md"
 NOT_RUN = {
     "checkpoints.md": {"torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt"},
     "first-step.md": {"python train.py", "torchrun --nproc-per-node 2 train.py"},
-    "planning.md": {"zerograph calibrate mine.yaml --ranks 2"},
+    "planning.md": {
+        "zerograph calibrate mine.yaml --ranks 2",
+        "zerograph plan examples/plan_gpt.py:example --world-size 8 --stage off,1,2,3"
+        " --memory memory.png --timeline timeline.png",
+    },
     "reading-a-graph.md": {
         "python train.py",
         "torchrun --nproc-per-node 2 train.py",

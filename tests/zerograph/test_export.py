@@ -120,5 +120,5 @@ def test_tied_weights_are_written_once_and_read_twice(tied: Path, tmp_path: Path
 )
 def test_what_cannot_be_exported_is_named(tied: Path, tmp_path: Path, arguments: list[str], said: Any) -> None:
     result = CliRunner().invoke(app, ["export", *(one.format(tied=tied) for one in arguments)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in result.output

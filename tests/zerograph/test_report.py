@@ -214,6 +214,20 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         Small(nn.Linear(4, 4)).report(tmp_path / "step.html")
 
 
+def test_a_report_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("zerograph.report.collect", fail)
+    (tmp_path / "old.html").write_text("old")
+    for name in ("new.html", "old.html"):
+        with pytest.raises(MemoryError):
+            report.write(step, tmp_path / name, title="step")
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("old.html", "old")]
+
+
 @pytest.mark.parametrize(("path", "machine"), [("missing/step.html", None), (".", None), ("step.html", "abacus")])
 def test_what_cannot_be_written_is_an_error_that_leaves_no_file(tmp_path: Path, path: str, machine: str | None) -> None:
     step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zerograph.cli.failing import DIFFERS, reported
+from zerograph.cli.failing import FAILED, reported
 
 
 def calibrate(
@@ -31,14 +31,15 @@ def calibrate(
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
         arguments = ["calibrate", str(out), "--name", name or out.stem]
-        raise typer.Exit(subprocess.run([sys.executable, *command, *arguments], env=environment).returncode)
+        ended = subprocess.run([sys.executable, *command, *arguments], env=environment).returncode
+        raise typer.Exit(FAILED if ended else 0)
     # Here, so that the command that only starts others does not wait for torch.
     from zerograph.planner.calibrate import calibrate as measure
     from zerograph.planner.machine import write
     from zerograph.runtime.process_group import rank
 
     errors = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    with reported(DIFFERS), errors.status("measuring") as status:
+    with reported(), errors.status("measuring") as status:
         found = measure(name or out.stem, lambda doing: status.update(f"measuring {doing}"))
     if rank() == 0:
         write(out, found)

@@ -10,6 +10,7 @@ import typer
 
 from zerograph.cli.failing import DIFFERS, as_json, reported
 from zerograph.cli.inspect import SCRIPT
+from zerograph.cli.progress import progress_bars
 from zerograph.cli.script import load, mesh_of, prepare
 from zerograph.errors import ConfigError
 from zerograph.inspection.diff import Diff, compare
@@ -32,7 +33,7 @@ def diff(
 
     Examples: zerograph diff train.py:example --stages 2,3, or zerograph diff old/rank0/step1 new/rank0/step1 --pass box
     """
-    with reported():
+    with reported(), progress_bars():
         if after is None:
             found = [_of_stages(before, stages, pass_name, module, world_size, rank, inputs)]
         elif stages is not None or module is not None:

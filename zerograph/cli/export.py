@@ -24,5 +24,5 @@ def export(
 
     Example: zerograph export runs/gpt model.safetensors
     """
-    with reported(1):
+    with reported():
         typer.echo(exporting.export(checkpoint, out, module))

@@ -1,4 +1,4 @@
-"""How commands end: 0; 1 where what was asked does not fit or differs; 2 where they were used wrongly."""
+"""How commands end: 0; 1 where what was asked for does not fit or differs; 2 where they were used wrongly or failed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any
 
 import typer
 
-from zerograph.errors import ZeroGraphError
+from zerograph.errors import MemoryBudgetError, ZeroGraphError
 
 DIFFERS = 1
-WRONG_USE = 2
+FAILED = 2
 
 
 @contextlib.contextmanager
-def reported(code: int = WRONG_USE) -> Iterator[None]:
-    """Errors of zerograph are told on standard error, without a traceback, and end the command."""
+def reported() -> Iterator[None]:
+    """Errors of zerograph are told on standard error, without a traceback, and end the command.
+
+    A memory budget that does not suffice is an answer: what was asked for does not fit.
+    """
     try:
         yield
     except ZeroGraphError as error:
         typer.echo(f"{error}", err=True)
         for note in getattr(error, "__notes__", ()):
             typer.echo(note, err=True)
-        raise typer.Exit(code) from None
+        raise typer.Exit(DIFFERS if isinstance(error, MemoryBudgetError) else FAILED) from None
 
 
 def as_json(value: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from zerograph.cli.failing import as_json, reported
+from zerograph.cli.progress import progress_bars
 from zerograph.cli.script import load, mesh_of, option, prepare
 from zerograph.report import write
 
@@ -41,29 +41,30 @@ def inspect(
     Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box,
     or --report step.html --machine h100
     """
-    with reported():
+    with reported(), progress_bars():
         step, given = load(script, inputs)
         found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
-        written = dot is not None or report is not None
+        written = [path for path in (dot, report) if path is not None]
         if dot is not None:
             if dot.suffix == ".svg":
                 found.to_graphviz(module, pass_name, svg=dot)
             else:
                 dot.write_text(found.to_graphviz(module, pass_name) + "\n")
-            typer.echo(dot, err=json)
         if report is not None:
-            with Console(stderr=True).status("writing the report"):
-                write(found, report, title=type(step).__name__, machine=machine)
-            typer.echo(report, err=json)
+            write(found, report, title=type(step).__name__, machine=machine)
+        shown: Any = None
         if explain is not None:
             life = found.explain(explain)
-            as_json(asdict(life)) if json else typer.echo(life)
+            shown = asdict(life) if json else life
         elif text or pass_name is not None or (module is not None and not written):
-            shown = found.text(pass_name, module)
-            as_json(shown.splitlines()) if json else typer.echo(shown)
+            lines = found.text(pass_name, module)
+            shown = lines.splitlines() if json else lines
         elif json:
-            as_json({"script": script, "options": option(step.config), **found.summary.as_dict()})
+            shown = {"script": script, "options": option(step.config), **found.summary.as_dict()}
         elif not written:
-            where = mesh or world_size
-            typer.echo(f"{type(step).__name__} of {script}, as rank {rank} of {where}: {option(step.config)}")
-            typer.echo(found.describe() if full else found.page())
+            head = f"{type(step).__name__} of {script}, as rank {rank} of {mesh or world_size}: {option(step.config)}"
+            shown = f"{head}\n{found.describe() if full else found.page()}"
+    for path in written:
+        typer.echo(path, err=json)
+    if shown is not None:
+        as_json(shown) if json else typer.echo(shown)

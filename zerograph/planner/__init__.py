@@ -9,5 +9,7 @@
 ``calibrate``     measures one
 ``costs``         how long one node takes there
 ``timeline``      when each node of a step runs
-``show``          plans as tables; ``plots`` as curves
+``show``          plans as tables
+``plots``         plans as curves over ranks; ``bars`` memory by kind; ``lanes`` steps over time; ``pictures`` how
+                  all of these are made
 """

@@ -92,6 +92,11 @@ class Plan:
         return math.prod(self.mesh)
 
     @property
+    def stage(self) -> str:
+        """``"off"``, ``"stage 2"`` or ``"stage 2, non-distributed"``."""
+        return self.prepared.context.policy.name
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is within the device's memory."""
         return self.memory.peak <= self.capacity
@@ -114,6 +119,7 @@ class Plan:
         return {
             "world_size": self.world_size,
             "mesh": list(self.mesh),
+            "stage": self.stage,
             "options": self.options,
             "machine": self.machine,
             "capacity": self.capacity,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from zerograph.graph import ZeroGraph
 from zerograph.memory import show_bytes
 from zerograph.planner.machine import Machine
 from zerograph.planner.plan import Plan, planned
+from zerograph.progress import tell
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -60,7 +62,6 @@ def search(
     machine: Machine,
     limit: int,
     stages: Sequence[str] = tuple(STAGES),
-    say: Callable[[str], None] = lambda doing: None,
     **options: Any,
 ) -> Search:
     """Try every stage on every mesh: as it is, and where that does not fit with less memory for more time.
@@ -71,19 +72,20 @@ def search(
     Args:
         batch: one rank's part.
         limit: the most bytes on a rank.
-        say: is told what is tried next.
     """
     machine = replace(machine, device=replace(machine.device, memory=limit))
     tried: list[Candidate] = []
-    for mesh in meshes:
-        for stage in stages:
-            for given_up, more in _ways(batch, limit, options):
-                say(f"stage {stage} on {_grid(mesh)}{', ' if given_up else ''}{given_up}")
-                one = _candidate(graph, batch, mesh, machine, stage, given_up, {**options, **STAGES[stage], **more})
-                tried.append(one)
-                if one.plan is not None and (one.plan.fits or one.plan.memory.at_rest > limit):
-                    # Or what it keeps between steps is too much: nothing that follows makes that less.
-                    break
+    combinations = list(itertools.product(meshes, stages))
+    for done, (mesh, stage) in enumerate(combinations):
+        for given_up, more in _ways(batch, limit, options):
+            doing = f"stage {stage} on {_grid(mesh)}{', ' if given_up else ''}{given_up}"
+            tell("candidates", done, len(combinations), doing)
+            one = _candidate(graph, batch, mesh, machine, stage, given_up, {**options, **STAGES[stage], **more})
+            tried.append(one)
+            if one.plan is not None and (one.plan.fits or one.plan.memory.at_rest > limit):
+                # Or what it keeps between steps is too much: nothing that follows makes that less.
+                break
+    tell("candidates", len(combinations), len(combinations))
     fitting = [one for one in tried if one.plan is not None and one.plan.fits]
     best = min(fitting, key=_seconds, default=None)
     judged = [replace(one, verdict=_verdict(one, best)) for one in tried]

@@ -35,14 +35,17 @@ def write(
         machine: as :func:`zerograph.planner.machine.machine` takes it; None for a page without times.
 
     Raises:
-        ConfigError: there is no such machine, or the file cannot be written; both are found out first.
+        ConfigError: there is no such machine, or the file cannot be written; both are found out first. Then there is
+            no file that was not there before.
     """
     described = None if machine is None else machines.machine(machine)
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
         raise ConfigError(f"the report cannot be written to {file}: give a file's name in a folder that exists")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"the report cannot be written to {file}: permission denied\nGive another path.")
+    made = page(collect(step, title, described))
     try:
-        file.open("a").close()
+        file.write_text(made, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {file}: {error.strerror}\nGive another path.") from error
-    file.write_text(page(collect(step, title, described)), encoding="utf-8")

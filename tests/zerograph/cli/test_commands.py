@@ -86,3 +86,19 @@ def test_help_has_an_example(command: str) -> None:
     found = run(command, "--help")
     assert found.exit_code == 0
     assert "Example" in found.stdout
+
+
+def test_a_budget_that_does_not_suffice_ends_with_1(tmp_path: Path) -> None:
+    """The command was used well, and has an answer: the step does not fit."""
+    script = tmp_path / "tight.py"
+    script.write_text(
+        "from tests.zerograph.inspection.models import example as wide\n"
+        "def example():\n"
+        "    step, inputs = wide()\n"
+        "    step.config.memory_budget = 1000\n"
+        "    return step, inputs\n"
+    )
+    for command in ("inspect", "plan"):
+        found = run(command, f"{script}:example", *(["--stage", "3"] if command == "plan" else []))
+        assert found.exit_code == 1
+        assert "memory_budget" in found.stderr
