@@ -106,6 +106,8 @@ class Inspected:
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write memory, traffic and the graph into ``folder`` for TensorBoard, at the number of steps done so far.
 
+        For one rank to call, with a folder of its own: TensorBoard goes on reading only the last file of each.
+
         Raises:
             ConfigError: nothing compiled yet, or tensorboard is not installed.
         """

@@ -11,6 +11,7 @@ import typer
 from zerograph.cli.failing import as_json, reported
 from zerograph.cli.progress import progress_bars
 from zerograph.cli.script import load, mesh_of, option, prepare
+from zerograph.errors import ConfigError
 from zerograph.report import write
 
 SCRIPT = "SCRIPT:STEP, as train.py:example: a ZeroGraph, or a function without arguments that returns (step, inputs)"
@@ -49,7 +50,11 @@ def inspect(
             if dot.suffix == ".svg":
                 found.to_graphviz(module, pass_name, svg=dot)
             else:
-                dot.write_text(found.to_graphviz(module, pass_name) + "\n")
+                drawing = found.to_graphviz(module, pass_name) + "\n"
+                try:
+                    dot.write_text(drawing)
+                except OSError as error:
+                    raise ConfigError(f"{dot} cannot be written: {error.strerror}") from error
         if report is not None:
             write(found, report, title=type(step).__name__, machine=machine)
         shown: Any = None

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,25 +72,43 @@ def _dot(nodes: Sequence[NodeFacts], edges: Sequence[Edge], inside: set[str], na
         f"digraph {_quoted(name)} {{",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10, margin="0.08,0.04"];',
         '  edge [color="#666666", arrowsize=0.6];',
+        '  graph [fontname="Helvetica", labeljust=l];',
     ]
-    clusters: dict[str, list[NodeFacts]] = {}
+    members: dict[str, list[NodeFacts]] = {}
     for one in nodes:
         if one.id in inside:
-            clusters.setdefault(one.module, []).append(one)
-    for number, (module, members) in enumerate(clusters.items()):
-        indent = "  "
-        if module:
-            lines.append(f'  subgraph cluster_{number} {{ label={_quoted(module)}; color="#bbbbbb"; fontsize=11;')
-            indent = "    "
-        lines += [f"{indent}{_quoted(one.id)} [{_style(one)}];" for one in members]
-        if module:
-            lines.append("  }")
+            members.setdefault(one.module, []).append(one)
+    around = {module: _around(module, members) for module in members if module}
+    for module in members:
+        if around.get(module) is None:
+            lines += _cluster(module, members, around, "  ")
     lines += [
         f"  {_quoted(one)} [shape=plaintext, style=solid, fontsize=9, label={_quoted(known[one].label)}];"
         for one in border
     ]
     lines += [f"  {_quoted(one.source)} -> {_quoted(one.target)};" for one in shown]
     return "\n".join([*lines, "}"])
+
+
+def _around(module: str, modules: Iterable[str]) -> str | None:
+    """The innermost of these modules that holds another."""
+    return max((one for one in modules if one and one != module and within(module, one)), key=len, default=None)
+
+
+def _cluster(
+    module: str, members: Mapping[str, Sequence[NodeFacts]], around: Mapping[str, str | None], indent: str
+) -> Iterator[str]:
+    """A frame around the nodes of a module, and around the frames of those within it; what has no module has none."""
+    inner = f"{indent}  " if module else indent
+    if module:
+        name = _quoted(f"cluster {module}")
+        yield f'{indent}subgraph {name} {{ label={_quoted(module)}; color="#999999"; fontsize=11;'
+    yield from (f"{inner}{_quoted(one.id)} [{_style(one)}];" for one in members[module])
+    for child, parent in around.items():
+        if parent == module and module:
+            yield from _cluster(child, members, around, inner)
+    if module:
+        yield f"{indent}}}"
 
 
 def _style(one: NodeFacts) -> str:
@@ -109,6 +127,8 @@ def _quoted(text: str) -> str:
 
 
 def _draw(text: str, path: Path) -> None:
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be drawn: {path.parent} is no folder that can be written")
     program = shutil.which("dot")
     if program is None:
         raise ConfigError(

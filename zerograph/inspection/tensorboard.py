@@ -14,24 +14,30 @@ if TYPE_CHECKING:
 
 
 def write(step: Inspection, folder: str | os.PathLike[str], number: int) -> Path:
-    """Write scalars and the emitted graph into an event file in ``folder``.
+    """Write scalars and the emitted graph into one event file in ``folder``.
+
+    One, since TensorBoard goes on reading only the last of a folder: beside a writer that is still open, its own.
 
     Raises:
         ConfigError: tensorboard is not installed.
     """
     try:
-        from torch.utils.tensorboard import FileWriter, SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard.summary import scalar
     except ImportError as error:
         raise ConfigError(
             f"TensorBoard's files are written by the package tensorboard, which cannot be imported: {error}\n"
             "Install it: pip install tensorboard."
         ) from error
-    with SummaryWriter(str(folder)) as writer:
+    writer = FileWriter(str(folder))
+    try:
         for name, value in scalars(step).items():
-            writer.add_scalar(name, value, number)
-    graph = FileWriter(str(folder), filename_suffix=".graph")
-    graph.add_graph(_graph(step))
-    graph.close()
+            writer.add_summary(scalar(name, value), number)
+        # Without the metadata of a run, which would be shown as a profile of nothing.
+        writer.add_event(Event(graph_def=_graph(step).SerializeToString()), number)
+    finally:
+        writer.close()
     return Path(folder)
 
 
@@ -53,8 +59,8 @@ def tree_names(nodes: list[NodeFacts]) -> dict[str, str]:
     return {one.id: "/".join([*(one.module or one.phase or one.kind).split("."), one.id]) for one in nodes}
 
 
-def _graph(step: Inspection) -> tuple[Any, Any]:
-    from tensorboard.compat.proto import attr_value_pb2, config_pb2, graph_pb2, node_def_pb2, versions_pb2
+def _graph(step: Inspection) -> Any:
+    from tensorboard.compat.proto import attr_value_pb2, graph_pb2, node_def_pb2, versions_pb2
 
     nodes, edges = facts(step.emitted, step.context)
     names = tree_names(nodes)
@@ -74,4 +80,4 @@ def _graph(step: Inspection) -> tuple[Any, Any]:
         )
         for one in nodes
     ]
-    return graph_pb2.GraphDef(node=made, versions=versions_pb2.VersionDef(producer=22)), config_pb2.RunMetadata()
+    return graph_pb2.GraphDef(node=made, versions=versions_pb2.VersionDef(producer=22))
