@@ -92,6 +92,8 @@ def emit(
             nodes[one].meta = one.meta
             continue
         call = graph.call_function(functions[one], tuple(nodes[node] for node in one.inputs))
+        # Its own name says nothing to those who look at what ran.
+        call.meta["compiled"] = tuple(node.name for node in one.nodes)
         for number, output in enumerate(one.outputs):
             nodes[output] = graph.create_node("call_function", getitem, (call, number), name=output.name)
         for node in one.nodes:

@@ -162,9 +162,9 @@ class ZeroGraph(Inspected):
     def profile(self, steps: int, *args: Any, path: str | os.PathLike[str], **kwargs: Any) -> Trace:
         """Make that many steps on these inputs under ``torch.profiler``, and write a trace for Perfetto or Chrome.
 
-        They are steps as any: they update, and count. Nodes run one by one, each under its name in :meth:`text`, and
-        collectives go by tensor and bucket, with an event from start to end; measuring takes time of its own. The first
-        step is slower than others: make some before.
+        They are steps as any: they update, and count. Nodes run one by one, each under its name in :meth:`text`; what
+        Inductor made one function of goes by its first nodes, collectives by tensor and bucket, with an event from
+        start to end. Measuring takes time of its own, and the first step is slower than others: make some before.
 
         Args:
             steps: how many, at least one.

@@ -8,6 +8,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,9 @@ def measure(steps: int, run: Callable[[], object], about: Inspection, path: Path
 
 _STEP = "zerograph step "
 _WAIT = "wait for "
+_COMPILED = "compiled: "
+# Of the nodes of a compiled piece.
+_SHOWN = 3
 
 
 def _named(graph: fx.Graph) -> dict[str, str]:
@@ -143,6 +147,11 @@ def _start(found: Boxing | Collective, node: str) -> str:
     return f"{found.kind} of {what} ({node})"
 
 
+def _compiled(node: fx.Node) -> tuple[str, ...]:
+    """The names of the nodes that the backend made one function of, and that this one calls; empty for any other."""
+    return tuple(node.meta.get("compiled", ()))
+
+
 class _Interpreter(fx.Interpreter):
     """Runs a graph node by node, each under its name in the emitted one; frees values as the generated code does."""
 
@@ -152,10 +161,18 @@ class _Interpreter(fx.Interpreter):
         self._bodies = {str(node.target): found.body.graph for node in emitted.nodes if (found := loop_of(node))}
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "output"):
+        if n.op in ("placeholder", "output") or (n.target is getitem and _compiled(n.all_input_nodes[0])):
+            # What leaves a compiled piece was computed in it.
             return super().run_node(n)
-        with record_function(self._names.get(n.name, n.name)):
+        with record_function(self._called(n)):
             return super().run_node(n)
+
+    def _called(self, n: fx.Node) -> str:
+        names = [self._names.get(name, name) for name in _compiled(n) or (n.name,)]
+        if not _compiled(n):
+            return names[0]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"{_COMPILED}{', '.join(names[:_SHOWN])}{more}"
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,44 @@ def test_a_trace_names_nodes_and_collectives(pool: Pool, tmp_path: Path) -> None
             "model.first.weight" in event["args"]["parameters"] for event in begun
         )
         assert "all-gather of bucket0" in seen["text"]
+
+
+def profiled_with(folder: str, backend: str, micro_batches: int, stage: int) -> dict[str, Any]:
+    step = Step(stage=stage, device="cpu")
+    step.config.backend = backend
+    step.config.set_gradient_accumulation_steps(micro_batches)
+    # As many rows as make a chain of operators worth compiling.
+    x = torch.ones(512 * micro_batches, 16)
+    step(x)
+    trace = step.profile(2, x, path=f"{folder}/trace.json")
+    return {
+        "path": str(trace.path),
+        "text": str(trace),
+        "flights": [(one.collective.node, one.collective.kind, one.collective.what) for one in trace.flights],
+        "collectives": [(one.node, one.kind, one.what) for one in step.collectives()],
+        "in flight": [one.seconds >= one.waited >= 0 and one.start >= 0 for one in trace.flights],
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "micro_batches", "stage"), [("eager", 4, 2), ("inductor", 1, 3), ("inductor", 2, 3)]
+)
+def test_collectives_are_named_whatever_the_backend_and_in_every_micro_batch(
+    pool: Pool, tmp_path: Path, backend: str, micro_batches: int, stage: int
+) -> None:
+    for seen in pool.run(2, profiled_with, str(tmp_path), backend, micro_batches, stage):
+        assert sorted(seen["flights"]) == sorted(seen["collectives"] * 2)
+        assert all(seen["in flight"])
+        times = Counter((kind, what) for _, kind, what in seen["flights"])
+        # Twice, in two steps: stage 3 gathers for each micro-batch forward and backward, stage 2 once for all.
+        assert times["all-gather", "bucket1"] == 2 * (1 if stage == 2 else 2 * micro_batches)
+        assert times["reduce-scatter", "gradient of bucket1"] == 2 * micro_batches
+        assert f"{micro_batches} reduce-scatter of gradient of bucket1, " in seen["text"]
+        events = json.loads(Path(seen["path"]).read_text())["traceEvents"]
+        begun = Counter(event["name"] for event in events if event.get("cat") == "collective" and event["ph"] == "b")
+        assert begun == {f"{kind} of {what}": count for (kind, what), count in times.items()}
+        spans = Counter(str(event["name"]) for event in events if event.get("cat") == "user_annotation")
+        norms = {name: count for name, count in spans.items() if "model.blocks.1.norm:native_layer_norm_1" in name}
+        # Under the name of what ran: the operator, or what it was compiled into, and nothing beside that.
+        assert list(norms.values()) == [2 * micro_batches]
+        assert all(name.startswith("compiled: ") == (backend == "inductor") for name in norms)
