@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import capture as capturing
-from zerograph import hyperparameters
+from zerograph import hyperparameters, stand_in
 from zerograph._torch import OpOverload
 from zerograph.annotate import annotation
 from zerograph.batch import Batch
@@ -356,13 +356,17 @@ class Compiler:
         if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
             began = time.perf_counter()
             tell("passes", 0, PASSES, "capture")
+
+            def traced(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
+                return [replace(one, device=torch.device("cpu")) if members.on_accelerator else one for one in specs]
+
             captured = capturing.capture(
                 self.build,
                 members.root,
-                members.specs(members.parameters),
-                members.specs(members.buffers),
+                dict(zip(members.parameters, traced(members.specs(members.parameters).values()), strict=True)),
+                dict(zip(members.buffers, traced(members.specs(members.buffers).values()), strict=True)),
                 members.aliases,
-                batch.specs,
+                traced(batch.specs),
                 batch.tree,
                 train=bool(self.optimizers),
                 ranks=parts,
@@ -373,6 +377,8 @@ class Compiler:
                 scaled=scaled,
                 checked=checked,
             )
+            if members.on_accelerator:
+                captured = stand_in.moved(captured)
             self._captures[key] = captured, time.perf_counter() - began, parts
         return self._captures[key][:2]
 

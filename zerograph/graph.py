@@ -197,7 +197,7 @@ class ZeroGraph(Inspected):
         Args:
             args, kwargs: that rank's part of the batch, as calling the graph takes it.
             device: what tensors on the meta device stand for; ``"meta"``: an accelerator that this build of torch need
-                not know.
+                not know, with all that is on the CPU. It is traced with the CPU's operators.
 
         Raises:
             ZeroGraphError: as calling the graph does, but for what only running shows.

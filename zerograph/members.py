@@ -19,6 +19,7 @@ from zerograph.placement import to_local
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import adopt, store_of
 from zerograph.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
+from zerograph.stand_in import ACCELERATOR
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -28,7 +29,7 @@ class Members:
     """The modules of a graph under one root, and every distinct tensor in them by its first qualified name.
 
     ``aliases`` maps further names of the same tensor (tied weights) to the first. With ``meta``, tensors on the meta
-    device stand for tensors on that one.
+    device stand for tensors on that one; if that is the meta device itself, an accelerator, those on the CPU do so too.
     """
 
     root: nn.Module
@@ -39,7 +40,13 @@ class Members:
 
     def device(self, tensor: Tensor) -> torch.device:
         """Where the tensor is, or is to be."""
-        return self.meta if tensor.is_meta and self.meta is not None else tensor.device
+        stands = self.meta is not None and (tensor.is_meta or self.on_accelerator)
+        return self.meta if stands and self.meta is not None else tensor.device
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether all tensors stand for those of an accelerator that this build of torch need not know."""
+        return self.meta == ACCELERATOR
 
     def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """Shape, dtype, device and ``requires_grad`` of each."""
