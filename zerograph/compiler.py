@@ -226,16 +226,13 @@ class Compiler:
             )
         began = time.perf_counter()
         updates = self._updates(members, captured)
-        placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
-        zero_dim = self.config.zero_dim_on(mesh.dims, batch.sbp, placed)
+        zero_dim = self._zero_dim(mesh, members, batch)
         update_seconds = time.perf_counter() - began
 
         blocks = self._blocks(members) if captured.gradients else ()
 
         def lay(bucket_size: int | None, forgone: int, spills: bool) -> Prepared:
-            config = replace(self.config, bucket_size=bucket_size)
-            layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
-            layout = assign(layout, config, mesh)
+            layout = self._layout(mesh, zero_dim, members, captured, updates, bucket_size)
             facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
             told: dict[str, None] = {}
             context = self._context(*facts, spills=spills, told=told)
@@ -259,6 +256,31 @@ class Compiler:
         if dump.wanted():
             dump.dump(captured.graph, found.context, number, found.describe())
         return found
+
+    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
+        """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
+        check_optimizers(members, self.optimizers)
+        captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        updates = self._updates(members, captured)
+        zero_dim = self._zero_dim(mesh, members, batch)
+        return self._layout(mesh, zero_dim, members, captured, updates, self.config.bucket_size)
+
+    def _layout(
+        self,
+        mesh: Mesh,
+        zero_dim: int,
+        members: Members,
+        captured: Captured,
+        updates: Mapping[str, Update],
+        bucket_size: int | None,
+    ) -> tuple[Planned, ...]:
+        config = replace(self.config, bucket_size=bucket_size)
+        layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
+        return assign(layout, config, mesh)
+
+    def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
+        placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
+        return self.config.zero_dim_on(mesh.dims, batch.sbp, placed)
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """The blocks that the model repeats, if the configuration needs to know."""

@@ -37,6 +37,7 @@ def giving_up(lay: Callable[[int, bool], Step], *, may_spill: bool) -> Step:
                 spills = True
                 continue
             most = most or error.activations
-            if forgone >= most:
+            # Where all of them together are not enough, with the smallest buckets, no round is.
+            if forgone >= most or error.missing > error.activations + error.in_buckets:
                 raise
             forgone += max(error.missing, -(-most // _SHARE)) if forgone else error.missing

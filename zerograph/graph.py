@@ -25,6 +25,7 @@ from zerograph.inspected import Inspected
 from zerograph.inspection import logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.trace import Trace
+from zerograph.layout import Planned
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
 from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
@@ -202,6 +203,23 @@ class ZeroGraph(Inspected):
         Raises:
             ZeroGraphError: as calling the graph does, but for what only running shows.
         """
+        members, batch, key = self._standing_in(mesh, args, kwargs, device)
+        found = self._compiler.prepare(mesh, members, batch, key)
+        logs.tell(found, type(self).__name__)
+        return found
+
+    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
+        """The buckets of what :meth:`prepare` would make for the same arguments: what rests where, at a capture's cost.
+
+        Raises:
+            ZeroGraphError: as :meth:`prepare` does, before any pass.
+        """
+        return self._compiler.lay_out(mesh, *self._standing_in(mesh, args, kwargs, device))
+
+    def _standing_in(
+        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+    ) -> tuple[Members, Batch, Hashable]:
+        """Members and batch as they are on that mesh and device, and what they are known by."""
         if (
             not isinstance(mesh, Mesh)
             or not mesh.size
@@ -217,9 +235,7 @@ class ZeroGraph(Inspected):
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
         known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
-        found = self._compiler.prepare(mesh, members, batch, (tuple(known.values()), batch.key(), members.meta))
-        logs.tell(found, type(self).__name__)
-        return found
+        return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files."""

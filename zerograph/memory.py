@@ -157,10 +157,15 @@ def show_bytes(count: float) -> str:
     return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
-def profile(graph: fx.Graph) -> Profile:
-    """Bytes held at every node of a graph in this rank's shapes. One walk, linear in nodes."""
+def profile(graph: fx.Graph, *, host: bool = False) -> Profile:
+    """Bytes held at every node of a graph in this rank's shapes. One walk, linear in nodes.
+
+    Args:
+        host: of a model on an accelerator those in the CPU's memory, instead of its own.
+    """
     nodes = list(graph.nodes)
-    walk = _Walk(on_cpu=not any(one.device.type != "cpu" for node in nodes for one in _tensors(node)))
+    on_cpu = not host and not any(one.device.type != "cpu" for node in nodes for one in _tensors(node))
+    walk = _Walk(on_cpu, host)
     for position, node in enumerate(nodes):
         walk.visit(position, node)
     walk.end(len(nodes) - 1)
@@ -183,10 +188,12 @@ def computed_bytes(graph: fx.Graph) -> int:
 class _Walk:
     """One walk over the nodes in order: which memory each value lies in, and who read it last.
 
-    ``on_cpu``: nothing lies on an accelerator. Where something does, the CPU's memory does not count.
+    ``on_cpu``: nothing lies on an accelerator. Where something does, the CPU's memory does not count, or, with
+    ``host``, nothing else.
     """
 
     on_cpu: bool = True
+    host: bool = False
     storages: list[Storage] = field(default_factory=list)
     of: dict[fx.Node, Sequence[Storage | None]] = field(default_factory=dict)
     temporary: dict[int, int] = field(default_factory=dict)
@@ -222,8 +229,11 @@ class _Walk:
             self.of[node] = self._computed(position, node)
             needed = temporary_bytes(node)
             if (loop := loop_of(node)) is not None:
-                self.bodies[position] = inner = profile(loop.body.graph)
+                self.bodies[position] = inner = profile(loop.body.graph, host=self.host)
                 needed = sum(inner.own()[0].values())
+            elif self.host:
+                # Of the operator's own device: those of an update on the CPU are too small to matter.
+                needed = 0
             if needed:
                 self.temporary[position] = needed
         if node.target is aten.copy_.default:
@@ -258,7 +268,7 @@ class _Walk:
     def _new(self, position: int, kind: MemoryKind, value: Any) -> Storage | None:
         if not isinstance(value, Tensor):
             return None
-        counts = self.on_cpu or value.device.type != "cpu"
+        counts = self.on_cpu or (value.device.type == "cpu") == self.host
         self.storages.append(Storage(_allocated(value) if counts else 0, kind, position, position, position))
         return self.storages[-1]
 

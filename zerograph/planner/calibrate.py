@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerograph import _torch
 from zerograph.planner import operators, probe
@@ -71,6 +72,9 @@ def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
         overhead=overhead,
         host=measure.host(),
         fuses=device.type != "cpu",
+        accelerator=device.type != "cpu",
+        cpu=measure.cpu(),
+        cpu_memory=None if device.type == "cpu" else _memory(torch.device("cpu"), job.size),
     )
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
     source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
@@ -177,6 +181,13 @@ class _Measure:
         here = torch.empty(2**26, dtype=torch.uint8, device=self._device)
         there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
         return 2**26 / self.seconds(lambda: there.copy_(here, non_blocking=True))
+
+    def cpu(self) -> float:
+        """Bytes per second that the CPU's update of a bucket reads, all ranks at once."""
+        parts = [[torch.ones(2**22)] for _ in range(4)]
+        update, moved = torch.optim.AdamW([nn.Parameter(parts[0][0])], fused=True), 4 * 4 * 2**22
+        update.param_groups[0]["params"][0].grad = parts[1][0]
+        return moved / self.seconds(update.step)
 
     def _gather(self, sent: int) -> Callable[..., Any]:
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)

@@ -77,6 +77,33 @@ def seconds(node: fx.Node, device: Device) -> float:
     return device.in_step * (device.overhead + max(products, through_memory))
 
 
+def on_cpu(node: fx.Node) -> bool:
+    """Whether the operator works on more than numbers in the CPU's memory: what it yields, or else is given."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    made = list(tensors(node.meta.get("val")))
+    found = made or [one for given in node.all_input_nodes for one in tensors(given.meta.get("val"))]
+    return any(one.dim() for one in found) and all(one.device.type == "cpu" for one in found)
+
+
+def cpu_seconds(node: fx.Node, device: Device) -> float:
+    """Of a node that the CPU computes for a device: an update, which its memory bounds."""
+    return 0.0 if is_free(node) else _moved(node, fuses=device.fuses) / device.cpu
+
+
+def carry_seconds(node: fx.Node, device: Device) -> float:
+    """Of a copy to another device: the link's time, or the CPU's where it casts and lays in pinned memory what goes up.
+
+    Args:
+        node: with the operator ``carry``.
+    """
+    made: Tensor = node.meta["val"]
+    source: Tensor = node.all_input_nodes[0].meta["val"]
+    if source.device.type != "cpu" or source.dtype == made.dtype:
+        return nbytes(made) / device.host
+    return max(nbytes(made) / device.host, (nbytes(source) + 3 * nbytes(made)) / device.cpu)
+
+
 def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
     """Of a collective: the first bytes' way through each level of the network, and the slowest level's rate."""
     crossed = list(_crossed(mesh, boxing.dim, machine.links))
@@ -104,19 +131,20 @@ def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link
 def _moved(node: fx.Node, *, fuses: bool) -> int:
     """Bytes read and written; where operators are fused, not what only passes between two of one kernel."""
     if _name(node) in _LOOKUPS:
-        return 2 * sum(map(nbytes, _tensors(node.meta.get("val"))))
+        return 2 * sum(map(nbytes, tensors(node.meta.get("val"))))
     read = [
         value
         for given in node.all_input_nodes
         if not (fuses and is_pointwise(node) and is_pointwise(given) and len(given.users) == 1)
-        for value in _tensors(given.meta.get("val"))
+        for value in tensors(given.meta.get("val"))
     ]
     inside = fuses and is_pointwise(node) and len(node.users) == 1 and is_pointwise(next(iter(node.users)))
-    written = [] if inside else list(_tensors(node.meta.get("val")))
+    written = [] if inside else list(tensors(node.meta.get("val")))
     return sum(map(nbytes, read)) + sum(map(nbytes, written))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
+    """In a node's value: one, or several."""
     for one in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(one, Tensor):
             yield one
@@ -124,7 +152,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _dtype(node: fx.Node) -> str:
     """The dtype that it computes in, as a machine's file names it: that of its first floating-point argument."""
-    given = (one for source in node.all_input_nodes for one in _tensors(source.meta.get("val")))
+    given = (one for source in node.all_input_nodes for one in tensors(source.meta.get("val")))
     found = next((one.dtype for one in given if one.dtype.is_floating_point), torch.float32)
     return str(found).removeprefix("torch.")
 

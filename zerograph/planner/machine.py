@@ -59,6 +59,10 @@ class Device:
         host: bytes per second between its memory and the CPU's, each way.
         file: bytes per second from and to files.
         fuses: a compiler makes one kernel of operators that follow each other element by element.
+        accelerator: it has memory of its own beside the CPU's, in which things may then rest; in a file that does not
+            say so, what ``fuses`` is.
+        cpu: bytes per second that the CPU reads and writes for each device, where it updates what rests there.
+        cpu_memory: bytes of the CPU's memory for each device; None: not known, as much as it takes.
     """
 
     memory: int
@@ -70,6 +74,9 @@ class Device:
     host: float = 25e9
     file: float = 2e9
     fuses: bool = True
+    accelerator: bool = True
+    cpu: float = 40e9
+    cpu_memory: int | None = None
 
     def product_seconds(self, dtype: str, operations: float, kind: str = "") -> float:
         """Of a product of so many floating-point operations."""
@@ -160,6 +167,9 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
             "host": device.host,
             "file": device.file,
             "fuses": device.fuses,
+            "accelerator": device.accelerator,
+            "cpu": _short(device.cpu),
+            **({} if device.cpu_memory is None else {"cpu_memory": device.cpu_memory}),
         },
         "links": [
             {"ranks": one.ranks, "rate": _plain(one.rate), "latency": _short(one.latency)} for one in described.links
@@ -180,6 +190,9 @@ def _read(content: Mapping[str, Any]) -> Machine:
         host=_positive(given.get("host", 25e9)),
         file=_positive(given.get("file", 2e9)),
         fuses=bool(given.get("fuses", True)),
+        accelerator=bool(given.get("accelerator", given.get("fuses", True))),
+        cpu=_positive(given.get("cpu", 40e9)),
+        cpu_memory=None if given.get("cpu_memory") is None else int(_positive(given["cpu_memory"])),
     )
     device.products["float32"], device.moved["memory"]
     links = tuple(

@@ -18,6 +18,7 @@ from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
+from zerograph.planner.resting import resting
 from zerograph.planner.show import text
 from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
@@ -60,7 +61,10 @@ class Plan:
         model_states: bytes as the ZeRO paper counts them, each at its most: parameters as they are computed with,
             gradients in buckets, and optimizer state with masters, where there are any; see
             :mod:`zerograph.planner.closed_form`.
-        memory: the most bytes at once, what they are, and where.
+        memory: the most bytes at once on the device, what they are, and where.
+        host: the same in the CPU's memory, of an accelerator's step; ``cpu_capacity`` is what there is of it for each
+            rank, None where that is not known.
+        in_files: bytes that rest in files.
         profile: bytes held over the step, node by node.
         wire: what is sent.
         time: the step's time and its parts.
@@ -79,6 +83,9 @@ class Plan:
     most: Mapping[str, int]
     model_states: ModelStates
     memory: Memory
+    host: Memory | None
+    cpu_capacity: int | None
+    in_files: int
     profile: Profile = field(repr=False)
     wire: Sequence[Wire]
     time: Timeline
@@ -98,8 +105,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.memory.peak <= self.capacity
+        """Whether the peak is within the device's memory, and what is offloaded within the CPU's."""
+        return self.memory.peak <= self.capacity and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether what is offloaded to the CPU's memory is within that."""
+        return self.host is None or self.cpu_capacity is None or self.host.peak <= self.cpu_capacity
 
     @property
     def wire_bytes(self) -> int:
@@ -129,6 +141,11 @@ class Plan:
             "most": dict(self.most),
             "model_states": asdict(self.model_states),
             "peak": {"bytes": self.memory.peak, "kinds": dict(self.memory.kinds), "at": asdict(self.memory.where)},
+            "host": None
+            if self.host is None
+            else {"bytes": self.host.peak, "at_rest": self.host.at_rest, "kinds": dict(self.host.kinds)},
+            "cpu_capacity": self.cpu_capacity,
+            "in_files": self.in_files,
             "wire": [asdict(one) for one in self.wire],
             "wire_bytes": self.wire_bytes,
             "seconds": {
@@ -137,6 +154,7 @@ class Plan:
                 "communication": self.time.communication,
                 "exposed": self.time.exposed,
                 "transfers": self.time.transfers,
+                "updating": self.time.updating,
                 **self.time.phases,
             },
             "operations": self.operations,
@@ -167,9 +185,9 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
     """
     began = time.perf_counter()
     args, kwargs = arguments(batch)
-    grid = Mesh(tuple(mesh), (0,) * len(mesh), tuple(f"dimension {dim}" for dim in range(len(mesh))))
+    grid = grid_of(mesh)
     with configured(graph, **_for(machine, graph, options)) as config:
-        prepared = graph.prepare(grid, *args, device="cpu", **kwargs)
+        prepared = graph.prepare(grid, *args, device=stood_for(machine), **kwargs)
         shown = config.shown(changed=True)
     took = time.perf_counter() - began
     emitted = prepared.graph.graph
@@ -185,6 +203,9 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
         most=_most(held.storages, held),
         model_states=_model_states(prepared, held),
         memory=memory,
+        host=profile(emitted, host=True).memory() if machine.device.accelerator else None,
+        cpu_capacity=machine.device.cpu_memory,
+        in_files=resting(prepared.layout, grid).files,
         profile=held,
         wire=_wire(prepared),
         time=timeline(emitted, machine, grid),
@@ -199,6 +220,16 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def grid_of(mesh: Sequence[int]) -> Mesh:
+    """The first rank's place on a mesh of that shape."""
+    return Mesh(tuple(mesh), (0,) * len(mesh), tuple(f"dimension {dim}" for dim in range(len(mesh))))
+
+
+def stood_for(machine: Machine) -> str:
+    """What tensors stand for those of the machine, as :meth:`zerograph.ZeroGraph.prepare` takes it."""
+    return "meta" if machine.device.accelerator else "cpu"
 
 
 def _for(machine: Machine, graph: ZeroGraph, options: dict[str, Any]) -> dict[str, Any]:

@@ -45,13 +45,24 @@ def _memory(plan: Plan) -> RenderableType:
     for kind in dict.fromkeys([*plan.memory.kinds, *plan.most]):
         cells = (plan.at_rest.get(kind, 0), plan.most.get(kind, 0), plan.memory.kinds.get(kind, 0))  # type: ignore[call-overload]
         table.add_row(kind, *(show_bytes(count) if count else "" for count in cells))
-    fits = "fits" if plan.fits else "does not fit"
+    fits = "fits" if plan.memory.peak <= plan.capacity else "does not fit"
     table.add_section()
     table.add_row("together", show_bytes(plan.memory.at_rest), "", show_bytes(plan.memory.peak))
     where = plan.memory.where
     place = ", ".join(filter(None, (where.phase, where.module)))
     said = f"{fits} into {show_bytes(plan.capacity)}; the peak is in {place}"
-    return Group(table, Text(said, style="green" if plan.fits else "bold red"))
+    lines: list[RenderableType] = [table, Text(said, style="green" if plan.fits else "bold red")]
+    if plan.host is not None and plan.host.peak >= _WORTH_A_LINE:
+        room = "" if plan.cpu_capacity is None else f", of {show_bytes(plan.cpu_capacity)}"
+        held = f"{show_bytes(plan.host.at_rest)} at rest, {show_bytes(plan.host.peak)} at most{room}"
+        lines.append(Text(f"in the CPU's memory: {held}", style="" if plan.host_fits else "bold red"))
+    if plan.in_files:
+        lines.append(Text(f"in files: {show_bytes(plan.in_files)}"))
+    return Group(*lines)
+
+
+# Step counts are on the CPU whatever is offloaded.
+_WORTH_A_LINE = 2**14
 
 
 def _wire(plan: Plan) -> RenderableType:
@@ -71,6 +82,7 @@ def _time(plan: Plan) -> RenderableType:
         ("computing", plan.time.compute),
         ("waiting for collectives", plan.time.exposed),
         ("waiting for transfers", plan.time.transfers),
+        *([("waiting for the CPU's update", plan.time.updating)] if plan.time.updating else ()),
     ):
         table.add_row(what, f"{seconds:.4g}", f"{seconds / whole:.1%}")
     table.add_section()

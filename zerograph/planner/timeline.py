@@ -1,7 +1,7 @@
 """When each node of an emitted graph runs, foretold: what computes goes one by one, collectives beside it.
 
 A collective begins when it is started and the one before it on the wire is done; what waits for it waits until it is.
-Transfers between memories and to files have lines of their own. A loop's body is foretold once and takes its turns.
+Transfers between memories and to files have lines of their own, and what the CPU computes for an accelerator, too. A loop's body is foretold once and takes its turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerograph.planner.machine import Machine
 from zerograph.step_graph import Boxing, Phase, nbytes, origin
 from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
-Stream = Literal["compute", "communication", "host", "files"]
+Stream = Literal["compute", "communication", "host", "files", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Timeline:
         events: in order of their start; of a loop's turns the first.
         compute: seconds that the device computes, in all turns.
         communication: seconds that collectives take, exposed or not.
-        exposed: seconds in which the device idles and waits for a collective; ``transfers``: for a transfer.
+        exposed: seconds in which the device idles and waits for a collective; ``transfers``: for a transfer; ``updating``:
+            for the CPU, which updates what rests in its memory.
         phases: seconds of each phase, as the device sees them.
     """
 
@@ -80,11 +81,12 @@ class Timeline:
     communication: float
     exposed: float
     transfers: float
+    updating: float
     phases: Mapping[Phase, float]
 
     def chrome_trace(self) -> dict[str, Any]:
         """The same as a trace for Perfetto or ``chrome://tracing``."""
-        lines = {"compute": 0, "communication": 1, "host": 2, "files": 3}
+        lines = {"compute": 0, "communication": 1, "host": 2, "files": 3, "cpu": 4}
         names = [
             {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": stream}}
             for stream, number in lines.items()
@@ -120,7 +122,8 @@ def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
         graph: the last one: in this rank's shapes, with its collectives.
         mesh: the ranks that the graph is for; what is innermost there is closest in the network.
     """
-    walk = _Walk(machine, mesh)
+    values = (one for node in graph.nodes for one in costs.tensors(node.meta.get("val")))
+    walk = _Walk(machine, mesh, any(one.device.type != "cpu" for one in values))
     walk.run(graph, 1, None)
     totals = walk.totals
     events = sorted(walk.events, key=lambda event: event.start)
@@ -131,16 +134,21 @@ def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
         totals["communication"],
         totals["exposed"],
         totals["transfers"],
+        totals["updating"],
         walk.phases,
     )
 
 
 @dataclass
 class _Walk:
-    """One walk over the nodes in order; ``now`` is the device's clock, ``free`` when each other stream is."""
+    """One walk over the nodes in order; ``now`` is the device's clock, ``free`` when each other stream is.
+
+    ``apart``: the graph is one of an accelerator, and what is on the CPU is not on it.
+    """
 
     machine: Machine
     mesh: Mesh
+    apart: bool
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -170,11 +178,20 @@ class _Walk:
             # What the device gives of itself to carry it.
             self._compute(None, took * (1 - self.machine.overlap), times, turn)
         elif node.target is CARRY:
-            self._start(node, "host", _size(node) / self.machine.device.host, times, turn)
+            self._start(node, "host", costs.carry_seconds(node, self.machine.device), times, turn)
         elif node.target is FETCH or node.target is PUT_BACK:
             self._start(node, "files", _size(node) / self.machine.device.file, times, turn)
+        elif self.apart and costs.on_cpu(node):
+            self._update(node, costs.cpu_seconds(node, self.machine.device), times, turn)
         else:
             self._compute(node, costs.seconds(node, self.machine.device), times, turn)
+
+    def _update(self, node: fx.Node, took: float, times: int, turn: int | None) -> None:
+        """The device has nothing to do meanwhile: what comes next reads what the CPU makes."""
+        if took:
+            self.events.append(Event(node, self.now, self.now + took, "cpu", waits=took, turn=turn))
+            self.now += took
+            self.totals["updating"] += took * times
 
     def _compute(self, node: fx.Node | None, took: float, times: int, turn: int | None) -> None:
         if took:
