@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,7 +10,8 @@ from zerograph.errors import MemoryBudgetError
 
 Step = TypeVar("Step")
 
-# Of the activations at the peak: what is given up more, at least, where what was missing has not been enough.
+# Of the activations at the peak: what is given up more, at least, where what was missing has not been enough. Twice as
+# much each time as long as that makes no difference.
 _SHARE = 16
 
 
@@ -19,7 +21,8 @@ def giving_up(lay: Callable[[int, bool], Step], *, may_spill: bool) -> Step:
     First those that may wait elsewhere for backward at no cost of time, if there are any, then others.
 
     What is missing is given up next. Where that lowers the peak by less, because it is another place of the step then
-    that holds the most, it takes several rounds, at most as many as there are sixteenths of the activations.
+    that holds the most, it takes several rounds, at most as many as there are sixteenths of the activations, and few
+    where they make no difference.
 
     Args:
         lay: makes the step that gives up at least so many bytes on a rank, with spilling or without.
@@ -29,6 +32,7 @@ def giving_up(lay: Callable[[int, bool], Step], *, may_spill: bool) -> Step:
         MemoryBudgetError: not even a step that gives up all that it can fits.
     """
     forgone, most, spills = 0, 0, False
+    least, parts = math.inf, 1
     while True:
         try:
             return lay(forgone, spills)
@@ -40,4 +44,6 @@ def giving_up(lay: Callable[[int, bool], Step], *, may_spill: bool) -> Step:
             # Where all of them together are not enough, with the smallest buckets, no round is.
             if forgone >= most or error.missing > error.activations + error.in_buckets:
                 raise
-            forgone += max(error.missing, -(-most // _SHARE)) if forgone else error.missing
+            parts = 2 * parts if error.missing >= least else 1
+            least = min(least, error.missing)
+            forgone += max(error.missing, parts * -(-most // _SHARE)) if forgone else error.missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,8 @@ def plan(
     device: str | os.PathLike[str] | Machine = "h100",
     loss: Loss | None = None,
     fit: int | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    say: Callable[[str], None] = lambda doing: None,
     **options: Any,
 ) -> Plan:
     """What a training step takes on each of any number of ranks, without running it: memory, wire, time.
@@ -46,6 +48,9 @@ def plan(
         device: a machine that is built in, a YAML file, or a :class:`Machine`.
         loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
         fit: the bytes that a rank has, instead of the device's memory.
+        nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files there,
+            too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
+        say: is told what is tried next.
         options: further options of :class:`zerograph.config.Config`.
 
     Returns:
@@ -62,7 +67,10 @@ def plan(
     shape = _shape(world_size, mesh)
     graph = graph_of(model, optimizer, loss)
     if stage == "auto":
-        return _fastest(graph, batch, shape, described, mesh is None, options)
+        folder = None if nvme_path is None else os.fspath(nvme_path)
+        return _fastest(graph, batch, shape, described, mesh is None, say, {**options, "nvme_path": folder})
+    if nvme_path is not None:
+        raise ConfigError("plan(nvme_path=) is for stage='auto': else give optimizer_offload= and parameter_offload=")
     chosen = {} if stage is None else STAGES.get({"0": "off"}.get(str(stage), str(stage)))
     if chosen is None:
         raise ConfigError(f"stage = {stage!r}: choose 1, 2 or 3, 0 for data parallel, or 'auto'")
@@ -75,6 +83,7 @@ def _fastest(
     shape: Sequence[int],
     described: Machine,
     free: bool,
+    say: Callable[[str], None],
     options: dict[str, Any],
 ) -> Plan:
     """``free``: a line of ranks may be made a grid of the machine's nodes."""
@@ -82,7 +91,7 @@ def _fastest(
     inner = described.links[0].ranks
     if free and inner is not None and inner < shape[0] and shape[0] % inner == 0:
         meshes.append((shape[0] // inner, inner))
-    found = search(graph, batch, meshes, described, described.device.memory, **options)
+    found = search(graph, batch, meshes, described, described.device.memory, say=say, **options)
     best = found.best or min((one for one in found.candidates if one.plan is not None), key=_peak, default=None)
     if best is None or best.plan is None:
         raise ConfigError(f"nothing of this can be compiled: {found.candidates[0].verdict}")

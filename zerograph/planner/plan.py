@@ -18,7 +18,7 @@ from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
-from zerograph.planner.resting import resting
+from zerograph.planner.resting import Resting, resting
 from zerograph.planner.show import text
 from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
@@ -213,6 +213,20 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
         prepared=prepared,
         compile_seconds=took,
     )
+
+
+def laid_out(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Resting:
+    """What rests where, and what a step holds beside that whatever it does: of a layout alone, without a pass run.
+
+    Raises:
+        ZeroGraphError: as compiling the step does.
+    """
+    args, kwargs = arguments(batch)
+    grid = grid_of(mesh)
+    with configured(graph, **_for(machine, graph, options)) as config:
+        layout = graph.lay_out(grid, *args, device=stood_for(machine), **kwargs)
+        early = not config.policy.split or config.policy.reduce_early
+        return resting(layout, grid, early=early, reduce_dtype=config.reduce_dtype)
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

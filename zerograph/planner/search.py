@@ -1,9 +1,13 @@
-"""The fastest way to train that fits: stages and meshes, each with as little given up for memory as it needs."""
+"""The fastest way to train that fits: stages, meshes and places of rest, each with as little given up as it needs.
+
+A *family* is a stage on a mesh with what rests elsewhere. What is cheap to know comes first: from the layout what each
+family holds whatever it does, then all of them as they are, then those that did not fit with less memory for more time.
+What cannot fit, or cannot be faster than what was found, is not compiled.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +17,11 @@ from torch.utils import _pytree as pytree
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.memory import show_bytes
+from zerograph.offload import Offload
 from zerograph.planner.machine import Machine
-from zerograph.planner.plan import Plan, planned
-from zerograph.progress import tell
+from zerograph.planner.plan import Plan, laid_out, planned
+from zerograph.planner.resting import Resting
+from zerograph.planner.timeline import Timeline
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -30,9 +36,11 @@ class Candidate:
     Attributes:
         stage: ``"off"``, ``"1"``, ``"2"`` or ``"3"``.
         mesh: shape of the grid of ranks.
-        given_up: what it costs time to save memory by: ``"recompute"``, ``"4 micro-batches"``, or nothing.
-        plan: what it takes; None where it cannot be compiled.
+        given_up: what it costs time to save memory by: ``"recompute"``, ``"optimizer on the CPU, 4 micro-batches"``, or
+            nothing.
+        plan: what it takes; None where it was not compiled.
         verdict: why it is chosen, or not.
+        options: the configuration that it stands for, as far as it was searched for.
     """
 
     stage: str
@@ -40,6 +48,7 @@ class Candidate:
     given_up: str
     plan: Plan | None = field(repr=False)
     verdict: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -62,38 +71,230 @@ def search(
     machine: Machine,
     limit: int,
     stages: Sequence[str] = tuple(STAGES),
+    say: Callable[[str], None] = lambda doing: None,
+    nvme_path: str | None = None,
     **options: Any,
 ) -> Search:
-    """Try every stage on every mesh: as it is, and where that does not fit with less memory for more time.
+    """Try every stage on every mesh, as it is, with its optimizer on the CPU of an accelerator, and in files.
 
-    First backward makes again what it must (``recompute="auto"`` within ``limit``), then the batch is cut into
-    micro-batches as well, twice as many each time. A stage is left at the first that fits.
+    Where that does not fit backward makes again what it must (``recompute="auto"`` within ``limit``), and then the
+    batch is cut into micro-batches as well, twice as many each time. A family is left at the first that fits.
 
     Args:
         batch: one rank's part.
         limit: the most bytes on a rank.
+        say: is told what is tried next.
+        nvme_path: a directory for files. None: that of the configuration; if it has none, nothing rests in files.
     """
     machine = replace(machine, device=replace(machine.device, memory=limit))
-    tried: list[Candidate] = []
-    combinations = list(itertools.product(meshes, stages))
-    for done, (mesh, stage) in enumerate(combinations):
-        for given_up, more in _ways(batch, limit, options):
-            doing = f"stage {stage} on {_grid(mesh)}{', ' if given_up else ''}{given_up}"
-            tell("candidates", done, len(combinations), doing)
-            one = _candidate(graph, batch, mesh, machine, stage, given_up, {**options, **STAGES[stage], **more})
-            tried.append(one)
-            if one.plan is not None and (one.plan.fits or one.plan.memory.at_rest > limit):
-                # Or what it keeps between steps is too much: nothing that follows makes that less.
-                break
-    tell("candidates", len(combinations), len(combinations))
-    fitting = [one for one in tried if one.plan is not None and one.plan.fits]
+    places = _places(graph, machine, nvme_path, options)
+    trying = _Trying(graph, batch, machine, say, options)
+    families = [_Family(tuple(mesh), stage, place) for place in places for mesh in meshes for stage in place.stages]
+    families = [one for one in families if one.stage in stages]
+    open_ones = [one for one in families if trying.may_fit(one)]
+    still = [one for one in open_ones if trying.as_it_is(one)]
+    for family in still:
+        trying.with_less(family)
+    if all(one.plan is None for one in trying.tried):
+        trying.show_the_least()
+    fitting = [one for one in trying.tried if one.plan is not None and one.plan.fits]
     best = min(fitting, key=_seconds, default=None)
-    judged = [replace(one, verdict=_verdict(one, best)) for one in tried]
-    return Search(None if best is None else judged[tried.index(best)], judged)
+    judged = [replace(one, verdict=_verdict(one, best)) for one in trying.tried]
+    return Search(None if best is None else judged[trying.tried.index(best)], judged)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """What rests where.
+
+    Attributes:
+        name: as it is given up.
+        stages: at which it can.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def _places(graph: ZeroGraph, machine: Machine, nvme_path: str | None, options: Mapping[str, Any]) -> list[_Place]:
+    """From the nearest out."""
+    nowhere = {"optimizer_offload": None, "parameter_offload": None}
+    found = [_Place("", tuple(STAGES), nowhere)]
+    split = ("1", "2", "3")
+    if machine.device.accelerator:
+        found.append(_Place("optimizer on the CPU", split, {**nowhere, "optimizer_offload": Offload("cpu")}))
+    if (files := _files(graph, nvme_path, options)) is not None:
+        state = {**nowhere, "optimizer_offload": files}
+        found.append(_Place("optimizer in files", split if machine.device.accelerator else tuple(STAGES), state))
+        found.append(_Place("optimizer and parameters in files", ("3",), {**state, "parameter_offload": files}))
+    return found
+
+
+def _files(graph: ZeroGraph, nvme_path: str | None, options: Mapping[str, Any]) -> Offload | None:
+    if nvme_path is not None:
+        return Offload("nvme", nvme_path)
+    set_ones = (options.get(name, getattr(graph.config, name)) for name in ("optimizer_offload", "parameter_offload"))
+    return next((one for one in set_ones if one is not None and one.device == "nvme"), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Family:
+    mesh: tuple[int, ...]
+    stage: str
+    place: _Place
+
+
+@dataclass(eq=False)
+class _Trying:
+    """What has been tried, and what is known from it.
+
+    Attributes:
+        rests: what each family holds whatever it does.
+        plain: the plan of each family as it is.
+        whole: what is in no bucket: the batch.
+        fastest: seconds of the fastest that fits.
+    """
+
+    graph: ZeroGraph
+    batch: Any
+    machine: Machine
+    say: Callable[[str], None]
+    options: Mapping[str, Any]
+    tried: list[Candidate] = field(default_factory=list)
+    rests: dict[_Family, Resting] = field(default_factory=dict)
+    plain: dict[_Family, Plan] = field(default_factory=dict)
+    fastest: float = float("inf")
+
+    def may_fit(self, family: _Family) -> bool:
+        """Whether what its layout says leaves room."""
+        device = self.machine.device
+        try:
+            rests = laid_out(self.graph, self.batch, family.mesh, self.machine, **self._options(family))
+        except InputError:
+            raise
+        except ZeroGraphError as error:
+            self._note(family, f"cannot be compiled: {str(error).splitlines()[0]}")
+            return False
+        if family.place.name and not rests.trains:
+            return False
+        self.rests[family] = rests
+        if rests.device > device.memory:
+            self._note(family, f"does not fit: {show_bytes(rests.device)} at rest")
+        elif rests.least > device.memory:
+            what = "gradients" if rests.gradients >= rests.largest else "the largest parameter"
+            more = f"{show_bytes(rests.least - rests.device)} of {what}" if what == "gradients" else what
+            self._note(family, f"does not fit: {show_bytes(rests.device)} at rest, and {more}")
+        elif device.cpu_memory is not None and rests.host > device.cpu_memory:
+            self._note(family, f"does not fit: {show_bytes(rests.host)} at rest in the CPU's memory")
+        else:
+            return True
+        return False
+
+    def as_it_is(self, family: _Family) -> bool:
+        """Compile it with nothing more given up; whether that does not fit, but something else of it may."""
+        if family.place.name and (nearer := self._fits_nearer(family)) is not None:
+            self._note(family, f"slower: fits {nearer}")
+            return False
+        least, why = self._least_seconds(family)
+        if least >= self.fastest:
+            self._note(family, f"slower: {why}")
+            return False
+        plan = self._try(family, "", {})[0]
+        if plan is None:
+            return False
+        self.plain[family] = plan
+        return not plan.fits and plan.memory.at_rest <= plan.capacity and plan.host_fits
+
+    def with_less(self, family: _Family) -> None:
+        """Try it with less memory for more time, until something fits or nothing can."""
+        time = self.plain[family].time
+        ways = list(_ways(self.batch, self.machine.device.memory, self.options))
+        if self._loses(family, time, ways[0][0]) or self._settles(family, *ways.pop(0)):
+            return
+        if len(ways) >= _MANY and self._settles(family, *ways.pop(), last=True):
+            return
+        for given_up, more in ways:
+            if self._loses(family, time, given_up) or self._settles(family, given_up, more):
+                return
+
+    def _loses(self, family: _Family, time: Timeline, given_up: str) -> bool:
+        """Whether it cannot be faster than what was found: less memory takes no less computing."""
+        least = time.compute + time.updating
+        if least >= self.fastest:
+            self._note(family, f"slower: computes for {least:.4g} s with nothing more given up", given_up)
+        return least >= self.fastest
+
+    def _settles(self, family: _Family, given_up: str, more: Mapping[str, Any], *, last: bool = False) -> bool:
+        """Whether this ends it: it fits, and what follows is slower; or, if it holds the least, it does not."""
+        plan, hopeless = self._try(family, given_up, more)
+        fits = plan is not None and plan.fits
+        return hopeless or fits != last
+
+    def show_the_least(self) -> None:
+        """Nothing can fit; what would take the least is compiled all the same, to be looked at."""
+        if self.rests:
+            family = min(self.rests, key=lambda one: self.rests[one].least)
+            self.tried = [one for one in self.tried if (one.mesh, one.stage, one.given_up) != _about(family)]
+            self._try(family, "", {})
+
+    def _fits_nearer(self, family: _Family) -> str | None:
+        """Where it fits as it is with the same stage and mesh, if it does: farther away only costs time."""
+        for other, plan in self.plain.items():
+            if (other.mesh, other.stage) == (family.mesh, family.stage) and plan.fits:
+                return other.place.name and f"with {other.place.name}" or "without"
+        return None
+
+    def _least_seconds(self, family: _Family) -> tuple[float, str]:
+        """What it takes at least as it is: of what is known, what does not depend on where things rest."""
+        device, rests = self.machine.device, self.rests[family]
+        computes = [one.time.compute - one.time.phases.get("update", 0.0) for one in self.plain.values()]
+        computing, updating = max(0.0, min(computes, default=0.0)), rests.updated / device.cpu
+        # Read, and written.
+        files = 2 * rests.files / device.file
+        if files > computing + updating:
+            return files, f"its files alone take {files:.4g} s"
+        return computing + updating, f"the CPU's update takes {updating:.4g} s beside {computing:.4g} s of computing"
+
+    def _options(self, family: _Family) -> dict[str, Any]:
+        return {**self.options, **STAGES[family.stage], **family.place.options}
+
+    def _note(self, family: _Family, verdict: str, given_up: str = "") -> None:
+        mesh, stage, place = _about(family)
+        self.tried.append(Candidate(stage, mesh, ", ".join(filter(None, (place, given_up))), None, verdict))
+
+    def _try(self, family: _Family, given_up: str, more: Mapping[str, Any]) -> tuple[Plan | None, bool]:
+        """Its plan, and whether giving up more activations is of no use."""
+        chosen = {**STAGES[family.stage], **family.place.options, **more}
+        given_up = ", ".join(filter(None, (family.place.name, given_up)))
+        self.say(f"stage {family.stage} on {_grid(family.mesh)}{', ' if given_up else ''}{given_up}")
+        plan: Plan | None = None
+        verdict, hopeless = "", False
+        try:
+            plan = planned(self.graph, self.batch, family.mesh, self.machine, **{**self.options, **chosen})
+        except MemoryBudgetError as error:
+            verdict = f"does not fit: {show_bytes(error.missing)} too much"
+            hopeless = error.missing > error.activations + error.in_buckets + _bytes(self.batch)
+        except InputError:
+            raise
+        except ZeroGraphError as error:
+            verdict = f"cannot be compiled: {str(error).splitlines()[0]}"
+        if plan is not None and plan.fits:
+            self.fastest = min(self.fastest, plan.time.seconds)
+        self.tried.append(Candidate(family.stage, family.mesh, given_up, plan, verdict, chosen))
+        return plan, hopeless
+
+
+# Numbers of micro-batches of which the largest, that holds the least, is tried first: if that does not fit, none does.
+_MANY = 3
+
+
+def _about(family: _Family) -> tuple[tuple[int, ...], str, str]:
+    return family.mesh, family.stage, family.place.name
 
 
 def _ways(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "", {}
+    """What is given up, from the least on."""
     saving = {"recompute": "auto", "memory_budget": limit}
     yield "recompute", saving
     samples = _samples(batch)
@@ -103,33 +304,15 @@ def _ways(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[
         steps *= 2
 
 
-def _candidate(
-    graph: ZeroGraph,
-    batch: Any,
-    mesh: Sequence[int],
-    machine: Machine,
-    stage: str,
-    given_up: str,
-    options: dict[str, Any],
-) -> Candidate:
-    plan: Plan | None = None
-    verdict = ""
-    try:
-        plan = planned(graph, batch, mesh, machine, **options)
-    except MemoryBudgetError as error:
-        verdict = f"does not fit: {show_bytes(error.missing)} too much"
-    except InputError:
-        raise
-    except ZeroGraphError as error:
-        verdict = f"cannot be compiled: {str(error).splitlines()[0]}"
-    return Candidate(stage, tuple(mesh), given_up, plan, verdict)
-
-
 def _verdict(one: Candidate, best: Candidate | None) -> str:
     if one.plan is None:
         return one.verdict
-    if not one.plan.fits:
+    if one.plan.memory.peak > one.plan.capacity:
         return f"does not fit: {show_bytes(one.plan.memory.peak - one.plan.capacity)} too much"
+    if not one.plan.fits:
+        assert one.plan.host is not None
+        assert one.plan.cpu_capacity is not None
+        return f"does not fit: {show_bytes(one.plan.host.peak - one.plan.cpu_capacity)} too much in the CPU's memory"
     assert best is not None
     if one.plan is best.plan:
         return "the fastest that fits"
@@ -141,10 +324,17 @@ def _seconds(one: Candidate) -> float:
     return one.plan.time.seconds
 
 
+def _tensors(batch: Any) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor)]
+
+
 def _samples(batch: Any) -> int:
     """Of a rank's part of the batch: the size of dimension 0."""
-    tensors = [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
-    return min((one.shape[0] for one in tensors), default=1)
+    return min((one.shape[0] for one in _tensors(batch) if one.dim()), default=1)
+
+
+def _bytes(batch: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in _tensors(batch))
 
 
 def _grid(mesh: Sequence[int]) -> str:
