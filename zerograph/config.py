@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +31,10 @@ class Config:
             of a bucket are as long as the longest: dealt out, a parameter that is larger than all others together
             takes as much memory on every rank as on the one that it goes to.
         stage: 1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1; means nothing
-            while the mode is off.
+            while the mode is off. ``"auto"``, whatever the mode: the first call looks for the fastest that fits
+            ``memory_budget``, with as much recomputed, offloaded and accumulated as it needs, and writes what it chose
+            into these options; see :mod:`zerograph.planner.choose`. Files are used if ``offload_optimizer`` names a
+            directory.
         shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
         bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
             parameters, within 1 MiB and 32 MiB; under a memory budget what fits it, up to four times as much.
@@ -112,7 +115,7 @@ class Config:
     """
 
     mode: str = "off"
-    stage: int = 1
+    stage: int | Literal["auto"] = 1
     shard_min_size: int = 0
     bucket_size: int | None = None
     clip_grad_norm: float | None = None
@@ -154,7 +157,9 @@ class Config:
             # Those that Python itself looks for are no mistake.
             raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
-    def enable_zero(self, mode: bool | str = True, *, stage: int = 1, shard_min_size: int = 0) -> None:
+    def enable_zero(
+        self, mode: bool | str = True, *, stage: int | Literal["auto"] = 1, shard_min_size: int = 0
+    ) -> None:
         """Choose ZeRO's mode and stage: True means ``"distributed_split"``, False means ``"off"``.
 
         Raises:
@@ -257,8 +262,19 @@ class Config:
 
     @property
     def policy(self) -> ZeroPolicy:
-        """What the mode and stage decide."""
-        return policy(self.mode, self.stage)
+        """What the mode and stage decide.
+
+        Raises:
+            ConfigError: the stage is ``"auto"``, and nothing is chosen yet.
+        """
+        if self.stage != "auto":
+            return policy(self.mode, self.stage)
+        if self.mode == "off":
+            return policy(self.mode, 1)
+        raise ConfigError(
+            "config.stage is 'auto': which one it is the first call of the graph decides\n"
+            "Call it, or give 1, 2 or 3; zg.plan(..., stage='auto') looks for it without running anything."
+        )
 
     @property
     def memory_bytes(self) -> int | None:
@@ -359,8 +375,8 @@ def _mode(value: Any) -> str:
 
 
 def _stage(value: Any) -> str:
-    known = type(value) is int and value in STAGES
-    return "" if known else "unknown ZeRO stage; choose 1, 2 or 3, or the mode 'off' for plain data parallel"
+    known = (type(value) is int and value in STAGES) or _one_of(value, "auto")
+    return "" if known else "unknown ZeRO stage; choose 1, 2, 3 or 'auto', or the mode 'off' for plain data parallel"
 
 
 def _backend(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,10 @@ class ZeroGraph(Inspected):
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         _guard(optimizer)
 
-    def set_zero_mode(self, mode: str, stage: int = 1) -> None:
+    def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
         """``"distributed_split"``, or ``"non_distributed"``, with stage 1, 2 or 3; or ``"off"``.
+
+        ``set_zero_mode("distributed_split", stage="auto")``: the fastest that fits ``config.memory_budget``.
 
         The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.
 
@@ -394,11 +396,11 @@ class ZeroGraph(Inspected):
         return "\n".join([*self._heading(), step.describe()])
 
     def _heading(self) -> list[str]:
-        policy = self.config.policy
+        zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
         modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
         optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
         # Without updates there is nothing that a stage would say.
-        kind = f"ZeRO {policy.name}, {self.steps_done} steps done" if self._optimizers else "forward graph"
+        kind = f"ZeRO {zero}, {self.steps_done} steps done" if self._optimizers else "forward graph"
         lines = [
             f"{type(self).__name__}({kind})",
             f"  modules: {modules or 'none'}",
@@ -429,6 +431,11 @@ class ZeroGraph(Inspected):
             )
         job = self._join()
         job.check_alive()
+        if self.config.stage == "auto":
+            # The planner knows this class.
+            from zerograph.planner.choose import choose
+
+            choose(self, job, self._adopted, args, kwargs, self._doing())
         problem: Exception | None = None
         batch: Batch | None = None
         members: Members | None = None

@@ -48,8 +48,8 @@ def plan(
         device: a machine that is built in, a YAML file, or a :class:`Machine`.
         loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
         fit: the bytes that a rank has, instead of the device's memory.
-        nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files there,
-            too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
+        nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files
+            there, too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
         say: is told what is tried next.
         options: further options of :class:`zerograph.config.Config`.
 

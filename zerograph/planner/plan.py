@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A batch that is several arguments, some of them by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Wire:
     """What a rank sends in a step by collectives of one kind in one phase.
 
@@ -231,6 +239,8 @@ def laid_out(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How ``build()`` is called with a batch."""
+    if isinstance(batch, Call):
+        return batch.args, batch.kwargs
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -19,7 +19,7 @@ from zerograph.graph import ZeroGraph
 from zerograph.memory import show_bytes
 from zerograph.offload import Offload
 from zerograph.planner.machine import Machine
-from zerograph.planner.plan import Plan, laid_out, planned
+from zerograph.planner.plan import Plan, arguments, laid_out, planned
 from zerograph.planner.resting import Resting
 from zerograph.planner.timeline import Timeline
 
@@ -200,7 +200,7 @@ class _Trying:
         if least >= self.fastest:
             self._note(family, f"slower: {why}")
             return False
-        plan = self._try(family, "", {})[0]
+        plan = self._try(family, "", _AS_IT_IS)[0]
         if plan is None:
             return False
         self.plain[family] = plan
@@ -236,13 +236,13 @@ class _Trying:
         if self.rests:
             family = min(self.rests, key=lambda one: self.rests[one].least)
             self.tried = [one for one in self.tried if (one.mesh, one.stage, one.given_up) != _about(family)]
-            self._try(family, "", {})
+            self._try(family, "", _AS_IT_IS)
 
     def _fits_nearer(self, family: _Family) -> str | None:
         """Where it fits as it is with the same stage and mesh, if it does: farther away only costs time."""
         for other, plan in self.plain.items():
             if (other.mesh, other.stage) == (family.mesh, family.stage) and plan.fits:
-                return other.place.name and f"with {other.place.name}" or "without"
+                return f"with {other.place.name}" if other.place.name else "without"
         return None
 
     def _least_seconds(self, family: _Family) -> tuple[float, str]:
@@ -285,6 +285,9 @@ class _Trying:
         return plan, hopeless
 
 
+# A budget would be an error where it is not kept, and what is too much is to be seen.
+_AS_IT_IS: Mapping[str, Any] = {"memory_budget": None}
+
 # Numbers of micro-batches of which the largest, that holds the least, is tried first: if that does not fit, none does.
 _MANY = 3
 
@@ -325,7 +328,7 @@ def _seconds(one: Candidate) -> float:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor)]
+    return [one for one in pytree.tree_leaves(arguments(batch)) if isinstance(one, Tensor)]
 
 
 def _samples(batch: Any) -> int:

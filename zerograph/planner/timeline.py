@@ -1,7 +1,8 @@
 """When each node of an emitted graph runs, foretold: what computes goes one by one, collectives beside it.
 
 A collective begins when it is started and the one before it on the wire is done; what waits for it waits until it is.
-Transfers between memories and to files have lines of their own, and what the CPU computes for an accelerator, too. A loop's body is foretold once and takes its turns.
+Transfers between memories and to files have lines of their own, and so has what the CPU computes for an accelerator. A
+loop's body is foretold once and takes its turns.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Timeline:
         events: in order of their start; of a loop's turns the first.
         compute: seconds that the device computes, in all turns.
         communication: seconds that collectives take, exposed or not.
-        exposed: seconds in which the device idles and waits for a collective; ``transfers``: for a transfer; ``updating``:
-            for the CPU, which updates what rests in its memory.
+        exposed: seconds in which the device idles and waits for a collective; ``transfers``: for a transfer;
+            ``updating``: for the CPU, which updates what rests in its memory.
         phases: seconds of each phase, as the device sees them.
     """
 

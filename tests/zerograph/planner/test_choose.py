@@ -1,0 +1,114 @@
+"""``config.stage = "auto"`` runs what the planner finds: the fastest that fits, with the numbers of any other stage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.pool import Pool
+
+LAYER = 4 * 64 * 65
+
+
+class Wide(zg.ZeroGraph):
+    """Much state for few activations: a bucket for each of eight layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True))
+        self.config.bucket_size = LAYER
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of three steps, and the parameters after them."""
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        batch = torch.randn(4, 64, generator=generator)
+        losses.append(step(batch.chunk(zg.world_size())[zg.rank()]))
+    return losses, list(step.state_dict()["modules"]["model"].values())
+
+
+def run(budget: int, folder: Path | None) -> tuple[Any, Any, dict[str, Any]]:
+    plain, auto = Wide(), Wide()
+    auto.set_zero_mode("distributed_split", stage="auto")
+    auto.config.memory_budget = budget
+    if folder is not None:
+        auto.config.offload_optimizer("nvme", nvme_path=folder)
+    expected, found = trained(plain), trained(auto)
+    about = {
+        "mode": auto.config.mode,
+        "stage": auto.config.stage,
+        "peak": auto.memory.peak,
+        "optimizer": auto.config.optimizer_offload is not None,
+        "parameters": auto.config.parameter_offload is not None,
+        "files": 0 if folder is None else len(os.listdir(folder)),
+    }
+    return expected, found, about
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(
+        len(a) == len(b) > 0 and all(torch.allclose(x, y, rtol=1e-6, atol=0) for x, y in zip(a, b, strict=True))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_with_room_nothing_is_offloaded(pool: Pool, tmp_path: Path) -> None:
+    for expected, found, about in pool.run(2, run, 10**8, tmp_path):
+        assert same(expected, found)
+        assert not about["optimizer"]
+        assert about["files"] == 0
+
+
+def test_what_it_chooses_for_little_memory_trains_in_files_with_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
+    # A rank's half of eight layers and their two moments: twelve layers. Half of that is not enough for state in memory.
+    for expected, found, about in pool.run(2, run, 7 * LAYER, tmp_path):
+        assert same(expected, found)
+        assert about["stage"] == 3
+        assert about["optimizer"]
+        assert about["files"] == 2
+        assert about["peak"] <= 7 * LAYER
+
+
+def refused(budget: int | None) -> str:
+    step = Wide()
+    step.config.stage = "auto"
+    step.config.memory_budget = budget
+    with pytest.raises(zg.ZeroGraphError) as raised:
+        trained(step)
+    assert step.config.stage == "auto"
+    return str(raised.value)
+
+
+def test_where_nothing_fits_it_says_what_was_tried(pool: Pool) -> None:
+    for message in pool.run(2, refused, LAYER):
+        assert "nothing that config.stage = 'auto' tried fits into 16.2 KiB" in message
+        assert "stage 3: does not fit: " in message
+        assert "at rest" in message
+
+
+def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:
+    for message in pool.run(2, refused, None):
+        assert "needs config.memory_budget" in message
+
+
+def test_before_the_first_call_nothing_is_chosen() -> None:
+    step = Wide()
+    step.config.enable_zero(True, stage="auto")
+    assert "to be chosen" in repr(step)
+    with pytest.raises(zg.ConfigError, match="the first call of the graph decides"):
+        step.config.policy  # noqa: B018
