@@ -38,6 +38,9 @@ def plan(
     ] = "auto",
     device: Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a YAML file of zerograph calibrate")] = "h100",
     fit: Annotated[str | None, typer.Option(help="the memory of a rank, 80GiB, instead of the device's")] = None,
+    nvme_path: Annotated[
+        Path | None, typer.Option(help="with --stage auto: state and parameters may rest in files of this directory")
+    ] = None,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw curves over the ranks into this PNG or SVG")] = None,
     memory: Annotated[Path | None, typer.Option(help="draw memory by kind into this PNG or SVG")] = None,
@@ -70,6 +73,8 @@ def plan(
     drawings = [(draw, path) for draw, path in asked_for if path is not None]
     if params is not None and drawings:
         raise typer.BadParameter("pictures are of a script's step: --params has no memory over time and no timeline")
+    if nvme_path is not None and stage != "auto":
+        raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
         fits = _closed_form(console, params, [_size(mesh) for mesh in meshes], precision, limit, as_json)
         raise typer.Exit(0 if fits else DIFFERS)
@@ -77,6 +82,8 @@ def plan(
     ways = list(itertools.product(meshes, stage.split(",")))
     plans: list[Plan] = []
     options: dict[str, Any] = {"amp_dtype": torch.bfloat16} if precision == "mixed" else {}
+    if nvme_path is not None:
+        options["nvme_path"] = nvme_path
     if compress:
         options["reduce_dtype"] = torch.bfloat16
     with reported():

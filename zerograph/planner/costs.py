@@ -88,7 +88,7 @@ def on_cpu(node: fx.Node) -> bool:
 
 def cpu_seconds(node: fx.Node, device: Device) -> float:
     """Of a node that the CPU computes for a device: an update, which its memory bounds."""
-    return 0.0 if is_free(node) else _moved(node, fuses=device.fuses) / device.cpu
+    return 0.0 if is_free(node) else device.overhead + _moved(node, fuses=device.fuses) / device.cpu
 
 
 def carry_seconds(node: fx.Node, device: Device) -> float:

@@ -194,7 +194,7 @@ class _Trying:
     def as_it_is(self, family: _Family) -> bool:
         """Compile it with nothing more given up; whether that does not fit, but something else of it may."""
         if family.place.name and (nearer := self._fits_nearer(family)) is not None:
-            self._note(family, f"slower: fits {nearer}")
+            self._note(family, f"not needed: fits {nearer}")
             return False
         least, why = self._least_seconds(family)
         if least >= self.fastest:
@@ -239,7 +239,7 @@ class _Trying:
             self._try(family, "", _AS_IT_IS)
 
     def _fits_nearer(self, family: _Family) -> str | None:
-        """Where it fits as it is with the same stage and mesh, if it does: farther away only costs time."""
+        """Where it fits as it is with the same stage and mesh, if it does."""
         for other, plan in self.plain.items():
             if (other.mesh, other.stage) == (family.mesh, family.stage) and plan.fits:
                 return f"with {other.place.name}" if other.place.name else "without"

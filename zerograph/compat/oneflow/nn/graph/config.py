@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -113,7 +113,7 @@ class GraphConfig(Config):
         self,
         mode: bool | str = True,
         *,
-        stage: int = 2,
+        stage: int | Literal["auto"] = 2,
         shard_min_size: int = _MIN_SHARD,
         shard_restore_level: int = 1,
         min_shard_size: int | None = None,
@@ -122,7 +122,7 @@ class GraphConfig(Config):
 
         Args:
             mode: True, False, or a mode of :meth:`set_zero_redundancy_optimizer_mode`.
-            stage: 1, 2 or 3. Default 2, as OneFlow's.
+            stage: 1, 2 or 3, or ``"auto"``. Default 2, as OneFlow's.
             shard_min_size: the least elements of *one rank's slice*; ``config.shard_min_size``, which this sets, counts
                 those of the whole variable.
             shard_restore_level: 0, 1 or 2. No effect: when gathered parameters go is the stage's business.

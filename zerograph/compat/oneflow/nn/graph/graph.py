@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             )
         self.config.grad_scaler = grad_scaler
 
-    def set_zero_mode(self, mode: str, stage: int = 1) -> None:
+    def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
         """As :meth:`zerograph.ZeroGraph.set_zero_mode`."""
         Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)
 

@@ -1,0 +1,182 @@
+"""What rests elsewhere in a plan, what it takes there, and when the search for the fastest turns to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from zerograph.mesh import line
+from zerograph.offload import Offload
+from zerograph.planner import search as searching
+from zerograph.planner.machine import Machine, machine
+
+LAYER = 4 * 64 * 65
+LAYERS, RANKS = 8, 4
+# AdamW: parameters and two moments. An accelerator's memory is dealt out in blocks of 512 bytes.
+STATE = 3 * LAYERS * LAYER
+ON_DEVICE = 3 * LAYERS * 512 * math.ceil(LAYER / RANKS / 512)
+X = torch.zeros(4, 64)
+
+
+class Wide(zg.ZeroGraph):
+    """Much state for few activations: a bucket for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True))
+        self.config.bucket_size = LAYER
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def plan(**arguments: Any) -> zg.Plan:
+    return zg.plan(Wide, X, world_size=RANKS, **{"device": "a100", **arguments})
+
+
+def offloaded(**arguments: Any) -> zg.Plan:
+    return plan(stage=2, optimizer_offload=Offload("cpu"), **arguments)
+
+
+def test_what_rests_on_the_cpu_counts_there_and_not_on_the_device() -> None:
+    found, here = offloaded(), plan(stage=2)
+    assert here.memory.at_rest == ON_DEVICE
+    assert found.memory.at_rest == 0
+    assert found.host is not None
+    # And step counts.
+    assert found.host.at_rest == pytest.approx(STATE / RANKS, abs=200)
+    assert "in the CPU's memory: 97." in str(found)
+    assert "in the CPU's memory" not in str(here)
+
+
+def test_its_transfers_take_the_hosts_link_and_its_update_the_cpus_memory() -> None:
+    found, described = offloaded(), machine("a100")
+    taken = dict.fromkeys(("host", "cpu", "files"), 0.0)
+    for event in found.time.events:
+        if event.stream in taken:
+            taken[event.stream] += event.seconds
+    # Shards go up once, gradients' shards come down once.
+    assert taken["host"] == pytest.approx(2 * LAYERS * LAYER / RANKS / described.device.host)
+    # One kernel a bucket, of parameters, gradients and moments.
+    read = 4 * LAYERS * LAYER / RANKS
+    expected = LAYERS * described.device.overhead + read / described.device.cpu
+    assert taken["cpu"] == pytest.approx(expected, rel=0.01)
+    assert found.time.updating == pytest.approx(taken["cpu"])
+    assert taken["files"] == 0
+    assert found.time.seconds >= found.time.compute + found.time.updating
+
+
+def test_what_rests_in_files_is_in_neither_memory() -> None:
+    found = plan(stage=3, optimizer_offload=Offload("nvme", "/nowhere"), parameter_offload=Offload("nvme", "/nowhere"))
+    assert found.in_files == STATE / RANKS
+    assert found.host is not None
+    assert found.memory.at_rest == 0
+    assert found.host.at_rest < 1000
+    assert any(event.stream == "files" for event in found.time.events)
+
+
+def names(found: zg.Plan) -> set[str]:
+    return {one.given_up for one in found.alternatives}
+
+
+def test_an_accelerator_offloads_what_does_not_fit() -> None:
+    needs = {name: made().memory.peak for name, made in (("here", lambda: plan(stage=3)), ("there", offloaded))}
+    found = plan(stage="auto", fit=needs["there"])
+    assert needs["there"] < needs["here"]
+    assert found.fits
+    assert "optimizer_offload=" in found.options
+    assert not any("files" in name for name in names(found))
+    best = next(one for one in found.alternatives if one.verdict == "the fastest that fits")
+    assert best.options["optimizer_offload"] == Offload("cpu")
+    fitting = [one.plan.time.seconds for one in found.alternatives if one.plan is not None and one.plan.fits]
+    assert found.time.seconds == min(fitting)
+
+
+def test_the_cpu_has_nothing_to_offload_to_but_files() -> None:
+    without = plan(stage="auto", device="cpu", fit=LAYER)
+    assert not any("optimizer" in name for name in names(without))
+    within = plan(stage="auto", device="cpu", fit=STATE // RANKS, nvme_path="/nowhere")
+    assert any("optimizer in files" in name for name in names(within))
+    assert not any("on the CPU" in name for name in names(within))
+    assert within.fits
+    assert within.in_files > 0
+
+
+def test_a_cpu_that_is_too_small_leaves_files() -> None:
+    described = machine("a100")
+    small = replace(described, device=replace(described.device, cpu_memory=STATE // RANKS // 2))
+    found = plan(stage="auto", device=small, fit=offloaded().memory.peak, nvme_path="/nowhere")
+    lost = {one.verdict for one in found.alternatives if one.given_up == "optimizer on the CPU"}
+    assert lost == {"does not fit: 97.5 KiB at rest in the CPU's memory"}
+    assert found.fits
+    assert any(one.plan is not None and one.plan.fits and one.plan.in_files for one in found.alternatives)
+
+
+def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def counted(*arguments: Any, **options: Any) -> zg.Plan:
+        compiled.append(options)
+        return planned(*arguments, **options)
+
+    planned = searching.planned
+    monkeypatch.setattr(searching, "planned", counted)
+    none = plan(stage="auto", device="cpu", fit=LAYER)
+    assert not none.fits
+    # The least of them, to be looked at.
+    assert len(compiled) == 1
+    verdicts = {one.stage: one.verdict for one in none.alternatives if one.plan is None}
+    assert verdicts["off"] == "does not fit: 390.0 KiB at rest"
+
+
+def test_what_is_farther_away_than_it_need_be_is_not_compiled() -> None:
+    roomy = plan(stage="auto", fit=10**9)
+    there = [one for one in roomy.alternatives if one.given_up]
+    assert there
+    assert all(one.plan is None and one.verdict == "not needed: fits without" for one in there)
+
+
+def slow_cpu() -> Machine:
+    described = machine("a100")
+    return replace(described, device=replace(described.device, cpu=1e3))
+
+
+def test_what_the_cpu_alone_makes_slower_is_not_compiled() -> None:
+    # Stage 3 fits as it is, others do not: with their state on a CPU this slow they might, but much later.
+    limit = plan(stage=3).memory.peak
+    assert plan(stage=1).memory.peak > limit
+    found = plan(stage="auto", fit=limit, device=slow_cpu())
+    lost = {one.stage: one for one in found.alternatives if one.given_up == "optimizer on the CPU"}
+    assert lost["1"].plan is None
+    assert "the CPU's update takes" in lost["1"].verdict
+
+
+def test_attention_of_an_accelerator_is_one_operator_in_bf16_too() -> None:
+    class Attention(Wide):
+        def build(self, x: Tensor) -> Tensor:
+            rows = self.model(x).view(-1, 4, 8, 8)
+            loss = nn.functional.scaled_dot_product_attention(rows, rows, rows).square().mean()
+            loss.backward()
+            return loss
+
+    with torch.device("meta"):
+        step = Attention()
+    step.config.amp_dtype = torch.bfloat16
+    graph = step.prepare(line(2, 0, "ranks"), torch.empty(8, 256, 64, device="meta")[:, 0], device="meta").graph.graph
+    attention = [node for node in graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(attention) == 2
+    assert all(one.device.type == "meta" for node in attention for one in node.meta["val"])
+
+
+def test_a_directory_without_a_search_is_a_mistake() -> None:
+    with pytest.raises(zg.ConfigError, match="stage='auto'"):
+        plan(stage=1, nvme_path="/nowhere")
