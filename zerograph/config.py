@@ -376,7 +376,7 @@ def _mode(value: Any) -> str:
 
 def _stage(value: Any) -> str:
     known = (type(value) is int and value in STAGES) or _one_of(value, "auto")
-    return "" if known else "unknown ZeRO stage; choose 1, 2, 3 or 'auto', or the mode 'off' for plain data parallel"
+    return "" if known else "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off' for plain data parallel"
 
 
 def _backend(value: Any) -> str:

@@ -113,12 +113,13 @@ def test_the_cpu_has_nothing_to_offload_to_but_files() -> None:
 
 def test_a_cpu_that_is_too_small_leaves_files() -> None:
     described = machine("a100")
-    small = replace(described, device=replace(described.device, cpu_memory=STATE // RANKS // 2))
+    # Enough for parameters and for the three buckets of state that are in memory at once, not for all of it.
+    small = replace(described, device=replace(described.device, cpu_memory=STATE // RANKS * 19 // 20))
     found = plan(stage="auto", device=small, fit=offloaded().memory.peak, nvme_path="/nowhere")
     lost = {one.verdict for one in found.alternatives if one.given_up == "optimizer on the CPU"}
     assert lost == {"does not fit: 97.5 KiB at rest in the CPU's memory"}
     assert found.fits
-    assert any(one.plan is not None and one.plan.fits and one.plan.in_files for one in found.alternatives)
+    assert found.in_files > 0
 
 
 def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
