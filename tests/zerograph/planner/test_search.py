@@ -15,6 +15,7 @@ from zerograph.mesh import line
 from zerograph.offload import Offload
 from zerograph.planner import search as searching
 from zerograph.planner.machine import Machine, machine
+from zerograph.planner.plan import laid_out
 
 LAYER = 4 * 64 * 65
 LAYERS, RANKS = 8, 4
@@ -137,6 +138,26 @@ def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.Monke
     assert len(compiled) == 1
     verdicts = {one.stage: one.verdict for one in none.alternatives if one.plan is None}
     assert verdicts["off"] == "does not fit: 390.0 KiB at rest"
+
+
+@pytest.mark.parametrize("device", ["a100", "cpu"])
+@pytest.mark.parametrize("stage", ["off", "1", "2", "3"])
+def test_no_plan_takes_less_than_its_layout_says(device: str, stage: str) -> None:
+    files = Offload("nvme", "/nowhere")
+    places: list[dict[str, Any]] = [{}]
+    if device == "cpu" or stage != "off":
+        places.append({"optimizer_offload": files})
+    if device != "cpu" and stage != "off":
+        places.append({"optimizer_offload": Offload("cpu")})
+    if stage == "3":
+        places.append({"optimizer_offload": files, "parameter_offload": files})
+    for place in places:
+        options = {**searching.STAGES[stage], **place, "gradient_accumulation_steps": 2, "amp_dtype": torch.bfloat16}
+        rests = laid_out(Wide(), X, (RANKS,), machine(device), **options)
+        found = searching.planned(Wide(), X, (RANKS,), machine(device), **options)
+        assert 0 < rests.least <= found.memory.peak
+        assert rests.device <= found.memory.at_rest
+        assert rests.files == found.in_files
 
 
 def test_what_is_farther_away_than_it_need_be_is_not_compiled() -> None:
