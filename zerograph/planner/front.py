@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ def plan(
     loss: Loss | None = None,
     fit: int | None = None,
     nvme_path: str | os.PathLike[str] | None = None,
-    say: Callable[[str], None] = lambda doing: None,
     **options: Any,
 ) -> Plan:
     """What a training step takes on each of any number of ranks, without running it: memory, wire, time.
@@ -50,7 +49,6 @@ def plan(
         fit: the bytes that a rank has, instead of the device's memory.
         nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files
             there, too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
-        say: is told what is tried next.
         options: further options of :class:`zerograph.config.Config`.
 
     Returns:
@@ -68,7 +66,7 @@ def plan(
     graph = graph_of(model, optimizer, loss)
     if stage == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
-        return _fastest(graph, batch, shape, described, mesh is None, say, {**options, "nvme_path": folder})
+        return _fastest(graph, batch, shape, described, mesh is None, {**options, "nvme_path": folder})
     if nvme_path is not None:
         raise ConfigError("plan(nvme_path=) is for stage='auto': else give optimizer_offload= and parameter_offload=")
     chosen = {} if stage is None else STAGES.get({"0": "off"}.get(str(stage), str(stage)))
@@ -83,7 +81,6 @@ def _fastest(
     shape: Sequence[int],
     described: Machine,
     free: bool,
-    say: Callable[[str], None],
     options: dict[str, Any],
 ) -> Plan:
     """``free``: a line of ranks may be made a grid of the machine's nodes."""
@@ -91,7 +88,7 @@ def _fastest(
     inner = described.links[0].ranks
     if free and inner is not None and inner < shape[0] and shape[0] % inner == 0:
         meshes.append((shape[0] // inner, inner))
-    found = search(graph, batch, meshes, described, described.device.memory, say=say, **options)
+    found = search(graph, batch, meshes, described, described.device.memory, **options)
     best = found.best or min((one for one in found.candidates if one.plan is not None), key=_peak, default=None)
     if best is None or best.plan is None:
         raise ConfigError(f"nothing of this can be compiled: {found.candidates[0].verdict}")

@@ -22,6 +22,7 @@ from zerograph.planner.machine import Machine
 from zerograph.planner.plan import Plan, arguments, laid_out, planned
 from zerograph.planner.resting import Resting
 from zerograph.planner.timeline import Timeline
+from zerograph.progress import tell
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -71,7 +72,6 @@ def search(
     machine: Machine,
     limit: int,
     stages: Sequence[str] = tuple(STAGES),
-    say: Callable[[str], None] = lambda doing: None,
     nvme_path: str | None = None,
     **options: Any,
 ) -> Search:
@@ -83,20 +83,17 @@ def search(
     Args:
         batch: one rank's part.
         limit: the most bytes on a rank.
-        say: is told what is tried next.
         nvme_path: a directory for files. None: that of the configuration; if it has none, nothing rests in files.
     """
     machine = replace(machine, device=replace(machine.device, memory=limit))
     places = _places(graph, machine, nvme_path, options)
-    trying = _Trying(graph, batch, machine, say, options)
     families = [_Family(tuple(mesh), stage, place) for place in places for mesh in meshes for stage in place.stages]
     families = [one for one in families if one.stage in stages]
-    open_ones = [one for one in families if trying.may_fit(one)]
-    still = [one for one in open_ones if trying.as_it_is(one)]
-    for family in still:
-        trying.with_less(family)
+    trying = _Trying(graph, batch, machine, len(families), options)
+    trying.settle(families, trying.may_fit, trying.as_it_is, trying.with_less)
     if all(one.plan is None for one in trying.tried):
         trying.show_the_least()
+    tell("candidates", len(families), len(families))
     fitting = [one for one in trying.tried if one.plan is not None and one.plan.fits]
     best = min(fitting, key=_seconds, default=None)
     judged = [replace(one, verdict=_verdict(one, best)) for one in trying.tried]
@@ -154,17 +151,30 @@ class _Trying:
         plain: the plan of each family as it is.
         whole: what is in no bucket: the batch.
         fastest: seconds of the fastest that fits.
+        settled: of how many of the ``total`` families all is known.
     """
 
     graph: ZeroGraph
     batch: Any
     machine: Machine
-    say: Callable[[str], None]
+    total: int
     options: Mapping[str, Any]
     tried: list[Candidate] = field(default_factory=list)
     rests: dict[_Family, Resting] = field(default_factory=dict)
     plain: dict[_Family, Plan] = field(default_factory=dict)
     fastest: float = float("inf")
+    settled: int = 0
+
+    def settle(self, families: Sequence[_Family], *rounds: Callable[[_Family], bool]) -> None:
+        """Each family in each round, as long as a round leaves it open: what is cheap to know of all comes first."""
+        for round_ in rounds:
+            still = []
+            for family in families:
+                if round_(family):
+                    still.append(family)
+                else:
+                    self.settled += 1
+            families = still
 
     def may_fit(self, family: _Family) -> bool:
         """Whether what its layout says leaves room."""
@@ -206,17 +216,18 @@ class _Trying:
         self.plain[family] = plan
         return not plan.fits and plan.memory.at_rest <= plan.capacity and plan.host_fits
 
-    def with_less(self, family: _Family) -> None:
-        """Try it with less memory for more time, until something fits or nothing can."""
+    def with_less(self, family: _Family) -> bool:
+        """Try it with less memory for more time, until something fits or nothing can; False: all is known then."""
         time = self.plain[family].time
         ways = list(_ways(self.batch, self.machine.device.memory, self.options))
         if self._loses(family, time, ways[0][0]) or self._settles(family, *ways.pop(0)):
-            return
+            return False
         if len(ways) >= _MANY and self._settles(family, *ways.pop(), last=True):
-            return
+            return False
         for given_up, more in ways:
             if self._loses(family, time, given_up) or self._settles(family, given_up, more):
-                return
+                break
+        return False
 
     def _loses(self, family: _Family, time: Timeline, given_up: str) -> bool:
         """Whether it cannot be faster than what was found: less memory takes no less computing."""
@@ -267,7 +278,8 @@ class _Trying:
         """Its plan, and whether giving up more activations is of no use."""
         chosen = {**STAGES[family.stage], **family.place.options, **more}
         given_up = ", ".join(filter(None, (family.place.name, given_up)))
-        self.say(f"stage {family.stage} on {_grid(family.mesh)}{', ' if given_up else ''}{given_up}")
+        doing = f"stage {family.stage} on {_grid(family.mesh)}{', ' if given_up else ''}{given_up}"
+        tell("candidates", self.settled, self.total, doing)
         plan: Plan | None = None
         verdict, hopeless = "", False
         try:
