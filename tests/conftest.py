@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tests.faults.tally import PROPERTY, table
-from tests.pool import Pool
+from tests.pool import COLLECTIONS, Pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,8 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no later collection of garbage need look at it."""
+    """What is imported by now stays: no later collection of garbage need look at it, and there are fewer of them."""
     gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -27,6 +27,9 @@ import torch.distributed as dist
 # What takes the longest to import; nothing of it starts threads, which a fork would lose.
 mp.set_forkserver_preload(["torch._dynamo", "zerograph", "transformers", "tests.models"])
 
+# After how many new objects the youngest are looked through, and after how many of these times the older ones.
+COLLECTIONS = (20_000, 20, 20)
+
 
 class Pool:
     """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo.
@@ -117,6 +120,8 @@ def _serve(connection: Connection, trace: str) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt), open(trace, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
+        # Graphs are made of many objects that live long: the usual threshold spends a tenth of a test on collections.
+        gc.set_threshold(*COLLECTIONS)
         # What is imported by now stays: the collections after the calls need not look at it. What calls leave behind
         # may be in cycles, with process groups and their threads in them.
         gc.freeze()
@@ -138,3 +143,5 @@ def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], ar
     finally:
         dist.destroy_process_group()
         gc.collect()
+        # What survives is modules and caches, which grow with every test: the next collections need not look at them.
+        gc.freeze()
