@@ -5,6 +5,7 @@ Two calls to an update make two parts of the batch, on one process as two ranks 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,20 @@ def test_the_loop_goes_on_after_a_mistake(engine: colossalai.Engine) -> None:
     for _ in range(2):
         engine.backward(engine.criterion(engine(X), Y))
         updated = engine.step()
+    assert updated
+
+
+def test_a_forward_that_only_the_garbage_collector_can_reach_is_no_part_of_an_update(engine: colossalai.Engine) -> None:
+    gc.disable()
+    try:
+        held: list[Any] = [engine(X)]
+        held.append(held)
+        del held
+        for _ in range(2):
+            engine.backward(engine.criterion(engine(X), Y))
+            updated = engine.step()
+    finally:
+        gc.enable()
     assert updated
 
 

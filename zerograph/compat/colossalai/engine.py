@@ -299,6 +299,9 @@ def _unlike(programs: Sequence[Program]) -> InputError | None:
 
 def _agreed(graph: Step, tapes: Sequence[Tape]) -> list[list[Made]]:
     """What the step returns of each call: what is wanted of it on any rank."""
+    if not _alike(tapes):
+        # A forward that nobody can reach any more, and that waits for the garbage collector, is no call of its own.
+        gc.collect()
     wanted = _wanted_of_all(tapes)
     if graph.everybodys(_from_the_end(tapes, wanted)) is None:
         return wanted
@@ -319,10 +322,15 @@ def _from_the_end(tapes: Sequence[Tape], wanted: Sequence[Sequence[Made]]) -> li
 
 def _wanted_of_all(tapes: Sequence[Tape]) -> list[list[Made]]:
     wanted = [_wanted(tape) for tape in tapes]
-    if len({tuple(call.function for call in tape.calls) for tape in tapes}) > 1:
+    if not _alike(tapes):
         return wanted
     # What was let go of in one call may be held of another.
     return [sorted(set().union(*wanted)) for _ in tapes]
+
+
+def _alike(tapes: Sequence[Tape]) -> bool:
+    """Whether the same functions were called on each."""
+    return len({tuple(call.function for call in tape.calls) for tape in tapes}) == 1
 
 
 def _wanted(tape: Tape) -> list[Made]:
