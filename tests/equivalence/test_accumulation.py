@@ -48,8 +48,12 @@ def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance", "cases"),
     [
-        ("mlp", torch.float32, 1e-6, [(0, 2), (1, 2), (1, 4), (2, 2), (2, 4), (3, 2)]),
-        ("gpt_tied", torch.float64, 1e-12, [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)]),
+        ("mlp", torch.float32, 1e-6, [(0, 2), (1, 2), (1, 4), (2, 2), (3, 2)]),
+        # That stages agree bitwise does not depend on the model: of this one the two ends.
+        ("gpt_tied", torch.float64, 1e-12, [(0, 2), (3, 4)]),
+        pytest.param(
+            "gpt_tied", torch.float64, 1e-12, [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)], marks=pytest.mark.long
+        ),
     ],
 )
 def test_accumulation_changes_no_number(
@@ -64,8 +68,8 @@ def test_accumulation_changes_no_number(
         assert same(result, other)
     # Sums over micro-batches, then ranks, are other sums than over ranks, then micro-batches: bitwise equal are the
     # stages that add up in the same order.
-    assert same(found[0, 2], found[1, 2])
-    assert same(found[2, 2], found[3, 2])
+    for one, other in (((0, 2), (1, 2)), ((2, 2), (3, 2))):
+        assert not {one, other} <= found.keys() or same(found[one], found[other])
 
 
 def same(one: Any, other: Any) -> bool:

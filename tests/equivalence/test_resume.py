@@ -155,9 +155,9 @@ def gone_on(folder: Path, cases: list[Case]) -> list[tuple[list[float], dict[str
     return answers
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def new_processes() -> Iterator[Pool]:
-    """Two that have never seen what the others trained."""
+    """Two that have never seen what the others trained: here they only go on."""
     made = Pool(2)
     yield made
     made.close()
