@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
-import socket
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerograph as zg
 from tests.pool import Pool
+from tests.scripts import run_script
 from zerograph.compat import colossalai
 
 ROOT = Path(__file__).parents[3]
 
 
-def example(port: int, *options: str) -> tuple[str, list[str]]:
-    """Run the script as torchrun would start it, its rendezvous included: what it prints, and what it warns of."""
-    environment = {"RANK": str(zg.rank()), "LOCAL_RANK": str(zg.rank()), "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.destroy_process_group()
-    script = str(ROOT / "examples" / "colossalai_zero.py")
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "argv", [script, *options])
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(script, run_name="__main__")
-    return printed.getvalue(), [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
-
-
 def test_the_example_trains_over_two_processes(pool: Pool, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     options = ["--offload", "nvme", "--nvme-path", str(tmp_path), "--epochs", "3"]
-    (printed, warned), _ = pool.run(2, example, port, *options)
+    (printed, warned), _ = run_script(pool, 2, ROOT / "examples" / "colossalai_zero.py", *options)
     assert not warned
     right = [float(one) for one in re.findall(r"([\d.]+)% right", printed)]
     assert right[-1] > 80

@@ -1,0 +1,43 @@
+"""Scripts on the pool's ranks, started as torchrun would start them, but in processes that have imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import signal
+import socket
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import zerograph as zg
+from tests.pool import Pool
+
+
+def run_script(pool: Pool, ranks: int, script: Path, *options: str) -> list[tuple[str, list[str]]]:
+    """What the script prints on each rank, and what zerograph warns of; its rendezvous is its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return pool.run(ranks, _run, port, str(script), options)
+
+
+def _run(port: int, script: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+    rank, ranks = str(zg.rank()), str(zg.world_size())
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.destroy_process_group()
+    printed, before = io.StringIO(), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", [script, *options])
+        try:
+            with contextlib.redirect_stdout(printed):
+                runpy.run_path(script, run_name="__main__")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return printed.getvalue(), [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
