@@ -141,7 +141,8 @@ def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], ar
         torch.manual_seed(0)
         return function(*args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()
         # What survives is modules and caches, which grow with every test: the next collections need not look at them.
         gc.freeze()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+import zerograph as zg
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(sys.executable)
@@ -48,10 +53,18 @@ def test_the_readme_runs_with_and_without_a_launcher(program: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
-def test_an_incomplete_launcher_environment_is_an_error(program: Path) -> None:
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
-    environment.pop("MASTER_ADDR", None)
-    result = subprocess.run([*SINGLE, str(program)], env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode != 0
-    assert "MASTER_ADDR" in result.stderr
-    assert "torchrun" in result.stderr
+def incomplete(program: Path) -> str:
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "2")
+        patch.delenv("MASTER_ADDR", raising=False)
+        with pytest.raises(zg.CommunicationError) as raised:
+            runpy.run_path(str(program), run_name="__main__")
+    return str(raised.value)
+
+
+def test_an_incomplete_launcher_environment_is_an_error(pool: Pool, program: Path) -> None:
+    (message,) = pool.run(1, incomplete, program)
+    assert "MASTER_ADDR" in message
+    assert "torchrun" in message

@@ -76,8 +76,11 @@ def test_the_launcher_starts_so_many_processes(tmp_path: Path) -> None:
 
 
 def test_the_example_trains_and_predicts_over_two_processes(pool: Pool) -> None:
-    (printed, warned), _ = run_script(pool, 2, ROOT / "examples" / "oneflow_zero.py", "--stage", "3", "--steps", "30")
-    pool.run(2, as_before)
+    script = ROOT / "examples" / "oneflow_zero.py"
+    try:
+        (printed, warned), _ = run_script(pool, 2, script, "--stage", "3", "--steps", "30")
+    finally:
+        pool.run(2, as_before)
     assert not warned
     assert "ZeRO stage 3, 30 steps done" in printed
     assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in printed
