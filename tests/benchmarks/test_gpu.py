@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.measure.pair import ROOT
 from benchmarks.simulated import report
 from benchmarks.simulated.sizes import SIZES, model_flops, peak_flops
-
-FRONT_DOOR = [sys.executable, "benchmarks/gpu.py"]
+from tests.benchmarks import front_door
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    ended = subprocess.run(FRONT_DOOR, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 2
-    assert "There is no GPU here" in ended.stderr
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.run("gpu.py") == 2
+    assert "There is no GPU here" in capsys.readouterr().err
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     asked = ["--device", "cpu", "--tiny", "--steps", "2", "--out", str(tmp_path / "run")]
     asked += ["--contenders", "zerograph-3-eager", "--contenders", "fsdp2-eager", "--trace", str(tmp_path)]
-    subprocess.run([*FRONT_DOOR, *asked], cwd=ROOT, check=True, timeout=600)
+    assert not front_door.run("gpu.py", *asked)
     found = json.loads((tmp_path / "run.json").read_text())["measurements"]
     ours, theirs, ours_of_8, theirs_of_8 = found
     # Alone, both train the same model; bf16 has eight bits.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.tasks import TASKS
-from benchmarks.measure.pair import ROOT, measure
+from benchmarks.measure.pair import measure
+from tests.benchmarks import front_door
 
 
 def test_front_door_measures_and_reports(tmp_path: Path) -> None:
     asked = ["--sizes", "tiny", "--contenders", "alone-2", "--contenders", "zerograph-2"]
     asked += ["--rounds", "1", "--steps", "2", "--no-memory", "--out", str(tmp_path / "run")]
-    subprocess.run([sys.executable, "benchmarks/peers.py", *asked], cwd=ROOT, check=True, timeout=600)
+    assert not front_door.run("peers.py", *asked)
     found = json.loads((tmp_path / "run.json").read_text())["measurements"]
     assert [one["contender"] for one in found] == ["alone-2", "zerograph-2"]
     assert all(len(rank["seconds"]) == 2 for one in found for rank in one["ranks"])
