@@ -163,10 +163,12 @@ class _Measure:
             compute()
             work.wait()
 
-        computing = self.seconds(compute)
-        together = self.seconds(both)
-        hidden = (alone + computing - together) / min(alone, computing)
-        return min(1.0, max(0.0, hidden))
+        shares = []
+        for _ in range(_REPEATS):
+            # Each against its neighbours: by the minute a machine's speed changes more than what is to be seen.
+            apart = self._once(gather, 1), self._once(compute, 1)
+            shares.append((sum(apart) - self._once(both, 1)) / min(apart))
+        return min(1.0, max(0.0, self._agreed(statistics.median(shares))))
 
     def in_step(self, apart: Machine) -> float:
         """How many times as long operators take in a step as by themselves."""
