@@ -276,5 +276,5 @@ def test_the_command_line(done: Step, tmp_path: Path, arguments: list[str], word
     result = CliRunner().invoke(
         app, ["export", *(one.replace("CKPT", places["CKPT"]).replace("OUT", places["OUT"]) for one in arguments)]
     )
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in result.output

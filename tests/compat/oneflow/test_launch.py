@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-import zerograph.compat.oneflow as flow
-from tests.pool import Pool
-from tests.scripts import run_script
 from zerograph.compat.oneflow.launch import arguments_of_torchrun
 
 ROOT = Path(__file__).parents[3]
@@ -57,40 +53,15 @@ def test_a_mistake_is_named(given: str, message: str, capsys: pytest.CaptureFixt
     assert re.search(message, capsys.readouterr().err)
 
 
-RANK = """
-import os
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
-"""
-
-
-def test_the_launcher_starts_so_many_processes(tmp_path: Path) -> None:
+def test_the_example_trains_and_predicts_over_two_processes() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    (tmp_path / "rank.py").write_text(RANK)
-    command = [*LAUNCH, "--nproc_per_node", "2", str(tmp_path / "rank.py")]
+    command = [*LAUNCH, "--nproc_per_node", "2", "examples/oneflow_zero.py", "--stage", "3", "--steps", "30"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-    found = sorted(re.findall(r"rank (\d of \d) at \S", result.stdout))
-    assert found == ["0 of 2", "1 of 2"]
-
-
-def test_the_example_trains_and_predicts_over_two_processes(pool: Pool) -> None:
-    script = ROOT / "examples" / "oneflow_zero.py"
-    try:
-        (printed, warned), _ = run_script(pool, 2, script, "--stage", "3", "--steps", "30")
-    finally:
-        pool.run(2, as_before)
-    assert not warned
-    assert "ZeRO stage 3, 30 steps done" in printed
-    assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in printed
-    found = re.search(r"loss ([\d.]+) to ([\d.]+)", printed)
+    assert "ZeRO stage 3, 30 steps done" in result.stdout
+    assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in result.stdout
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", result.stdout)
     assert found
     assert float(found[2]) < 0.8 * float(found[1])
-
-
-def as_before() -> None:
-    """OneFlow's switches are those of a whole process, in which other tests follow."""
-    dist.barrier()
-    flow.boxing.nccl.enable_use_compute_stream(False)
-    flow.boxing.nccl.disable_group_boxing_by_dst_parallel(False)
