@@ -149,7 +149,6 @@ class _Trying:
     Attributes:
         rests: what each family holds whatever it does.
         plain: the plan of each family as it is.
-        whole: what is in no bucket: the batch.
         fastest: seconds of the fastest that fits.
         settled: of how many of the ``total`` families all is known.
     """
