@@ -11,14 +11,18 @@ from types import TracebackType
 import torch
 from torch import Tensor, fx
 
-from zerograph.errors import VerificationError, ZeroGraphError
+from zerograph._torch import written_arguments
+from zerograph.errors import OperatorError, VerificationError, ZeroGraphError
 from zerograph.loop import loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
-from zerograph.step_graph import Boxing, Role, placeholders
+from zerograph.step_graph import Boxing, Origin, Role, placeholders
 
 Lookup = Callable[[], Tensor]
+
+# What torch's operators refuse values with: an index out of range, a matrix that has no inverse.
+_REFUSALS = (RuntimeError, IndexError, ValueError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,7 @@ class Executor:
 
         Raises:
             CommunicationError: a collective failed, which is named.
+            OperatorError: an operator failed on this rank, which is named with the user's line.
         """
         with noted(self.job, doing):
             for name, tensor in self.numbers.items():
@@ -60,13 +65,12 @@ class Executor:
             try:
                 with torch.no_grad():
                     return list(self.function(*arguments))
-            except RuntimeError as error:
+            except (ZeroGraphError, torch.OutOfMemoryError):
+                raise
+            except _REFUSALS as error:
                 raise self._explained(error, doing) from error
 
-    def _explained(self, error: RuntimeError, doing: str) -> Exception:
-        if self.job.size == 1 or isinstance(error, (ZeroGraphError, torch.OutOfMemoryError)):
-            # This rank's own.
-            return error
+    def _explained(self, error: Exception, doing: str) -> ZeroGraphError:
         lines = _failed_lines(error.__traceback__)
         node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
@@ -75,9 +79,9 @@ class Executor:
         if isinstance(found, Boxing):
             what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
             return communication_error(self.job, f"{what} of {doing}", error)
-        if not lines and _looks_like_communication(error):
+        if self.job.size > 1 and not lines and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)
-        return error
+        return _refused(node, f"{doing} on rank {self.job.rank}", error, _state_behind(self.graph.graph, lines))
 
 
 def bind(
@@ -146,6 +150,36 @@ def _failed_lines(traceback: TracebackType | None) -> list[str]:
     return found
 
 
-def _looks_like_communication(error: RuntimeError) -> bool:
+def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
+    """What a step that ends at the node of the first name leaves behind, as a sentence."""
+    written = False
+    for node in graph.nodes:
+        if node.name in names[:1]:
+            if written:
+                return "Parameters and optimizer state are those before the step, buffers may not be."
+            return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."
+        origin = node.meta.get("origin")
+        if isinstance(origin, Origin) and origin.phase == "update":
+            break
+        written = written or any(argument.op == "placeholder" for argument in written_arguments(node))
+    return "Parameters may have been updated in part: load the last checkpoint."
+
+
+def _refused(node: fx.Node | None, where: str, error: Exception, state: str) -> OperatorError:
+    """The error of an operator, in the user's terms; ``node`` is unknown inside what a compiler made."""
+    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"
+    origin = None if node is None else node.meta.get("origin")
+    if not isinstance(origin, Origin):
+        advice = "config.backend = 'eager' names the operator and its line."
+        return OperatorError(f"an operator of {where} failed: {reason}\n{state}\n{advice}")
+    assert node is not None
+    what = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
+    return OperatorError(
+        f"{what} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
+        + f"\nIt got the right shapes: look at the values of this rank's part of the batch.\n{state}"
+    )
+
+
+def _looks_like_communication(error: Exception) -> bool:
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout"))

@@ -61,6 +61,10 @@ class ReplicaError(RankMismatchError):
     """What every rank holds alike is not bitwise equal on all of them."""
 
 
+class OperatorError(ZeroGraphError):
+    """An operator of the running step refused the values that it got; its own error is the ``__cause__``."""
+
+
 class NonFiniteError(ZeroGraphError):
     """A loss or gradient is infinite or not a number, and ``config.on_nonfinite`` is ``"raise"``."""
 
