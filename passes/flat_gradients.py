@@ -102,11 +102,12 @@ def _total_norm(graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient
         term = gradient.term(graph, norm)
         if term is not None:
             apart -= Counter(one.norms[norm] for one in gradient.edited)
-            flat.append(maker.part(gradient, term))
+            if maker.counts(gradient.bucket.padded):
+                flat.append(maker.part(gradient, term))
     found = [maker.boxed(flat)] if flat else []
     # In nobody's bucket: gradients without an optimizer, and those that were edited in ways of their own.
-    found += [maker.whole(term) for term in apart.elements()]
-    return maker.root(found)
+    found += [maker.whole(term) for term in apart.elements() if maker.counts(term.meta["val"].numel())]
+    return maker.root(found) if found else maker.nothing()
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,14 @@ class _Norm:
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.graph, target, args, origin(self.norm), **kwargs)
+
+    def counts(self, elements: int) -> bool:
+        """Whether so many elements have a share: no largest one is among none."""
+        return elements > 0 or not math.isinf(self.p)
+
+    def nothing(self) -> fx.Node:
+        value = self.norm.meta["val"]
+        return self.emit(aten.full.default, [], 0.0, dtype=value.dtype, device=value.device, pin_memory=False)
 
     def part(self, gradient: FlatGradient, term: fx.Node) -> fx.Node:
         """The bucket's share: a partial sum, or of a maximum the largest element on each rank, S(0).
