@@ -70,6 +70,13 @@ def _forward(
     """The result, and mean and reciprocal deviation of each group and channel."""
     parts = _parted(groups, x)
     dims, count = _others(parts), parts.numel() // (groups * parts.shape[2])
+    if count == 1:
+        # As torch.nn.functional.batch_norm refuses it, which here has seen all parts at once.
+        raise CaptureError(
+            f"batch norm of {len(x)} samples in {groups} parts, with config.batch_norm = 'local': a single value of a "
+            "channel has no variance\nGive each rank's micro-batches more than one sample, or set config.batch_norm to "
+            "'global'."
+        )
     mean = parts.sum(dims, keepdim=True) / count
     var = (parts - mean).square().sum(dims, keepdim=True) / count
     rstd = (var + eps).rsqrt()
@@ -77,7 +84,7 @@ def _forward(
     shape = [1, -1] + [1] * (x.dim() - 2)
     out = out if weight is None else out * weight.reshape(shape)
     out = out if bias is None else out + bias.reshape(shape)
-    unbiased = var * (count / max(count - 1, 1))
+    unbiased = var * (count / (count - 1))
     for running, each in ((running_mean, mean), (running_var, unbiased)):
         if running is not None:
             new = each.reshape(groups, -1).sum(0) / groups

@@ -114,3 +114,21 @@ def test_the_option_makes_another_capture(trained: Any) -> None:
 def test_unknown_batch_norms_are_refused() -> None:
     with pytest.raises(zg.ConfigError, match="choose 'global' or 'local'"):
         zg.Config().batch_norm = "locl"
+
+
+class Vectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).square().mean()
+
+
+def test_one_value_per_channel_is_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        Vectors()(torch.randn(1, 3))
+    step = Step(Vectors())
+    step.config.set_gradient_accumulation_steps(2)
+    with pytest.raises(zg.CaptureError, match=r"batch norm of 2 samples in 2 parts.*no variance"):
+        step(torch.randn(2, 3))
