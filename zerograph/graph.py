@@ -34,6 +34,7 @@ from zerograph.runtime.process_group import Job, agree, digest, first_ranks, joi
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
 from zerograph.sharded_init import is_recording
 from zerograph.step_graph import nbytes, output_nodes
+from zerograph.update import refuse_unsupported
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -94,6 +95,7 @@ class ZeroGraph(Inspected):
 
         Raises:
             ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
+            CaptureError: an optimizer that is no graph: LBFGS, SparseAdam.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -101,6 +103,7 @@ class ZeroGraph(Inspected):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
+        refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
@@ -129,6 +132,7 @@ class ZeroGraph(Inspected):
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
             ReplicaError: likewise, if ranks differ in what they hold alike, see ``config.check_replicas``.
             NonFiniteError: likewise, if a loss or gradient is not finite and ``config.on_nonfinite`` is ``"raise"``.
+            OperatorError: an operator refused its values on this rank, as an embedding an index out of range.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
         step, batch = self._ready(args, kwargs)

@@ -154,9 +154,8 @@ def test_optimizers_that_are_no_graph() -> None:
         (Choosy, "branches on a tensor's value"),
     ):
         model = make("mlp")
-        step = TrainStep(model, optimizer(model.parameters()), 2)
         with pytest.raises(zg.CaptureError, match=words):
-            step(*batches("mlp", 1)[0])
+            TrainStep(model, optimizer(model.parameters()), 2)(*batches("mlp", 1)[0])
 
 
 class Choosy(torch.optim.SGD):
@@ -297,3 +296,62 @@ def group_gone() -> None:
 
 def test_a_graph_whose_process_group_is_gone(pool: Pool) -> None:
     pool.run(2, group_gone)
+
+
+class Tokens(zg.ZeroGraph):
+    """Reads tokens, and guesses one of five classes for each."""
+
+    def __init__(self, micro_batches: int = 1, *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm: nn.Module = nn.BatchNorm1d(3) if norm else nn.Identity()
+        self.embedding, self.head = nn.Embedding(11, 3), nn.Linear(3, 5)
+        self.add_optimizer(torch.optim.AdamW([*self.embedding.parameters(), *self.head.parameters()]))
+        self.config.enable_zero(stage=3)
+        self.config.set_gradient_accumulation_steps(micro_batches)
+
+    def build(self, x: Tensor, tokens: Tensor, classes: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.head(self.norm(x) + self.embedding(tokens)), classes)
+        loss.backward()
+        return loss
+
+
+GOOD = torch.ones(4, 3), torch.arange(4), torch.arange(4)
+BAD_VALUES = {
+    "a token": (
+        (GOOD[0], GOOD[1] + 8, GOOD[2]),
+        "embedding.default in the forward of embedding",
+        "self.embedding",
+    ),
+    "a class": ((GOOD[0], GOOD[1], GOOD[2] + 2), "in the forward of build()", "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_a_value_out_of_range_is_an_error_with_its_line(bad: str, micro_batches: int) -> None:
+    batch, where, code = BAD_VALUES[bad]
+    step = Tokens(micro_batches)
+    step(*GOOD)
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(zg.OperatorError, match=r"out of (range|bounds)") as raised:
+        step(*batch)
+    message = str(raised.value)
+    assert where in message
+    assert "failed in step 2 on rank 0: " in message
+    assert "test_bad_input.py:" in message
+    assert code in message
+    assert message.endswith("are those before the step.")
+    assert isinstance(raised.value.__cause__, (IndexError, RuntimeError))
+    after = step.state_dict()
+    assert after["steps_done"] == before["steps_done"] == 1
+    for name, value in before["modules"]["embedding"].items():
+        assert torch.equal(after["modules"]["embedding"][name], value)
+    assert torch.isfinite(step(*GOOD))
+
+
+def test_an_operator_that_fails_behind_batch_norm_leaves_parameters_alone_only() -> None:
+    step = Tokens(norm=True)
+    step(*GOOD)
+    with pytest.raises(zg.OperatorError, match="Parameters and optimizer state are those before the step, buffers may"):
+        step(GOOD[0], GOOD[1] + 8, GOOD[2])

@@ -5,7 +5,16 @@ compared with other parameters' (``keying``).
 """
 
 from zerograph.update.known import Programs, programs_of
-from zerograph.update.program import UNSUPPORTED, StateSpec, UpdateProgram, trace_update
+from zerograph.update.program import UNSUPPORTED, StateSpec, UpdateProgram, refuse_unsupported, trace_update
 from zerograph.update.proofs import check_separate
 
-__all__ = ["UNSUPPORTED", "Programs", "StateSpec", "UpdateProgram", "check_separate", "programs_of", "trace_update"]
+__all__ = [
+    "UNSUPPORTED",
+    "Programs",
+    "StateSpec",
+    "UpdateProgram",
+    "check_separate",
+    "programs_of",
+    "refuse_unsupported",
+    "trace_update",
+]

@@ -78,6 +78,17 @@ class UpdateProgram:
     thresholds: Mapping[str, set[float]]
 
 
+def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise of an optimizer of torch that is known to be no graph.
+
+    Raises:
+        CaptureError: it says why.
+    """
+    name = type(optimizer).__name__
+    if name in UNSUPPORTED:
+        raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
+
+
 def trace_update(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
@@ -96,11 +107,9 @@ def trace_update(
     Raises:
         NotLiftedError: the update uses one of ``lifted`` in a way that is not understood.
         CaptureError: the update keeps a Python number that changes from step to step, branches on a tensor's value,
-            draws random numbers, or belongs to an optimizer that cannot be one graph.
+            draws random numbers, or is otherwise no graph.
     """
     name = type(optimizer).__name__
-    if name in UNSUPPORTED:
-        raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
     # In a 0-d parameter's state nobody could tell its moments from the step count.
     shape_traced = shape or torch.Size((1,))
     numbers = {hyperparameters.name(path): path for path in lifted}
