@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.faults.drawn import LAYERS, LOSSES, Drawn, tried
+from tests.faults.drawn import LAYERS, LOSSES, SCHEDULERS, Drawn, tried
 from tests.faults.tally import Tally
 from tests.pool import Pool
 
@@ -45,10 +45,13 @@ SMOOTH = ("SGD", "ASGD", "Adam")
 
 
 @st.composite
-def optimizers(draw: st.DrawFn, smooth: bool) -> tuple[str, tuple[dict[str, Any], ...]]:
+def optimizers(draw: st.DrawFn, smooth: bool, low: bool) -> tuple[str, tuple[dict[str, Any], ...]]:
     names = SMOOTH if smooth else [*list(HYPERPARAMETERS)[:13] * 4, "LBFGS", "SparseAdam"]
     name = draw(st.sampled_from(names))
     groups = st.fixed_dictionaries(HYPERPARAMETERS[name])
+    if low and name == "Adam":
+        # Divided by its own size, a gradient that is nothing but rounding would be a whole step.
+        groups = st.fixed_dictionaries({**HYPERPARAMETERS[name], "eps": st.just(0.1)})
     return name, tuple(draw(st.lists(groups, min_size=1, max_size=1 if name == "LBFGS" else 3)))
 
 
@@ -66,16 +69,20 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
         "memory_budget": st.sampled_from(["1MiB", "1GiB", 20000]),
         "recompute": st.sampled_from(["blocks", "auto"]),
         "gradient_accumulation_steps": st.sampled_from([2, 3]),
+        "accumulation_outputs": st.sampled_from(["packed", "packed", "whole"]),
+        "batch_norm": st.sampled_from(["local", "local", "global"]),
         "offload_activations": flag,
         "on_missing_rule": st.sampled_from(["gather", "error"]),
         "seed": st.integers(-(2**63), 2**63 - 1),
         "zero_dim": st.just(0),
     }
     if dtype is torch.float32:
-        every["amp_dtype"] = st.just(torch.bfloat16)
+        every["amp_dtype"] = st.sampled_from([torch.bfloat16, torch.float16])
         every["reduce_dtype"] = st.sampled_from([torch.float32, torch.bfloat16])
     picked = draw(st.lists(st.sampled_from(sorted(every)), unique=True, max_size=4))
-    found = {name: draw(every[name]) for name in sorted(picked)}
+    if "accumulation_outputs" in picked:
+        picked.append("gradient_accumulation_steps")
+    found = {name: draw(every[name]) for name in sorted(set(picked))}
     if rarely(draw):
         found |= draw(st.sampled_from([{"zero_dim": 1}, {"memory_budget": 1}, {"amp_dtype": torch.bfloat16}]))
     found["mode"] = draw(st.sampled_from(["off", "distributed_split", "distributed_split", "non_distributed"]))
@@ -93,6 +100,10 @@ PARAMETER_CALLS = [
 ]
 
 
+# Kinds of layers with something to train.
+TRAINED = ["linear", "no bias", "tied", "layer norm", "residual", "0-d", "batch norm"]
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Drawn:
     source = draw(st.sampled_from(["vectors", "vectors", "tokens", "images"]))
@@ -103,6 +114,8 @@ def steps(draw: st.DrawFn) -> Drawn:
     if source != "tokens" and draw(st.booleans()):
         # Not behind a bias, whose gradient would be rounding noise and nothing else.
         layers = [("batch norm", 1), *layers] if source == "vectors" else [("no bias", 4), ("batch norm", 1), *layers]
+    if source == "vectors" and not any(kind in TRAINED for kind, _ in layers):
+        layers.append((draw(st.sampled_from(TRAINED)), draw(widths)))
     chosen = draw(options(dtype))
     micro = chosen.get("gradient_accumulation_steps", 1)
     samples = [(draw(st.sampled_from([1, 2, 2, 3, 4, 5])) * micro,)] * 2
@@ -114,11 +127,16 @@ def steps(draw: st.DrawFn) -> Drawn:
         calls.append(draw(st.sampled_from(OPTIMIZER_CALLS)))
     if draw(st.integers(0, 4)) == 2 and (chosen["stage"] == 3 or rarely(draw)):
         calls.append(draw(st.sampled_from(PARAMETER_CALLS)))
-    trained = draw(st.lists(optimizers(dtype is not torch.float64), min_size=1, max_size=2))
+    amp = chosen.get("amp_dtype")
+    low = amp is not None or torch.bfloat16 in (dtype, chosen.get("reduce_dtype"))
+    # Behind batch norm gradients may cancel altogether; what divides by their size makes whole steps of the rounding.
+    smooth = dtype is not torch.float64 or any(kind == "batch norm" for kind, _ in layers)
+    trained = draw(st.lists(optimizers(smooth, low), min_size=1, max_size=2))
     if any(name == "Muon" for name, _ in trained):
         # It takes matrices, and nothing else.
         layers = [("no bias", out) for _, out in layers]
         source = draw(st.sampled_from(["vectors", "tokens"]))
+    grid = draw(st.sampled_from([(1, 2), (2, 1), (2, 2)])) if draw(st.integers(0, 7)) == 5 else None
     return Drawn(
         source,
         draw(widths),
@@ -129,7 +147,13 @@ def steps(draw: st.DrawFn) -> Drawn:
         tuple(trained),
         chosen,
         tuple(calls),
-        draw(st.sampled_from([1, 2, 2, 2, 3])),
+        draw(st.sampled_from([1, 2, 2, 2, 3])) if grid is None else grid[0] * grid[1],
+        tuple(draw(st.sampled_from(["", "", *SCHEDULERS])) for _ in trained),
+        # None overflows: what one device rounds to infinity, several may not.
+        draw(st.sampled_from([1.0, 8.0])) if amp is torch.float16 else 0.0,
+        "int" if rarely(draw) else draw(st.sampled_from(["", "", "tensor"])),
+        grid,
+        grid is not None and draw(flag),
     )
 
 
