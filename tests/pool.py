@@ -137,6 +137,8 @@ def _serve(connection: Connection, trace: str) -> None:
 def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ.pop("RANK", None)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    # A rank that is done at once would close connections that another has not seen open yet.
+    dist.barrier()
     try:
         torch.manual_seed(0)
         return function(*args)
