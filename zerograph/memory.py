@@ -27,6 +27,7 @@ from zerograph.loop import loop_of
 from zerograph.sbp import PartialSum
 from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
 from zerograph.transfers import CARRY, FETCH
+from zerograph.workspace import workspace_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -384,4 +385,4 @@ def _argument(node: fx.Node, place: tuple[int, str] | None) -> Any:
 
 def temporary_bytes(node: fx.Node) -> int:
     """Bytes that the node takes while it runs, beside its results."""
-    return int(node.meta.get("temporary", 0))
+    return int(node.meta.get("temporary", 0)) + workspace_bytes(node)
