@@ -46,18 +46,23 @@ class Step(zg.ZeroGraph):
         return loss
 
 
-@pytest.fixture(scope="module")
-def step() -> Step:
+def trained() -> Step:
     made = Step()
     for batch in batches("mlp", 2):
         made(*batch)
     return made
 
 
+@pytest.fixture
+def step() -> Step:
+    """A new one for each test: a hyperparameter that a hostile index has added stays."""
+    return trained()
+
+
 @pytest.fixture(scope="module")
-def checkpoint(step: Step, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "runs"
-    step.save(path, keep=1)
+    trained().save(path, keep=1)
     return path
 
 
@@ -338,6 +343,22 @@ def test_what_leads_elsewhere_is_refused(
     change(path, elsewhere)
     with guarded(), pytest.raises(zg.CheckpointError, match=words):
         zg.read_checkpoint(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("fused", "data"), ("foreach", 1e308), ("lr", None), ("betas", [0.9])])
+def test_a_hyperparameter_that_could_not_be_one_is_refused(
+    checkpoint: Path, step: Step, tmp_path: Path, key: str, value: Any
+) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint, path)
+    file = next(path.glob("*/index.json"))
+    body = json.loads(file.read_text())
+    (group,) = (one for one in body["document"]["optimizers"][0])
+    pairs = group["dict"]
+    pairs[[name for name, _ in pairs].index(key)][1] = value
+    file.write_text(sign(body))
+    with pytest.raises(zg.CheckpointError, match=f"says {key} = .* of AdamW, which has .*: no such value"):
+        step.load(path)
 
 
 def loaded_guarded(path: str) -> int:

@@ -15,6 +15,9 @@ from zerograph.grad_scaler import GradScaler
 from zerograph.members import Optimizers
 from zerograph.runtime.checkpoint.storage import Reader
 
+# Of torch's optimizers: None lets torch decide, and what it has decided says nothing of what else they may be.
+_SWITCHES = ("foreach", "fused")
+
 
 def check_fits(
     found: Written, optimizers: Optimizers, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None
@@ -41,9 +44,11 @@ def check_fits(
 
 def _check_group(optimizer: str, mine: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     for key, value in group.items():
-        if key != "params" and key in mine and unlike(value, mine[key]):
+        switch = key in _SWITCHES and not (value is None or isinstance(value, bool))
+        if switch or (key != "params" and key in mine and unlike(value, mine[key])):
             raise CheckpointError(
-                f"the checkpoint says {key} = {value!r:.60} of {optimizer}, which has {mine[key]!r:.60}: no such value"
+                f"the checkpoint says {key} = {value!r:.60} of {optimizer}, "
+                f"which has {mine.get(key)!r:.60}: no such value"
             )
 
 
