@@ -15,6 +15,7 @@ from torch import Tensor
 from zerograph.checkpoint.load import open_checkpoint, plain_optimizer_state
 from zerograph.checkpoint.written import written
 from zerograph.errors import CheckpointError, ConfigError
+from zerograph.progress import tell
 from zerograph.runtime.checkpoint.storage import Reader, write_file
 
 
@@ -103,7 +104,11 @@ def modules_in(reader: Reader) -> list[str]:
 
 def _module(reader: Reader, module: str, aliases: Mapping[str, str]) -> dict[str, Tensor]:
     start = f"modules.{module}."
-    found = {name.removeprefix(start): reader.whole(name) for name in reader.index.tensors if name.startswith(start)}
+    names = [name for name in reader.index.tensors if name.startswith(start)]
+    found = {}
+    for number, name in enumerate(names):
+        tell("tensors", number, len(names), name)
+        found[name.removeprefix(start)] = reader.whole(name)
     for alias, name in aliases.items():
         if alias.startswith(f"{module}.") and name.startswith(f"{module}."):
             found[alias.removeprefix(f"{module}.")] = found[name.removeprefix(f"{module}.")]

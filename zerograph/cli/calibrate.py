@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from zerograph.cli.failing import FAILED, reported
+from zerograph.cli.progress import progress_bars
 
 
 def calibrate(
@@ -38,9 +39,9 @@ def calibrate(
     from zerograph.planner.machine import write
     from zerograph.runtime.process_group import rank
 
-    errors = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    with reported(), errors.status("measuring") as status:
-        found = measure(name or out.stem, lambda doing: status.update(f"measuring {doing}"))
+    bars = progress_bars() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
+    with reported(), bars:
+        found = measure(name or out.stem)
     if rank() == 0:
         write(out, found)
         typer.echo(f"{out}: {found.source}")

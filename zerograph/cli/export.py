@@ -9,6 +9,7 @@ import typer
 
 from zerograph.checkpoint import export as exporting
 from zerograph.cli.failing import reported
+from zerograph.cli.progress import progress_bars
 
 
 def export(
@@ -24,5 +25,5 @@ def export(
 
     Example: zerograph export runs/gpt model.safetensors
     """
-    with reported():
+    with reported(), progress_bars():
         typer.echo(exporting.export(checkpoint, out, module))

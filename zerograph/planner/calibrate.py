@@ -24,9 +24,8 @@ from zerograph.planner import operators, probe
 from zerograph.planner.machine import Device, Link, Machine, Rate
 from zerograph.planner.operators import Run
 from zerograph.planner.plan import planned
+from zerograph.progress import tell
 from zerograph.runtime.process_group import Job, initialise, join
-
-Say = Callable[[str], None]
 
 _PRODUCT_SIZES = (64, 128, 256, 512, 1024)
 # Operators of a step seldom find in a cache what they read, and write where nothing was: what is measured goes
@@ -36,14 +35,15 @@ _MOST_COPIES = 64
 _BYTES = (2**14, 2**18, 2**21, 2**24, 2**26)
 _SENT = (2**10, 2**16, 2**20, 2**23, 2**25)
 _REPEATS = 7
+# What is measured, in this order.
+_PARTS = ("products", *(f"{kind} operators" for kind in operators.OPERATORS), "overhead", "collectives", "a step")
 
 
-def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
+def calibrate(name: str) -> Machine:
     """Measure the machine that this job runs on; every rank must call it, and gets the same.
 
     Args:
         name: what the machine is to be called.
-        say: is told what is measured next.
 
     Raises:
         CommunicationError: the ranks do not meet, or one of them is lost.
@@ -52,16 +52,16 @@ def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
     job = join(600.0)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     measure = _Measure(job, device)
-    say("products")
+    _say("products")
     products = {str(dtype).removeprefix("torch."): Rate(tuple(measure.products(dtype))) for dtype in _dtypes(device)}
     shares = {name: measure.share(make) for name, make in operators.PRODUCTS.items()}
     moved = {}
     for kind, make in operators.OPERATORS.items():
-        say(f"{kind} operators")
+        _say(f"{kind} operators")
         moved[kind] = Rate(tuple(measure.moved(make)))
-    say("what an operator takes beside that")
+    _say("overhead")
     overhead = measure.overhead()
-    say("collectives")
+    _say("collectives")
     links = tuple(measure.links())
     overlap = measure.overlap() if job.size > 1 else 1.0
     described = Device(
@@ -79,8 +79,14 @@ def calibrate(name: str, say: Say = lambda doing: None) -> Machine:
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
     source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
     apart = Machine(name, described, links, overlap, source)
-    say("a step")
-    return dataclasses.replace(apart, device=dataclasses.replace(described, in_step=measure.in_step(apart)))
+    _say("a step")
+    whole = dataclasses.replace(apart, device=dataclasses.replace(described, in_step=measure.in_step(apart)))
+    tell("measurements", len(_PARTS), len(_PARTS))
+    return whole
+
+
+def _say(doing: str) -> None:
+    tell("measurements", _PARTS.index(doing), len(_PARTS), doing)
 
 
 class _Measure:
