@@ -71,6 +71,7 @@ class _Flight:
         begins, ends: the first position at which it holds memory, and the first at which it no longer does: start and
             wait go before the nodes that are there.
         holds: bytes that a flight of that length costs: of a gather its result, of a reduction its input.
+        sends: of a gather the bytes of a cast to the compute dtype, which is made just before it.
         bucket: the bucket that it gathers; None for other collectives.
         until: position at which what it gathered is read last.
     """
@@ -80,6 +81,7 @@ class _Flight:
     begins: int
     ends: int
     holds: int
+    sends: int
     bucket: str | None
     until: int
 
@@ -116,6 +118,7 @@ class _Plan:
             if len(over):
                 late = one.begins + int(over[-1]) + 1
                 self.held[one.begins : late] -= one.holds
+                self._move_cast(one, late)
                 one.begins = late
 
     def keep(self) -> None:
@@ -144,26 +147,33 @@ class _Plan:
             one = self.gathers[index]
             earlier = self.gathers[index - _GATHERS_AHEAD].wait
             early = max(self.position[node] for node in (earlier, *_needs(one.start))) + 1
-            over = self._over(early, one.begins, one.holds)
+            over = self._over(early, one.begins, one.holds + one.sends)
             if len(over):
                 early += int(over[-1]) + 1
             if early < one.begins:
                 self.held[early : one.begins] += one.holds
+                self._move_cast(one, early)
                 one.begins = early
+
+    def _move_cast(self, one: _Flight, begins: int) -> None:
+        """What a gather sends is made where it starts."""
+        for cast in _cast(one.start):
+            made = self.position[cast] if one.begins == self.position[one.start] else one.begins
+            self.held[made:begins] -= one.sends
+            self.held[begins:made] += one.sends
 
     def apply(self, graph: fx.Graph) -> None:
         """Change the graph as planned."""
         gone = {node for _, two in self.kept for node in (two.start, two.wait)}
         moves = [(one.ends, 0, one.wait) for one in self.others if one.ends != self.position[one.wait] + 1]
         moves += [(one.begins, 1, one.start) for one in self.gathers if one.begins != self.position[one.start]]
-        moving = {node for _, _, node in moves}
+        moving = {node for _, _, node in moves} | {cast for _, _, node in moves for cast in _cast(node)}
         # What frees memory goes before what takes it.
         for place, _, node in sorted(moves, key=lambda move: move[:2]):
             while self.nodes[place] in moving or self.nodes[place] in gone:
                 place += 1
             self.nodes[place].prepend(node)
-            cast = node.all_input_nodes[0]
-            if bucket_behind(cast) is not None and cast.op != "placeholder":
+            for cast in _cast(node):
                 node.prepend(cast)
         for one, two in self.kept:
             _join(graph, one, two)
@@ -179,15 +189,22 @@ class _Plan:
         made = found.of[start][0]
         assert made is not None
         if isinstance(boxing, Boxing) and made.kind == "gathered":
-            return _Flight(start, wait, begins, ends + 1, made.bytes, boxing.tensor, made.dies)
+            sends = sum(one.bytes for cast in _cast(start) for one in found.of[cast] if one is not None)
+            return _Flight(start, wait, begins, ends + 1, made.bytes, sends, boxing.tensor, made.dies)
         held = {one for given in start.all_input_nodes for one in found.of[given] if _held_by(one, begins, ends)}
-        return _Flight(start, wait, begins, ends + 1, sum(one.bytes for one in held if one), None, ends)
+        return _Flight(start, wait, begins, ends + 1, sum(one.bytes for one in held if one), 0, None, ends)
 
 
 def _needs(start: fx.Node) -> list[fx.Node]:
     """What must be there before a gather may start; a cast to the compute dtype goes with it."""
     cast = start.all_input_nodes[0]
     return cast.all_input_nodes if bucket_behind(cast) is not None else [cast]
+
+
+def _cast(node: fx.Node) -> list[fx.Node]:
+    """The cast of a bucket that a gather sends: it goes where the gather goes."""
+    sent = node.all_input_nodes[0]
+    return [sent] if sent.op != "placeholder" and bucket_behind(sent) is not None else []
 
 
 def _from_elsewhere(start: fx.Node) -> bool:
@@ -214,7 +231,8 @@ def _join(graph: fx.Graph, one: _Flight, two: _Flight) -> None:
 def _join_views(graph: fx.Graph, source: fx.Node) -> None:
     """Equal views of it are one."""
     known: dict[str, fx.Node] = {}
-    for user in list(source.users):
+    # In the graph's order: the first is there for all.
+    for user in sorted(source.users):
         if not isinstance(user.target, OpOverload) or not user.target.is_view:
             continue
         same = known.setdefault(f"{user.target} {user.args} {user.kwargs}", user)

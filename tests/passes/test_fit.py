@@ -196,3 +196,24 @@ def test_buckets_are_merged_as_far_as_the_budget_allows(pool: Pool) -> None:
     assert [usual[0], tight[0], ample[0]] == [8, 24, 2]
     assert ample[1] < usual[1] < tight[1]
     assert ample[2] < usual[2]
+
+
+def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
+    """Casts are made just before the gathers that send them, and go where these go."""
+    model = Gpt(tied=False, vocabulary=64, width=32, layers=4, context=16)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=bucket_size)
+    step.config.enable_amp(True, dtype=torch.bfloat16)
+    step.config.recompute = "auto"
+    step.config.set_gradient_accumulation_steps(micro_batches)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "bucket_size", "fraction"), [(1, 2048, 0.65), (1, 32768, 0.85), (2, 2048, 0.75), (2, 32768, 0.95)]
+)
+def test_casts_before_gathers_are_within_the_budget_too(micro_batches: int, bucket_size: int, fraction: float) -> None:
+    batch = torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
+    free = zg.plan(low_precision(micro_batches, bucket_size), batch, world_size=8).memory.peak
+    step = low_precision(micro_batches, bucket_size)
+    step.config.memory_budget = int(free * fraction)
+    assert zg.plan(step, batch, world_size=8).memory.peak <= free * fraction
