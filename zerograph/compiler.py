@@ -22,7 +22,7 @@ from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGraphError
+from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.hyperparameters import NotLiftedError, Path
@@ -231,8 +231,24 @@ class Compiler:
 
         blocks = self._blocks(members) if captured.gradients else ()
 
+        # Several sizes of buckets may lay the parameters out alike.
+        known: dict[tuple[Any, ...], Prepared | MemoryBudgetError] = {}
+
         def lay(bucket_size: int | None, forgone: int, spills: bool) -> Prepared:
             layout = self._layout(mesh, zero_dim, members, captured, updates, bucket_size)
+            key = tuple(one.bucket for one in layout), forgone, spills
+            if key not in known:
+                try:
+                    known[key] = run(layout, forgone, spills)
+                except MemoryBudgetError as error:
+                    # Without the frames of the compilation, and the graphs in them.
+                    known[key] = error.with_traceback(None)
+            found = known[key]
+            if isinstance(found, MemoryBudgetError):
+                raise found
+            return found
+
+        def run(layout: tuple[Planned, ...], forgone: int, spills: bool) -> Prepared:
             facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
             told: dict[str, None] = {}
             context = self._context(*facts, spills=spills, told=told)
@@ -243,7 +259,8 @@ class Compiler:
         def sized(forgone: int, spills: bool) -> Prepared:
             if self.config.memory_budget is None or self.config.bucket_size is not None:
                 return lay(self.config.bucket_size, forgone, spills)
-            return fitting(lambda bucket_size: lay(bucket_size, forgone, spills), default_bytes(total))
+            # What must be given up lacks at the smallest buckets: larger ones lack more, most likely.
+            return fitting(lambda size: lay(size, forgone, spills), default_bytes(total), tight=forgone > 0)
 
         specs = members.specs(members.parameters)
         total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
