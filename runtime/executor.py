@@ -68,6 +68,9 @@ class Executor:
             except (ZeroGraphError, torch.OutOfMemoryError):
                 raise
             except _REFUSALS as error:
+                if "DefaultCPUAllocator" in str(error):
+                    # The CPU's way to be out of memory, which says how much was asked for.
+                    raise
                 raise self._explained(error, doing) from error
 
     def _explained(self, error: Exception, doing: str) -> ZeroGraphError:

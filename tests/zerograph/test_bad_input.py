@@ -355,3 +355,15 @@ def test_an_operator_that_fails_behind_batch_norm_leaves_parameters_alone_only()
     step(*GOOD)
     with pytest.raises(zg.OperatorError, match="Parameters and optimizer state are those before the step, buffers may"):
         step(GOOD[0], GOOD[1] + 8, GOOD[2])
+
+
+def test_memory_that_there_is_not_is_told_as_torch_tells_it() -> None:
+    def much(self: Step, x: Tensor) -> Tensor:
+        loss = self.model(x.repeat(2**44, 1)).mean()
+        loss.backward()
+        return loss
+
+    step = Step(much)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
+        step(X)
+    assert not isinstance(raised.value, zg.ZeroGraphError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -136,7 +137,16 @@ def _named(module: ModuleType, name: str, path: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         known = [one for one in vars(module) if not one.startswith("_")]
-        raise ConfigError(f"{path} has no {name!r}{close_to(name, known)}\n{_HELP}") from None
+        there = [one for one in known if _may_be_a_step(module, vars(module)[one])]
+        offered = f"; it has {', '.join(there)}" if there else ""
+        raise ConfigError(f"{path} has no {name!r}{close_to(name, known) or offered}\n{_HELP}") from None
+
+
+def _may_be_a_step(module: ModuleType, found: Any) -> bool:
+    """Whether it is one of the script's own that a command could take: a graph, or a function without arguments."""
+    if not inspect.isfunction(found) or found.__module__ != module.__name__:
+        return isinstance(found, ZeroGraph)
+    return all(one.default is not one.empty for one in inspect.signature(found).parameters.values())
 
 
 def _called(found: Any, name: str, path: str, meta: bool) -> Any:

@@ -38,6 +38,7 @@ def test_inspect_shows_a_step_of_any_number_of_ranks() -> None:
         (["inspect", "none.py:x"], "there is no script none.py"),
         (["inspect", models.__file__], "is not SCRIPT:STEP"),
         (["inspect", SCRIPT.replace("example", "exampel")], "did you mean 'example'"),
+        (["inspect", f"{models.__file__}:nothing"], "has no 'nothing'; it has example"),
         (["inspect", SCRIPT, "--rank", "2"], "there is no rank 2 of 2"),
         (["inspect", SCRIPT.replace(":example", ":Step")], "is the class Step"),
         (["diff", SCRIPT], "two dumps, or a script and --stages"),
