@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.faults.drawn import LAYERS, LOSSES, SCHEDULERS, Drawn, tried
+from tests.faults.drawn import LAYERS, LOSSES, SCHEDULERS, Drawn
+from tests.faults.outcomes import tried
 from tests.faults.tally import Tally
 from tests.pool import Pool
 
