@@ -197,8 +197,7 @@ class _Plan:
 
 def _needs(start: fx.Node) -> list[fx.Node]:
     """What must be there before a gather may start; a cast to the compute dtype goes with it."""
-    cast = start.all_input_nodes[0]
-    return cast.all_input_nodes if bucket_behind(cast) is not None else [cast]
+    return [given for cast in _cast(start) for given in cast.all_input_nodes] or start.all_input_nodes[:1]
 
 
 def _cast(node: fx.Node) -> list[fx.Node]:

@@ -158,14 +158,14 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
     written = False
     for node in graph.nodes:
         if node.name in names[:1]:
-            if written:
-                return "Parameters and optimizer state are those before the step, buffers may not be."
-            return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."
+            break
         origin = node.meta.get("origin")
         if isinstance(origin, Origin) and origin.phase == "update":
-            break
+            return "Parameters may have been updated in part: load the last checkpoint."
         written = written or any(argument.op == "placeholder" for argument in written_arguments(node))
-    return "Parameters may have been updated in part: load the last checkpoint."
+    if written:
+        return "Parameters and optimizer state are those before the step, buffers may not be."
+    return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."
 
 
 def _refused(node: fx.Node | None, where: str, error: Exception, state: str) -> OperatorError:

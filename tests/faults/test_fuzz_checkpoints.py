@@ -353,7 +353,7 @@ def test_a_hyperparameter_that_could_not_be_one_is_refused(
     shutil.copytree(checkpoint, path)
     file = next(path.glob("*/index.json"))
     body = json.loads(file.read_text())
-    (group,) = (one for one in body["document"]["optimizers"][0])
+    (group,) = body["document"]["optimizers"][0]
     pairs = group["dict"]
     pairs[[name for name, _ in pairs].index(key)][1] = value
     file.write_text(sign(body))

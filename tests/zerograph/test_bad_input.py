@@ -367,3 +367,22 @@ def test_memory_that_there_is_not_is_told_as_torch_tells_it() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
         step(X)
     assert not isinstance(raised.value, zg.ZeroGraphError)
+
+
+@pytest.mark.parametrize(
+    ("train", "left"), [(False, "Nothing was changed"), (True, "Parameters may have been updated in part")]
+)
+def test_what_a_backend_fails_with_is_told_with_what_it_may_have_changed(train: bool, left: str) -> None:
+    def refuses(*_: Any) -> Any:
+        raise ValueError("no such value")
+
+    def build(self: Step, x: Tensor) -> Tensor:
+        loss = self.model(x).mean()
+        if train:
+            loss.backward()
+        return loss
+
+    step = Step(build, train)
+    step.config.backend = lambda graph, example_inputs: refuses
+    with pytest.raises(zg.OperatorError, match=f"failed: ValueError: no such value\n{left}"):
+        step(X)

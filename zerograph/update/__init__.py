@@ -5,11 +5,10 @@ compared with other parameters' (``keying``).
 """
 
 from zerograph.update.known import Programs, programs_of
-from zerograph.update.program import UNSUPPORTED, StateSpec, UpdateProgram, refuse_unsupported, trace_update
+from zerograph.update.program import StateSpec, UpdateProgram, refuse_unsupported, trace_update
 from zerograph.update.proofs import check_separate
 
 __all__ = [
-    "UNSUPPORTED",
     "Programs",
     "StateSpec",
     "UpdateProgram",
