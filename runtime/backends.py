@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
@@ -12,6 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from zerograph import _torch
 from zerograph.loop import loop_of, loops
+from zerograph.runtime import direct
 from zerograph.runtime.inductor import compile_pieces
 from zerograph.step_graph import placeholders
 
@@ -36,7 +38,14 @@ def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
         # Its name leads from the line that failed back to the emitted graph.
         nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
-    return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
+    function = backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Sequence[Any]:
+        with direct.reused():
+            return function(*arguments)
+
+    return run
 
 
 def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:

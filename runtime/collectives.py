@@ -1,12 +1,13 @@
 """Collectives as exchanges between pairs of ranks: faster than gloo's own, which pass pieces on through threads.
 
 Both start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What an exchange
-sends stays alive until then; a gather sends what is in its result already.
+sends stays alive until then; a gather sends what is in its result already. Ranks of one host read each other's memory
+(``direct``), others send and receive over gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,30 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.runtime import direct
+from zerograph.runtime.direct import Line
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
+
+
+class _Reading(dist.Work):
+    """What this rank reads of others' tensors, once they are there; its own they read when they come to it."""
+
+    def __init__(self, line: Line, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._reads = [
+            (peer, peer.announce(source), peer.expect(), target)
+            for (_, peer), source, target in zip(line.others(), sources, targets, strict=True)
+        ]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Read. The peers' own time limit holds."""
+        for peer, _, expected, target in self._reads:
+            peer.read(expected, target)
+        # Not before all is read: of three ranks each would wait for the next.
+        for peer, announced, _, _ in self._reads:
+            peer.passed(announced)
+        return True
 
 
 def _gather_pieces(shard: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -26,6 +49,11 @@ def _gather_pieces(shard: Tensor, ranks: int, group_name: str) -> Tensor:
     pieces = whole.chunk(ranks)
     # It is sent from there, so that what was cast for the wire need not live as long as the flight.
     pieces[rank].copy_(shard)
+    if (line := direct.line(group_name)) is not None:
+        others = [place for place, _ in line.others()]
+        reading = _Reading(line, [pieces[rank]] * len(others), [pieces[place] for place in others])
+        _torch.register_works(whole, [reading])
+        return whole
     works: list[dist.Work | None] = []
     for step in range(1, ranks):
         sender, receiver = (rank - step) % ranks, (rank + step) % ranks
@@ -45,6 +73,11 @@ def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     rank = group.rank()
     pieces = whole.chunk(ranks)
     received = _exchange_pieces_fake(whole, ranks, group_name)
+    if (line := direct.line(group_name)) is not None:
+        others = [place for place, _ in line.others()]
+        reading = _Reading(line, [pieces[place] for place in others], received.unbind())
+        _torch.register_works(received, [reading])
+        return received
     works: list[dist.Work | None] = []
     for step in range(1, ranks):
         sender, receiver = (rank - step) % ranks, (rank + step) % ranks

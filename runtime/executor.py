@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from zerograph._torch import written_arguments
 from zerograph.errors import OperatorError, VerificationError, ZeroGraphError
 from zerograph.loop import loop_of
+from zerograph.runtime import direct
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
@@ -64,7 +65,9 @@ class Executor:
             ]
             try:
                 with torch.no_grad():
-                    return list(self.function(*arguments))
+                    results = list(self.function(*arguments))
+                direct.settle(self.job)
+                return results
             except (ZeroGraphError, torch.OutOfMemoryError):
                 raise
             except _REFUSALS as error:
