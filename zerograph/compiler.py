@@ -40,6 +40,7 @@ from zerograph.progress import tell
 from zerograph.residence import assign, make_room
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
+from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, extents, move, settle, store_of
@@ -556,6 +557,10 @@ class Compiler:
                 name, device = node.meta["role"].name, node.meta["val"].device
                 lookups[node.meta["role"]] = functools.partial(_tensor_of, scaler, name, device)
         executor = bind(job, graph, function, stores, lookups)
+        if self.config.keep_freed_memory and all(
+            node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
+        ):
+            keep_freed()
         numbers = {
             name: (update.group, update.program.numbers[short])
             for one in prepared.layout

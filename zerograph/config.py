@@ -55,6 +55,9 @@ class Config:
             how many gathered buckets live from forward into backward, which spares gathering them again: from none, 3
             Psi of traffic, to all, stage 2's 2 Psi; at all stages, how many collectives are in flight at once. A step
             that cannot do with it is an error when it is compiled. Default None: as little as the stage promises.
+        keep_freed_memory: on the CPU the process keeps what a step frees, for the next to take again, where glibc would
+            give it to the system and take it back page by page. It is said to the C library for the whole process, and
+            once; not where the environment sets one of its ``MALLOC_`` variables, or another allocator. Default True.
         amp_dtype: mixed precision: compute in ``torch.bfloat16`` or ``torch.float16`` wherever ``torch.autocast`` does,
             with parameters cast before they are gathered; masters and optimizer state stay fp32. Set by
             :meth:`enable_amp`. Default None: compute in the parameters' own dtype.
@@ -124,6 +127,7 @@ class Config:
     batch_norm: str = "global"
     seed: int | None = None
     memory_budget: int | str | None = None
+    keep_freed_memory: bool = True
     amp_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_scaler: GradScaler | None = None
@@ -454,6 +458,10 @@ def _batch_sbp(value: Any) -> str:
     return "" if value is None or good else "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension"
 
 
+def _switch(value: Any) -> str:
+    return "" if isinstance(value, bool) else "choose True or False"
+
+
 def _recompute(value: Any) -> str:
     return "" if _one_of(value, "none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
 
@@ -472,6 +480,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "backend": _backend,
     "batch_norm": _batch_norm,
     "memory_budget": _memory_budget,
+    "keep_freed_memory": _switch,
     "seed": _seed,
     "amp_dtype": _amp_dtype,
     "reduce_dtype": _reduce_dtype,
@@ -485,7 +494,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "recompute": _recompute,
     "optimizer_offload": complaint,
     "parameter_offload": complaint,
-    "offload_activations": lambda value: "" if isinstance(value, bool) else "choose True or False",
+    "offload_activations": _switch,
     "gradient_accumulation_steps": _whole_number(1, "micro-batches"),
     "accumulation_outputs": _accumulation_outputs,
 }
