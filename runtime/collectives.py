@@ -26,18 +26,21 @@ class _Reading(dist.Work):
 
     def __init__(self, line: Line, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()
-        self._reads = [
-            (peer, peer.announce(source), peer.expect(), target)
-            for (_, peer), source, target in zip(line.others(), sources, targets, strict=True)
-        ]
+        line.make_room()
+        self._parts = []
+        for (_, peer), source, target in zip(line.others(), sources, targets, strict=True):
+            # Both announce once in each exchange, so under the same number.
+            number = peer.announce(source)
+            peer.expect(number, target)
+            self._parts.append((peer, number))
 
     def wait(self, timeout: object = None) -> bool:
         """Read. The peers' own time limit holds."""
-        for peer, _, expected, target in self._reads:
-            peer.read(expected, target)
+        for peer, number in self._parts:
+            peer.read(number)
         # Not before all is read: of three ranks each would wait for the next.
-        for peer, announced, _, _ in self._reads:
-            peer.passed(announced)
+        for peer, number in self._parts:
+            peer.passed(number)
         return True
 
 

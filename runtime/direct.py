@@ -87,8 +87,9 @@ class Peer:
         self.inbox = (ctypes.c_int64 * (4 * _SLOTS))()
         _mailboxes.append(self.inbox)
         self.bytes_read = 0
-        self._announced = self._expected = 0
+        self._announced = 0
         self._kept: dict[int, Tensor] = {}
+        self._due: dict[int, Tensor] = {}
         self._passed: list[int] = []
 
     def reach(self, pid: int, inbox: int) -> None:
@@ -103,14 +104,14 @@ class Peer:
         weakref.finalize(self, os.close, self._handle)
         self._ended.register(self._handle, select.POLLIN)
 
+    def place_taken_by(self) -> int:
+        """The number of the tensor whose place in the mailboxes the next one takes, either way."""
+        return self._announced + 1 - _SLOTS
+
     def announce(self, tensor: Tensor) -> int:
         """Let it read the contiguous tensor, which is kept until then and must not change; its number, from 1 on."""
-        self.forget_read()
         self._announced += 1
         number, slot = self._announced, self._announced % _SLOTS
-        before = number - _SLOTS
-        if before in self._kept:
-            self.wait_read(before)
         self._kept[number] = tensor
         # The number last: who sees it may read the others.
         self._write(tensor.data_ptr(), _ADDRESS + slot)
@@ -118,22 +119,24 @@ class Peer:
         self._write(number, _NUMBER + slot)
         return number
 
-    def expect(self) -> int:
-        """The number of the next tensor that it will announce."""
-        self._expected += 1
-        return self._expected
+    def expect(self, number: int, into: Tensor) -> None:
+        """What it announces under this number is to fill the contiguous tensor."""
+        self._due[number] = into
 
-    def read(self, number: int, into: Tensor) -> None:
-        """Fill the contiguous tensor with that of this number, as soon as it is there.
+    def read(self, number: int) -> None:
+        """Fill what was given for the tensor of this number, as soon as that is there, if it has not been done.
 
         Raises:
             RuntimeError: the other process has ended, does not answer in time, or announced something of another size.
         """
-        slot = number % _SLOTS
+        if number not in self._due:
+            return
+        into, slot = self._due[number], number % _SLOTS
         self._until(lambda: self.inbox[_NUMBER + slot] == number)
         if self.inbox[_BYTES + slot] != into.nbytes:
             raise RuntimeError(f"rank {self.rank} sends {self.inbox[_BYTES + slot]} bytes, not {into.nbytes}")
         self.copy(self.inbox[_ADDRESS + slot], into)
+        del self._due[number]
         self._write(number, _READ + slot)
         self.bytes_read += into.nbytes
 
@@ -218,6 +221,19 @@ class Line:
 
     rank: int
     peers: tuple[Peer | None, ...]
+
+    def make_room(self) -> None:
+        """Return when a further tensor can be announced to each of them.
+
+        Raises:
+            RuntimeError: one of them has ended, or does not answer in time.
+        """
+        peers = [peer for _, peer in self.others()]
+        # All come here at the same exchange, and each waits for the others to read: so all read first.
+        for peer in peers:
+            peer.read(peer.place_taken_by())
+        for peer in peers:
+            peer.wait_read(peer.place_taken_by())
 
     def others(self) -> Iterator[tuple[int, Peer]]:
         """The others with their places, beginning behind this rank: not all read the same one first."""

@@ -1,0 +1,130 @@
+"""Ranks of one host read each other's memory: the same numbers as over sockets, and nothing kept that was read."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph.runtime import collectives, direct
+from zerograph.runtime.process_group import Job, join
+
+c10d = torch.ops._c10d_functional
+
+# More than a mailbox has places for.
+MANY = 300
+
+
+def connected(timeout: float = 60.0) -> tuple[Job, str]:
+    """A job whose ranks read each other's memory, and the name of its group."""
+    job = join(timeout)
+    assert direct.lines(job) != (None,), "this machine's ranks cannot read each other's memory"
+    return job, job.mesh.groups[0]
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype, rank: int, number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def moved(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bool, bool, int]:
+    """(a gather is right, an exchange is, tensors that are still kept)."""
+    job, group = connected()
+    gathered = c10d.wait_tensor(collectives.gather_pieces(mine(shape, dtype, job.rank), job.size, group))
+    received = c10d.wait_tensor(collectives.exchange_pieces(mine(shape, dtype, job.rank), job.size, group))
+    direct.settle(job)
+    others = [(job.rank - step) % job.size for step in range(1, job.size)]
+    size = shape[0] // job.size
+    sent = [mine(shape, dtype, other)[job.rank * size : (job.rank + 1) * size] for other in others]
+    whole = torch.cat([mine(shape, dtype, rank) for rank in range(job.size)])
+    return torch.equal(gathered, whole), torch.equal(received, torch.stack(sent)), kept(job)
+
+
+def kept(job: Job) -> int:
+    (line,) = direct.lines(job)
+    assert line is not None
+    return sum(len(peer._kept) for _, peer in line.others())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((12,), torch.float32), ((6, 5), torch.bfloat16), ((0,), torch.float32), ((600_000,), torch.float64)],
+    ids=str,
+)
+def test_pieces_come_from_the_others_memory(pool: Pool, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert pool.run(ranks, moved, shape, dtype) == [(True, True, 0)] * ranks
+
+
+def in_flight() -> bool:
+    job, group = connected()
+    started = [collectives.gather_pieces(mine((4,), torch.float32, job.rank, n), job.size, group) for n in range(MANY)]
+    # Waited for in another order than started.
+    right = [
+        torch.equal(c10d.wait_tensor(started[n]), torch.cat([mine((4,), torch.float32, r, n) for r in range(job.size)]))
+        for n in reversed(range(MANY))
+    ]
+    direct.settle(job)
+    return all(right) and kept(job) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_more_may_be_in_flight_than_a_mailbox_holds(pool: Pool, ranks: int) -> None:
+    assert pool.run(ranks, in_flight) == [True] * ranks
+
+
+def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Tensor], int, int, int]:
+    """(losses and parameters, bytes that were planned, bytes read out of others' memory, tensors still kept)."""
+    environment = {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}
+    model = make("gpt_tied")
+    with patch.dict(os.environ, environment):
+        # A timeout of its own makes a job of its own.
+        timeout = 50.0 + sockets
+        step = TrainStep(model, adamw(model), stage, bucket_size=8192, timeout=timeout, backend=backend)
+        losses = [step(part(x), part(y)) for x, y in batches("gpt_tied", 3, 12)]
+        job = join(timeout)
+        assert (direct.lines(job) == (None,)) == sockets
+    planned = sum(one.bytes for one in step.collectives() if one.kind in ("all-gather", "reduce-scatter"))
+    state = step.state_dict()["modules"]["model"]
+    return [*losses, *state.values()], 3 * planned, direct.bytes_read(job), 0 if sockets else kept(job)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), (3, 3)])
+def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stage: int, ranks: int) -> None:
+    for near, far in zip(pool.run(ranks, trained, stage, False), pool.run(ranks, trained, stage, True), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(near[0], far[0], strict=True))
+        assert near[1] == near[2] > 0
+        assert far[2] == 0
+        assert near[3] == 0
+
+
+def writes_over(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """A backend that reuses at once what a collective that was waited for has read."""
+
+    class Reusing(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            result = super().run_node(node)
+            if node.target is c10d.wait_tensor.default:
+                start = node.all_input_nodes[0]
+                if start.target is collectives.exchange_pieces:
+                    whole = self.env[start.all_input_nodes[0]]
+                    rank, ranks = dist.get_rank(), dist.get_world_size()
+                    for place, piece in enumerate(whole.chunk(ranks)):
+                        if place != rank:
+                            piece.fill_(float("nan"))
+            return result
+
+    interpreter = Reusing(graph, garbage_collect_values=False)
+    return interpreter.run
+
+
+def test_a_backend_may_reuse_what_a_collective_has_read(pool: Pool) -> None:
+    for own, users in zip(pool.run(3, trained, 2, False), pool.run(3, trained, 2, False, writes_over), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(own[0], users[0], strict=True))
