@@ -13,8 +13,8 @@ from torch.fx.passes.split_module import split_module
 
 from zerograph import _torch
 from zerograph.loop import loop_of, loops
-from zerograph.runtime import direct
 from zerograph.runtime.inductor import compile_pieces
+from zerograph.runtime.peer import reused
 from zerograph.step_graph import placeholders
 
 Compiled = Callable[..., Sequence[Any]]
@@ -42,7 +42,7 @@ def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Sequence[Any]:
-        with direct.reused():
+        with reused():
             return function(*arguments)
 
     return run

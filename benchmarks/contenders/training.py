@@ -24,10 +24,12 @@ class Trainer:
         step: one whole training step on this rank's part of the batch; returns a loss whose mean over ranks is
             that of the whole batch.
         hidden_bytes: bytes of tensors that it keeps between steps where Python cannot see them.
+        read_bytes: what it has read so far out of another rank's memory.
     """
 
     step: Step
     hidden_bytes: Callable[[], int] = _none
+    read_bytes: Callable[[], int] = _none
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:

@@ -45,10 +45,10 @@ def measure_memory(step: NextStep, steps: int, trainer: Trainer, batch_bytes: in
     state = tensors.alive() + trainer.hidden_bytes() - batch_bytes
     dist.barrier()
     process.forget_most_resident()
-    before, sent = process.resident(), process.written()
+    before, sent = process.resident(), process.written() + trainer.read_bytes()
     for _ in range(steps):
         step()
-    sent = process.written() - sent
+    sent = process.written() + trainer.read_bytes() - sent
     return {
         "process_growth": process.most_resident() - before,
         "state": state,

@@ -1,0 +1,190 @@
+"""Another rank of this host, whose memory this one reads, and which reads this one's.
+
+A rank says where a tensor lies that the other shall read, keeps it until that has read it, and goes on; the other reads
+it when it waits. What ranks write into each other is only that: numbers in a mailbox, which lives as long as the
+process. So whoever fails leaves the others' memory whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from zerograph.runtime import cross_memory
+
+# Tensors that a rank may have announced to another and not yet had read.
+_SLOTS = 256
+# 64-bit words of a mailbox, by slot: what was announced lies where, how long it is, under which number; and the number
+# of the last one of this rank's own that the other has read.
+_ADDRESS, _BYTES, _NUMBER, _READ = range(0, 4 * _SLOTS, _SLOTS)
+_WORD = 8
+
+# Who waits looks so often, then sleeps so many seconds between looks; a process that has ended it sees after so many.
+_SPINS = 200
+_NAP = 50e-6
+_LOOK_AFTER = 0.02
+
+# Others write into them until they learn that this process is gone.
+_mailboxes: list[ctypes.Array[ctypes.c_int64]] = []
+
+
+# Whether what is announced may be written over as soon as its exchange has been waited for.
+_reused = False
+
+
+@contextlib.contextmanager
+def reused() -> Iterator[None]:
+    """Inside, an exchange is waited for until all have read: who runs the graph decides what lies where.
+
+    A backend of the user's may plan memory as if a collective that was waited for were over. The two of our own let go
+    of a tensor and never write over it.
+    """
+    global _reused
+    before, _reused = _reused, True
+    try:
+        yield
+    finally:
+        _reused = before
+
+
+class Peer:
+    """Another rank of this host.
+
+    Attributes:
+        rank: of the job.
+        inbox: what it writes: where its tensors lie, and which of this rank's it has read.
+        bytes_read: out of its tensors, so far.
+    """
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.inbox = (ctypes.c_int64 * (4 * _SLOTS))()
+        _mailboxes.append(self.inbox)
+        self.bytes_read = 0
+        self._announced = 0
+        self._kept: dict[int, Tensor] = {}
+        self._due: dict[int, Tensor] = {}
+        self._passed: list[int] = []
+
+    def reach(self, pid: int, inbox: int) -> None:
+        """Know the other process, and where this rank's mailbox there is.
+
+        Raises:
+            OSError: there is no such process.
+        """
+        self._pid, self._its_inbox = pid, inbox
+        self._ended = select.poll()
+        self._handle = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._handle)
+        self._ended.register(self._handle, select.POLLIN)
+
+    def place_taken_by(self) -> int:
+        """The number of the tensor whose place in the mailboxes the next one takes, either way."""
+        return self._announced + 1 - _SLOTS
+
+    def announce(self, tensor: Tensor) -> int:
+        """Let it read the contiguous tensor, which is kept until then and must not change; its number, from 1 on."""
+        self._announced += 1
+        number, slot = self._announced, self._announced % _SLOTS
+        self._kept[number] = tensor
+        # The number last: who sees it may read the others.
+        self._write(tensor.data_ptr(), _ADDRESS + slot)
+        self._write(tensor.nbytes, _BYTES + slot)
+        self._write(number, _NUMBER + slot)
+        return number
+
+    def expect(self, number: int, into: Tensor) -> None:
+        """What it announces under this number is to fill the contiguous tensor."""
+        self._due[number] = into
+
+    def read(self, number: int) -> None:
+        """Fill what was given for the tensor of this number, as soon as that is there, if it has not been done.
+
+        Raises:
+            RuntimeError: the other process has ended, does not answer in time, or announced something of another size.
+        """
+        if number not in self._due:
+            return
+        into, slot = self._due[number], number % _SLOTS
+        self._until(lambda: self.inbox[_NUMBER + slot] == number)
+        if self.inbox[_BYTES + slot] != into.nbytes:
+            raise RuntimeError(f"rank {self.rank} sends {self.inbox[_BYTES + slot]} bytes, not {into.nbytes}")
+        self.copy(self.inbox[_ADDRESS + slot], into)
+        del self._due[number]
+        self._write(number, _READ + slot)
+        self.bytes_read += into.nbytes
+
+    def copy(self, address: int, into: Tensor) -> None:
+        """Fill the contiguous tensor with what lies there in the other process.
+
+        Raises:
+            RuntimeError: it cannot be read.
+        """
+        cross_memory.read(self._pid, address, into.data_ptr(), into.nbytes)
+
+    def passed(self, number: int) -> None:
+        """This rank waits for nothing more of the exchange in which it announced that: those before are over.
+
+        A bound on what is kept, and on how far one rank runs ahead of another. Nobody waits for himself: the other gets
+        to where it reads what was announced before without anything that this rank has yet to do. (This one it reads
+        while this rank computes on.)
+        """
+        for before in self._passed:
+            self.wait_read(before)
+        if _reused:
+            self.wait_read(number)
+        self._passed = [] if self._has_read(number) else [number]
+        self.forget_read()
+
+    def forget_read(self) -> None:
+        """Let go of what it has read."""
+        for number in [number for number in self._kept if self._has_read(number)]:
+            del self._kept[number]
+
+    def wait_read(self, number: int | None = None) -> None:
+        """Return when it has read the tensor of this number, or all of them.
+
+        Raises:
+            RuntimeError: the other process has ended, or does not answer in time.
+        """
+        for one in [number] if number is not None else list(self._kept):
+            if one in self._kept:
+                self._until(functools.partial(self._has_read, one))
+                del self._kept[one]
+
+    def _has_read(self, number: int) -> bool:
+        return self.inbox[_READ + number % _SLOTS] >= number
+
+    def _write(self, value: int, word: int) -> None:
+        self._check_alive()
+        source = ctypes.c_int64(value)
+        cross_memory.write(self._pid, self._its_inbox + _WORD * word, ctypes.addressof(source), _WORD)
+
+    def _check_alive(self) -> None:
+        if self._ended.poll(0):
+            raise RuntimeError(f"the process of rank {self.rank} has ended")
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        for _ in range(_SPINS):
+            if ready():
+                return
+            os.sched_yield()
+        began = looked = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if now - looked > _LOOK_AFTER:
+                looked = now
+                # What it wrote before it ended may have come since.
+                if self._ended.poll(0) and not ready():
+                    self._check_alive()
+                if now - began > self.timeout:
+                    raise RuntimeError(f"timed out after {self.timeout:g} seconds, waiting for rank {self.rank}")
+            time.sleep(_NAP)
