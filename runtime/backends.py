@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
@@ -14,7 +13,6 @@ from torch.fx.passes.split_module import split_module
 from zerograph import _torch
 from zerograph.loop import loop_of, loops
 from zerograph.runtime.inductor import compile_pieces
-from zerograph.runtime.peer import reused
 from zerograph.step_graph import placeholders
 
 Compiled = Callable[..., Sequence[Any]]
@@ -38,14 +36,7 @@ def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
         # Its name leads from the line that failed back to the emitted graph.
         nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
-    function = backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> Sequence[Any]:
-        with reused():
-            return function(*arguments)
-
-    return run
+    return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
 
 
 def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:

@@ -26,7 +26,7 @@ class _Reading(dist.Work):
 
     def __init__(self, line: Line, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()
-        line.make_room()
+        line.free_places()
         self._parts = []
         for (_, peer), source, target in zip(line.others(), sources, targets, strict=True):
             # Both announce once in each exchange, so under the same number.
@@ -35,12 +35,12 @@ class _Reading(dist.Work):
             self._parts.append((peer, number))
 
     def wait(self, timeout: object = None) -> bool:
-        """Read. The peers' own time limit holds."""
+        """Read, and return when the others have, too: what they read may then be freed. Their own time limit holds."""
         for peer, number in self._parts:
             peer.read(number)
         # Not before all is read: of three ranks each would wait for the next.
         for peer, number in self._parts:
-            peer.passed(number)
+            peer.wait_read(number)
         return True
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 # One call moves less than two GiB.
 _PIECE = 2**30
 
+_bytes_read = 0
+
 
 class _Extent(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
@@ -24,7 +26,14 @@ def read(pid: int, address: int, into: int, count: int) -> None:
     Raises:
         RuntimeError: they cannot be read.
     """
+    global _bytes_read
     _move(_calls()[0], pid, into, address, count)
+    _bytes_read += count
+
+
+def bytes_read() -> int:
+    """What this process has read so far out of the memory of others."""
+    return _bytes_read
 
 
 def write(pid: int, address: int, source: int, count: int) -> None:

@@ -35,7 +35,7 @@ class Line:
     rank: int
     peers: tuple[Peer | None, ...]
 
-    def make_room(self) -> None:
+    def free_places(self) -> None:
         """Return when a further tensor can be announced to each of them.
 
         Raises:
@@ -82,23 +82,6 @@ def lines(job: Job) -> tuple[Line | None, ...]:
             if one is not None:
                 _by_group[name] = one
     return _connected[job]
-
-
-def settle(job: Job) -> None:
-    """Return when the others have read all that this rank announced in a step.
-
-    Raises:
-        RuntimeError: one of them has ended, or does not answer in time.
-    """
-    for one in _connected.get(job, ()):
-        for _, peer in () if one is None else one.others():
-            peer.wait_read()
-
-
-def bytes_read() -> int:
-    """What this process has read so far out of the others' memory, in all jobs that there are."""
-    found = (one for lines in _connected.values() for one in lines if one is not None)
-    return sum(peer.bytes_read for one in found for _, peer in one.others())
 
 
 def _connect(job: Job) -> tuple[Line | None, ...]:

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from zerograph._torch import written_arguments
 from zerograph.errors import OperatorError, VerificationError, ZeroGraphError
 from zerograph.loop import loop_of
-from zerograph.runtime import direct
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
@@ -65,9 +64,7 @@ class Executor:
             ]
             try:
                 with torch.no_grad():
-                    results = list(self.function(*arguments))
-                direct.settle(self.job)
-                return results
+                    return list(self.function(*arguments))
             except (ZeroGraphError, torch.OutOfMemoryError):
                 raise
             except _REFUSALS as error:

@@ -1,20 +1,18 @@
 """Another rank of this host, whose memory this one reads, and which reads this one's.
 
-A rank says where a tensor lies that the other shall read, keeps it until that has read it, and goes on; the other reads
-it when it waits. What ranks write into each other is only that: numbers in a mailbox, which lives as long as the
-process. So whoever fails leaves the others' memory whole.
+A rank says where a tensor lies that the other shall read, and goes on; the other reads it when it waits, and says so.
+What they write into each other is only that: numbers in a mailbox, which lives as long as the process. So whoever fails
+leaves the memory of the others whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -36,43 +34,21 @@ _LOOK_AFTER = 0.02
 _mailboxes: list[ctypes.Array[ctypes.c_int64]] = []
 
 
-# Whether what is announced may be written over as soon as its exchange has been waited for.
-_reused = False
-
-
-@contextlib.contextmanager
-def reused() -> Iterator[None]:
-    """Inside, an exchange is waited for until all have read: who runs the graph decides what lies where.
-
-    A backend of the user's may plan memory as if a collective that was waited for were over. The two of our own let go
-    of a tensor and never write over it.
-    """
-    global _reused
-    before, _reused = _reused, True
-    try:
-        yield
-    finally:
-        _reused = before
-
-
 class Peer:
     """Another rank of this host.
 
     Attributes:
         rank: of the job.
         inbox: what it writes: where its tensors lie, and which of this rank's it has read.
-        bytes_read: out of its tensors, so far.
     """
 
     def __init__(self, rank: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.inbox = (ctypes.c_int64 * (4 * _SLOTS))()
         _mailboxes.append(self.inbox)
-        self.bytes_read = 0
         self._announced = 0
         self._kept: dict[int, Tensor] = {}
         self._due: dict[int, Tensor] = {}
-        self._passed: list[int] = []
 
     def reach(self, pid: int, inbox: int) -> None:
         """Know the other process, and where this rank's mailbox there is.
@@ -120,7 +96,6 @@ class Peer:
         self.copy(self.inbox[_ADDRESS + slot], into)
         del self._due[number]
         self._write(number, _READ + slot)
-        self.bytes_read += into.nbytes
 
     def copy(self, address: int, into: Tensor) -> None:
         """Fill the contiguous tensor with what lies there in the other process.
@@ -130,38 +105,15 @@ class Peer:
         """
         cross_memory.read(self._pid, address, into.data_ptr(), into.nbytes)
 
-    def passed(self, number: int) -> None:
-        """This rank waits for nothing more of the exchange in which it announced that: those before are over.
-
-        A bound on what is kept, and on how far one rank runs ahead of another. Nobody waits for himself: the other gets
-        to where it reads what was announced before without anything that this rank has yet to do. (This one it reads
-        while this rank computes on.)
-        """
-        for before in self._passed:
-            self.wait_read(before)
-        if _reused:
-            self.wait_read(number)
-        self._passed = [] if self._has_read(number) else [number]
-        self.forget_read()
-
-    def forget_read(self) -> None:
-        """Let go of what it has read."""
-        for number in [number for number in self._kept if self._has_read(number)]:
-            del self._kept[number]
-
-    def wait_read(self, number: int | None = None) -> None:
-        """Return when it has read the tensor of this number, or all of them.
+    def wait_read(self, number: int) -> None:
+        """Return when it has read the tensor of this number, which then is kept no longer.
 
         Raises:
             RuntimeError: the other process has ended, or does not answer in time.
         """
-        for one in [number] if number is not None else list(self._kept):
-            if one in self._kept:
-                self._until(functools.partial(self._has_read, one))
-                del self._kept[one]
-
-    def _has_read(self, number: int) -> bool:
-        return self.inbox[_READ + number % _SLOTS] >= number
+        if number in self._kept:
+            self._until(lambda: self.inbox[_READ + number % _SLOTS] >= number)
+            del self._kept[number]
 
     def _write(self, value: int, word: int) -> None:
         self._check_alive()

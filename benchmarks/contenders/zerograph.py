@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from benchmarks.contenders.tasks import Task
 from benchmarks.contenders.training import Trainer, adamw
-from zerograph.runtime import direct
+from zerograph.runtime.cross_memory import bytes_read
 
 
 class TrainStep(zg.ZeroGraph):
@@ -28,4 +28,4 @@ def build(task: Task, stage: str, backend: str) -> Trainer:
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.
     step.config.batch_norm = "local"
-    return Trainer(step, read_bytes=direct.bytes_read)
+    return Trainer(step, read_bytes=bytes_read)

@@ -22,9 +22,10 @@ them, less what was resident then; **tensors**: the most that a step's tensors t
 allocator's own reports; **state**: tensors between steps, parameters, optimizer state and gradient buffers that stay
 (gradients are cleared at the end of a step by all); **peak**: process and state together, all that training takes:
 who keeps whole parameters between steps grows less within one, and needs no less. **sent**: MB that a rank writes to
-its sockets in a step, and that the other reads out of its memory. **first step**, in seconds: from after the imports and the start of the process group to the
-end of the first step, model and wrapper included; **cold**: round 1, with empty caches (Inductor's, and what
-DeepSpeed builds); **warm**: median of the later rounds. **losses**: mean over the ranks, of the first steps."""
+its sockets in a step, and that the other reads out of its memory. **first step**, in seconds: from after the imports
+and the start of the process group to the end of the first step, model and wrapper included; **cold**: round 1, with
+empty caches (Inductor's, and what DeepSpeed builds); **warm**: median of the later rounds. **losses**: mean over the
+ranks, of the first steps."""
 
 HEAD = (
     *("contender", "step", "quartiles", "/ floor", "/ peer"),
