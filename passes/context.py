@@ -58,6 +58,7 @@ class Context:
         on_missing_rule: what to do about operators without a rule, as in the configuration.
         exchanges: operators to be used instead of torch's collectives, by kind; see ``zerograph.runtime.wire``.
         node_by_node: the backend runs the graph as it is, rather than compiling it.
+        inputs_may_overlap: the backend writes to inputs where the graph does, so that one may lie in another's memory.
         reduce_dtype: that in which gradients travel; None for the dtype that their parameters are computed with in.
         scaler: scales the loss; None for no scaling.
         checked: a step whose loss or gradients are not finite is to change nothing.
@@ -83,6 +84,7 @@ class Context:
     timed: bool = False
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
     node_by_node: bool = True
+    inputs_may_overlap: bool = True
     reduce_dtype: torch.dtype | None = None
     scaler: GradScaler | None = None
     checked: bool = False

@@ -17,6 +17,7 @@ from zerograph.passes.box import box
 from zerograph.passes.carry import carry
 from zerograph.passes.context import Context
 from zerograph.passes.exchange import exchange
+from zerograph.passes.fill_rooms import fill_rooms
 from zerograph.passes.fit import fit
 from zerograph.passes.flatten import flatten
 from zerograph.passes.fuse import fuse
@@ -68,6 +69,7 @@ PIPELINE: tuple[Pass, ...] = (
     overwrite,  # temporaries are written over by their only reader, where nodes run one by one
     carry,  # shards go up ahead of their gather, gradients down as they are reduced
     offload,  # what rests in files is fetched before it is read, and put back behind what changed it
+    fill_rooms,  # what lives throughout the step is gathered where its shard rests
     fit,  # a memory budget is kept, and used to spare and hide collectives
 )
 
@@ -128,7 +130,7 @@ def _apply(rewrite: Pass, module: fx.GraphModule, context: Context) -> fx.GraphM
     """What the pass makes of the graph and, behind ``loop``, of every body in it: to a pass a body is a graph."""
     if rewrite in _IN_TIME:
         return rewrite(module, context.in_time())
-    if rewrite is not fit:
+    if rewrite not in (fill_rooms, fit):
         for inner in loops(module.graph):
             inner.body = rewrite(inner.body, context)
     return rewrite(module, context)

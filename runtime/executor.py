@@ -108,6 +108,10 @@ def bind(
         found: Role = node.meta["role"]
         if found.kind == "bucket":
             feeds.append(_fed(stores[found.name].flat, node, copied))
+        elif found.kind == "room":
+            room = stores[found.name.split(".")[0]].room
+            assert room is not None
+            feeds.append(room)
         elif found.kind == "state":
             bucket, name = found.name.split(".", 1)
             feeds.append(_fed(stores[bucket].state[name], node, copied))
@@ -162,7 +166,9 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
         origin = node.meta.get("origin")
         if isinstance(origin, Origin) and origin.phase == "update":
             return "Parameters may have been updated in part: load the last checkpoint."
-        written = written or any(argument.op == "placeholder" for argument in written_arguments(node))
+        # What is gathered into its room is no change: the shard there is as it was.
+        inputs = [one for one in written_arguments(node) if one.op == "placeholder"]
+        written = written or any(one.meta["role"].kind != "room" for one in inputs)
     if written:
         return "Parameters and optimizer state are those before the step, buffers may not be."
     return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
-from zerograph.step_graph import origin
+from zerograph.step_graph import origin, placeholders, role
 
 aten = torch.ops.aten
 
@@ -227,7 +227,8 @@ def _tensors(node: fx.Node) -> bool:
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its value lies in: itself, unless it is a view or was written in place."""
-    found: dict[fx.Node, fx.Node] = {}
+    rooms = {node.meta["role"].name.split(".")[0]: node for node in placeholders(graph, "room")}
+    found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None
         views = isinstance(node.target, OpOverload) and node.target.is_view
@@ -235,6 +236,9 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             source = node.args[0]
         elif written := written_arguments(node):
             source = written[0]
+        elif (given := role(node)) is not None and given.kind == "bucket":
+            # The shard lies in the room, if it has one.
+            source = rooms.get(given.name)
         found[node] = found[source] if isinstance(source, fx.Node) else node
     return found
 

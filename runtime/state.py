@@ -50,6 +50,8 @@ class Store:
         specs: what the entries of ``state`` are.
         layouts: where each parameter's part of an entry lies, for those that are 1-D.
         fresh: no update has been made: a plain optimizer would hold no state yet.
+        room: memory for the whole bucket, of which ``flat`` is this rank's piece; the others are those of the last step
+            that gathered them. None where a step takes memory for that anew.
         first_differs: the first update is another program than the later ones.
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
@@ -72,6 +74,7 @@ class Store:
     opened: bool = False
     dissolved: bool = False
     provisional: bool = False
+    room: Tensor | None = None
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:
         return zip(self.parameters, self.layout.slots, strict=True)
@@ -152,10 +155,13 @@ def settle(
     held = [_held(keeper, parameter) for parameter in parameters]
     fresh = not any(held)
     with torch.no_grad():
-        flat = _rest(_laid(job, layout, parameters), places.get(""))
+        whole = _laid(job, layout, parameters)
+        flat = _rest(_piece(job, layout, whole) if layout.rest.room else _part(job, layout, whole), places.get(""))
         store = Store(
             job, layout, tuple(parameters), flat, {}, specs, layouts, fresh, first_differs, keeper, next(_serials)
         )
+        store.room = whole if layout.rest.room else None
+        del whole
         for name, spec in specs.items():
             store.state[name] = _initial(store, name, spec, held, places.get(name))
         for parameter in parameters:
@@ -189,7 +195,7 @@ def adopt(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSb
 def _end_if_empty(store: Store) -> None:
     """A store that holds no parameter any more is over, and gives its memory back."""
     if not any(store_of(one) is store for one in store.parameters):
-        store.dissolved, store.flat, store.state = True, torch.empty(0), {}
+        store.dissolved, store.flat, store.room, store.state = True, torch.empty(0), None, {}
 
 
 def split_part(job: Job, layout: Bucket, value: Tensor) -> Tensor:
@@ -222,7 +228,7 @@ def _held(keeper: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapp
 
 
 def _laid(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """This rank's part of a new bucket of parameters, wherever their values are. A collective."""
+    """A new bucket of parameters, whole, wherever their values are. A collective."""
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     by_parameter = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
     for source in _stores(parameters):
@@ -234,7 +240,7 @@ def _laid(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tenso
             _lay(whole, layout, slot, parameter.detach())
     if any((store := store_of(parameter)) is None or store.layout.is_whole for parameter in parameters):
         broadcast_from_first(job, [whole])
-    return _part(job, layout, whole)
+    return whole
 
 
 def _whole_parts(source: Store, layout: Bucket, held: Held, taken: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -258,7 +264,12 @@ def _lay(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
 
 
 def _part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
-    return whole if layout.is_whole else _at_home(whole[local_part(whole.shape, layout.sbp, job.mesh)], layout)
+    return whole if layout.is_whole else _at_home(_piece(job, layout, whole), layout)
+
+
+def _piece(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
+    """This rank's part where it is."""
+    return whole[local_part(whole.shape, layout.sbp, job.mesh)]
 
 
 def _at_home(shard: Tensor, layout: Bucket) -> Tensor:
@@ -387,8 +398,11 @@ def move(store: Store, layout: Bucket, places: Places) -> Store:
     """
     moved = replace(store, layout=layout, serial=next(_serials))
     before = store.layout.rest
-    if layout.rest.parameters != before.parameters:
-        moved.flat = _rest(_at_home(in_memory(store.flat), layout), places.get(""))
+    if layout.rest.room and not before.room:
+        moved.room = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+        moved.flat = _piece(store.job, layout, moved.room).copy_(in_memory(store.flat))
+    elif (layout.rest.parameters, layout.rest.room) != (before.parameters, before.room):
+        moved.flat, moved.room = _rest(_at_home(in_memory(store.flat), layout), places.get("")), None
     # Entry by entry, and what has been moved is no longer held: a copy of all of it may fit nowhere.
     moved.state = store.state
     if layout.rest.state != before.state:
@@ -431,8 +445,11 @@ def _load(job: Job, layout: Bucket, held: Held, values: Sequence[Any]) -> None:
 
 
 def bytes_at_rest(stores: Iterable[Store]) -> int:
-    """Bytes of parameters and optimizer state that this rank holds in memory in ``stores``."""
-    held = [one for store in stores for one in (store.flat, *store.state.values())]
+    """Bytes of parameters and optimizer state that this rank holds in memory in ``stores``, rooms included."""
+    held: list[Held] = []
+    for store in stores:
+        # The shard lies in the room.
+        held += [store.flat if store.room is None else store.room, *store.state.values()]
     return sum(nbytes(tensor) for tensor in held if isinstance(tensor, Tensor))
 
 

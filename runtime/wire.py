@@ -29,7 +29,10 @@ c10d = torch.ops._c10d_functional
 _SIZES = 2**20, 2**23
 _TIMES = 4
 
-_ALWAYS: dict[str, OpOverload] = {"all-gather": collectives.gather_pieces}
+_ALWAYS: dict[str, OpOverload] = {
+    "all-gather": collectives.gather_pieces,
+    "all-gather into room": collectives.gather_into,
+}
 # Where it is measured faster.
 _RIVALS: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
 

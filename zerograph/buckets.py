@@ -60,12 +60,14 @@ class Rest:
         device: in whose memory it rests, and is updated; None for the device that computes with it.
         pinned: so that an accelerator can copy from there by itself.
         parameters, state: files instead.
+        room: the shard rests within memory for the whole bucket, into which a step gathers the other ranks' pieces.
     """
 
     device: torch.device | None = None
     pinned: bool = field(default=True, compare=False)
     parameters: Folder | None = None
     state: Folder | None = None
+    room: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from zerograph.offload import resting_device
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PASSES, PassRecord, run_pipeline
 from zerograph.progress import tell
-from zerograph.residence import assign, make_room
+from zerograph.residence import assign, make_room, with_rooms
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Executor, Lookup, bind
 from zerograph.runtime.heap import keep_freed
@@ -255,6 +255,7 @@ class Compiler:
             context = self._context(*facts, spills=spills, told=told)
             with dump.failures(captured.graph, context, number):
                 passes = run_pipeline(captured.graph, context, seconds)
+            layout = with_rooms(layout, passes[-1].graph.graph)
             return Prepared(captured, passes, context, layout, update_seconds, members.aliases, tuple(told))
 
         def sized(forgone: int, spills: bool) -> Prepared:
@@ -331,6 +332,7 @@ class Compiler:
             told[message] = None
             self._warn(message)
 
+        _, backend = self._backend(members)
         return Context(
             mesh=mesh,
             policy=self.config.policy if self.optimizers else OFF,
@@ -351,7 +353,8 @@ class Compiler:
             packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
             on_missing_rule=self.config.on_missing_rule,
             exchanges=exchanges,
-            node_by_node=self._backend(members)[1] is backends.eager,
+            node_by_node=backend is backends.eager,
+            inputs_may_overlap=backend in (backends.eager, backends.inductor),
             zero_dim=zero_dim,
             reduce_dtype=self.config.reduce_dtype,
             scaler=self.config.scaler if self.optimizers else None,

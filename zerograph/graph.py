@@ -244,7 +244,10 @@ class ZeroGraph(Inspected):
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
     def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files."""
+        """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files.
+
+        The memory that stages 1 and 2 gather parameters into is there between steps, too.
+        """
         plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 

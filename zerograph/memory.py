@@ -38,6 +38,7 @@ MemoryKind = Literal[
 ]
 _AT_REST: dict[str, MemoryKind] = {
     "bucket": "parameters",
+    "room": "gathered",
     "parameter": "parameters",
     "state": "optimizer state",
     "hyperparameter": "optimizer state",
@@ -58,8 +59,9 @@ class Memory:
 
     Attributes:
         peak: bytes, state at rest and the batch included.
-        at_rest: bytes of parameters, optimizer state and buffers, which are there between steps too. What rests in
-            files is not: of that, the kinds have what is in memory at the peak.
+        at_rest: bytes of parameters, optimizer state and buffers, which are there between steps too, and of rooms that
+            buckets are gathered into. What rests in files is not: of that, the kinds have what is in memory at the
+            peak.
         kinds: bytes at the peak: of ``"parameters"``, ``"optimizer state"`` and ``"buffers"`` at rest, of
             ``"inputs"``, the batch; of ``"gathered"`` parameters, ``"gradients"``, ``"activations"``, of what the
             ``"update"`` computes on its way, and ``"temporary"`` within an operator.
@@ -200,6 +202,7 @@ class _Walk:
     temporary: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, Profile] = field(default_factory=dict)
     _forever: list[Storage] = field(default_factory=list)
+    _shards: dict[str, Storage | None] = field(default_factory=dict)
     _leaving: Sequence[Storage | None] = ()
 
     def visit(self, position: int, node: fx.Node) -> None:
@@ -219,6 +222,14 @@ class _Walk:
             found = role(node)
             kind: MemoryKind = "buffers" if found is None else _AT_REST[found.kind]
             self.of[node] = made = [self._new(0, kind, value) for value in _values(node)]
+            if found is not None and found.kind == "bucket":
+                self._shards[found.name] = made[0]
+            elif found is not None and found.kind == "room":
+                shard, room = self._shards[found.name.split(".")[0]], made[0]
+                assert shard is not None
+                assert room is not None
+                # The shard lies in it: what counts here is the other ranks' pieces.
+                room.bytes -= shard.bytes
             for one in filter(None, made):
                 # The number of the micro-batch the loop makes itself.
                 one.given = found is None or found.kind != "turn"

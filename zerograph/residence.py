@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from zerograph.buckets import Bucket, Folder, Rest
 from zerograph.config import Config
 from zerograph.errors import ConfigError
@@ -14,15 +16,20 @@ from zerograph.mesh import Mesh, local_shape
 from zerograph.offload import Offload
 from zerograph.runtime.offload.files import Extent, open_file, reserve
 from zerograph.runtime.state import Places
+from zerograph.step_graph import placeholders
 
 
 def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Planned, ...]:
     """The layout with the place of rest of each bucket that the step updates; others rest where they do.
 
+    A bucket is given room for the whole of it once the graph has been made (:func:`with_rooms`).
+
     Raises:
         ConfigError: parameters that each rank holds whole are to rest elsewhere.
     """
     _check(layout, config)
+    # What a stage or a budget frees has no room; what another graph updates is left alone.
+    frees = any(one.updates for one in layout) and (config.policy.regather or config.memory_budget is not None)
     found = []
     left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
     for one in layout:
@@ -34,7 +41,21 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
             # Whole buckets of an accelerator are updated there.
             state = _folder(config.optimizer_offload) if bucket.home.type == "cpu" else None
             one = replace(one, bucket=replace(bucket, rest=replace(rest, parameters=parameters, state=state)))
+        if frees and (one.updates or one.keeper is None):
+            one = replace(one, bucket=replace(one.bucket, rest=replace(one.bucket.rest, room=False)))
         found.append(one)
+    return tuple(found)
+
+
+def with_rooms(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
+    """The layout with each bucket resting in a room that the emitted graph has one for."""
+    names = {node.meta["role"].name.split(".")[0] for node in placeholders(graph, "room")}
+    found = []
+    for one in layout:
+        rest = one.bucket.rest
+        # One that is there stays: steps that differ in what they can use would take it and give it back in turn.
+        rest = replace(rest, room=rest.room or one.bucket.name in names)
+        found.append(replace(one, bucket=replace(one.bucket, rest=rest)))
     return tuple(found)
 
 

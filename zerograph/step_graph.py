@@ -38,6 +38,8 @@ RoleKind = Literal[
     "parameter",
     "buffer",
     "bucket",
+    # Memory for the whole of a bucket, of which the shard at rest is this rank's piece.
+    "room",
     "state",
     "hyperparameter",
     "seed",

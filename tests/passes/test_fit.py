@@ -19,6 +19,7 @@ from tests.pool import Pool
 
 FRACTIONS = (0.0, 0.5, 1.0, 2.0)
 TOO_SMALL = 1000
+PLENTY = 2**40
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def missing(text: str) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """Stages without a budget, what stage 3 needs at least, what it does with more, and every stage's complaint.
+    """Stage 3 without a budget, stage 2 with plenty, what stage 3 needs at least, what it does with more, complaints.
 
     ``half`` has the numbers of the buckets that are gathered once, and twice, with half of what stage 2 takes more.
     """
@@ -86,7 +87,8 @@ def report() -> Report:
     step = graph()
     step.compile(*tokens())
     start = step.state_dict()
-    free = {stage: see(step, stage, None, start) for stage in (2, 3)}
+    # Under a budget what is gathered comes and goes at every stage.
+    free = {2: see(step, 2, PLENTY, start), 3: see(step, 3, None, start)}
     complaints = {stage: complaint(step, stage) for stage in (3, 2, 1, 0)}
     least = TOO_SMALL + missing(complaints[3][0])
     budgets = [math.ceil(least + fraction * (free[2].predicted - least)) for fraction in FRACTIONS]

@@ -17,6 +17,8 @@ from zerograph.mesh import Mesh, local_shape
 class Resting:
     """Bytes of parameters and optimizer state between steps, and what a step holds beside them whatever it does.
 
+    Of parameters the shards: which of them rest in rooms for the whole only the emitted graph tells.
+
     Attributes:
         device: in the memory of the device that computes.
         host: in that of the CPU, of an accelerator's step.

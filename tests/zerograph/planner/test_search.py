@@ -21,7 +21,7 @@ LAYER = 4 * 64 * 65
 LAYERS, RANKS = 8, 4
 # AdamW: parameters and two moments. An accelerator's memory is dealt out in blocks of 512 bytes.
 STATE = 3 * LAYERS * LAYER
-ON_DEVICE = 3 * LAYERS * 512 * math.ceil(LAYER / RANKS / 512)
+ON_DEVICE = LAYERS * 512 * (2 * math.ceil(LAYER / RANKS / 512) + math.ceil(LAYER / 512))
 X = torch.zeros(4, 64)
 
 

@@ -1,0 +1,375 @@
+"""What is gathered throughout the step lies in memory that stays, with the shard in it, and no number knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import zerograph as zg
+from tests.liveness import most_alive_bytes, most_allocated_bytes
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph.mesh import line
+from zerograph.passes.edit import emit
+from zerograph.passes.fill_rooms import fill_rooms
+from zerograph.runtime import collectives, wire
+from zerograph.runtime.state import Store
+from zerograph.step_graph import nbytes, origin, placeholders
+
+aten = torch.ops.aten
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+SMALL = {"bucket_size": 8192}
+STEPS = 3
+
+
+@contextmanager
+def without_rooms() -> Iterator[None]:
+    """Nothing gathers into memory that is there."""
+    with patch.object(wire, "exchanges", lambda job: {"all-gather": collectives.gather_pieces}):
+        yield
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """torch's own collectives."""
+    with patch.object(wire, "exchanges", lambda job: {}):
+        yield
+
+
+def rooms(step: zg.ZeroGraph) -> list[Store]:
+    return [store for store in step._stores() if store.room is not None]
+
+
+class Returning(TrainStep):
+    """Returns a parameter beside the loss."""
+
+    def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        loss = super().build(x, y)
+        weight = self.model.head.weight
+        assert isinstance(weight, Tensor)
+        return loss, weight, weight.t()
+
+
+class Predicting(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        found: Tensor = self.model(x)
+        return found
+
+
+def trained(step: TrainStep, name: str, own: Any = part) -> tuple[list[Tensor], dict[str, Any]]:
+    losses = [step(own(x), own(y)) for x, y in batches(name, STEPS)]
+    return losses, step.state_dict()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+# The numbers are those of gathers into new memory.
+
+
+def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dict[str, Any]) -> tuple[bool, int, int]:
+    """(whether all numbers are equal, buckets with a room, without one where there are none)."""
+    grid = {} if ranks is None else {"placement": zg.placement("cpu", ranks=ranks)}
+    if ranks is not None:
+        grid["batch_sbp"] = (zg.sbp.split(0), zg.sbp.split(0))
+    found = []
+    for plain in (False, True):
+        model = make(name)
+        step = TrainStep(model, adamw(model), stage, **SMALL, **grid, **options)
+        if plain:
+            with without_rooms():
+                found.append((trained(step, name), len(rooms(step))))
+        else:
+            found.append((trained(step, name), len(rooms(step))))
+    (one, with_rooms), (other, without) = found
+    return equal(one, other), with_rooms, without
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "options"),
+    [
+        ("gpt", 1, {}),
+        ("conv", 2, {"clip_grad_norm": 0.5}),
+        ("gpt", 2, {"backend": "inductor"}),
+        ("gpt_tied", 1, {"gradient_accumulation_steps": 2}),
+        ("gpt", 2, {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: dict[str, Any]) -> None:
+    same, with_rooms, without = pool.run(2, both_ways, name, stage, None, options)[0]
+    assert same
+    assert with_rooms > 0
+    assert without == 0
+
+
+def test_nor_do_several_on_a_grid(pool: Pool) -> None:
+    same, with_rooms, without = pool.run(4, both_ways, "gpt", 2, [[0, 1], [2, 3]], {})[0]
+    assert same
+    assert with_rooms > 0
+    assert without == 0
+
+
+def gathered_by_torch() -> tuple[bool, int]:
+    """(whether torch's collectives into rooms yield the numbers of exchanges, how many fill one)."""
+    model, other = make("gpt"), make("gpt")
+    exchanging = trained(TrainStep(other, adamw(other), 2, **SMALL), "gpt")
+    step = TrainStep(model, adamw(model), 2, **SMALL)
+    with by_torch():
+        found = trained(step, "gpt")
+    target = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    return equal(found, exchanging), len(step.graph().graph.find_nodes(op="call_function", target=target))
+
+
+def test_collectives_of_torch_fill_rooms_as_well(pool: Pool) -> None:
+    same, fill = pool.run(2, gathered_by_torch)[0]
+    assert same
+    assert fill > 0
+
+
+# What the caller is given does not change.
+
+
+def returned() -> tuple[bool, int]:
+    """(whether what was returned is what it was, rooms)."""
+    model = make("gpt")
+    step = Returning(model, adamw(model), 2, **SMALL)
+    kept, copies = [], []
+    for x, y in batches("gpt", STEPS):
+        _, *values = step(part(x), part(y))
+        kept.append(values)
+        copies.append([value.clone() for value in values])
+    different = not torch.equal(copies[0][0], copies[1][0])
+    return equal(kept, copies) and different, len(rooms(step))
+
+
+def test_a_returned_parameter_stays_as_it_was(pool: Pool) -> None:
+    same, with_rooms = pool.run(2, returned)[0]
+    assert same
+    assert with_rooms > 0
+
+
+def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]:
+    """Rooms in one rank's graph as it is, and where one gathered bucket is read by what ``change`` adds."""
+    model = make("gpt")
+    found = TrainStep(model, adamw(model), 2, **SMALL).prepare(line(2, 0, "ranks"), *map(part, batches("gpt", 1)[0]))
+    module = found.graph_after("offload")
+    (start, *_) = module.graph.find_nodes(op="call_function", target=GATHER)
+    change(module.graph, next(iter(start.users)))
+    module = fill_rooms(module, found.context)
+    module.graph.lint()
+    return len(placeholders(found.graph.graph, "room")), len(placeholders(module.graph, "room"))
+
+
+def given(graph: fx.Graph, gathered: fx.Node) -> None:
+    """The caller is given a view."""
+    with graph.inserting_after(gathered):
+        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered))
+    output = graph.output_node()
+    output.args = ((*output.args[0], view),)  # type: ignore[misc]
+
+
+def read_late(graph: fx.Graph, gathered: fx.Node) -> None:
+    """A view is read behind the update."""
+    with graph.inserting_after(gathered):
+        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered))
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        total = emit(graph, aten.sum.default, (view,), origin(gathered))
+    output.args = ((*output.args[0], total),)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("change", [given, read_late])
+def test_what_is_read_behind_its_update_has_no_room(change: Callable[[fx.Graph, fx.Node], None]) -> None:
+    before, after = rooms_beside(change)
+    assert after == before - 1 > 0
+
+
+# A forward graph shares the store.
+
+
+def predicted_between() -> tuple[bool, bool, int, float]:
+    """(training as without predictions, predictions those of the plain model, rooms, bytes alive of those foretold)."""
+    model, alone, plain = make("gpt"), make("gpt"), make("gpt")
+    step, other = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(alone, adamw(alone), 2, **SMALL)
+    predict = Predicting(model)
+    same = right = True
+    for x, y in batches("gpt", STEPS):
+        same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
+        plain.load_state_dict(step.state_dict()["modules"]["model"])
+        right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
+    filled = len(placeholders(predict.graph().graph, "room"))
+    foretold = predict.memory.peak
+    return same, right, filled, most_alive_bytes(predict, part(batches("gpt", 1)[0][0])) / foretold
+
+
+def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
+    for same, right, filled, alive in pool.run(2, predicted_between):
+        assert same
+        assert right
+        assert filled > 0
+        assert alive == pytest.approx(1, rel=0.1)
+
+
+# Memory.
+
+
+def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
+    """Whether each shard is its piece of a room, and each room where it was a step before; bytes at rest, twice."""
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), stage, **SMALL)
+    (x, y), (x2, y2) = batches("gpt", 2)
+    step(part(x), part(y))
+    before = {store: store.room.data_ptr() for store in rooms(step) if store.room is not None}
+    step(part(x2), part(y2))
+    within = []
+    for store in rooms(step):
+        assert store.room is not None
+        assert isinstance(store.flat, Tensor)
+        at = store.room.data_ptr() + zg.rank() * nbytes(store.flat)
+        within.append(store.flat.data_ptr() == at and nbytes(store.room) == 2 * nbytes(store.flat))
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for store in step._stores()
+        for tensor in (store.flat, store.room, *store.state.values())
+        if isinstance(tensor, Tensor)
+    }
+    stayed = [store.room.data_ptr() == at for store, at in before.items() if store.room is not None]
+    return within, stayed, step.state_bytes(), sum(storages.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_shard_is_a_piece_of_the_room_which_stays(pool: Pool, stage: int) -> None:
+    for within, stayed, said, held in pool.run(2, lie_within, stage):
+        assert within
+        assert all(within)
+        assert len(stayed) == len(within)
+        assert all(stayed)
+        assert said == held
+
+
+class Wide(TrainStep):
+    """Layers of one bucket each."""
+
+    def __init__(self, stage: int) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+        model = nn.Sequential(*layers, nn.Linear(256, 3))
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, bucket_size=2**18)
+
+
+def grown(stage: int) -> tuple[int, int, int]:
+    """Bytes that a step takes with rooms, and without; bytes of all gathered buckets."""
+    # Most is held where backward begins, with every bucket gathered.
+    x, y = torch.randn(1024, 256), torch.randint(3, (1024,))
+    step, plain = Wide(stage), Wide(stage)
+    step(x, y)
+    whole = sum(nbytes(store.room) for store in rooms(step) if store.room is not None)
+    with without_rooms():
+        plain(x, y)
+    return most_allocated_bytes(step, x, y), most_allocated_bytes(plain, x, y), whole
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> None:
+    for taken, before, whole in pool.run(2, grown, stage):
+        assert whole > 4 * 256 * 256 * 4
+        # The bucket of the first layers may be out of use already.
+        assert before - taken > whole / 2
+
+
+def with_options(stage: int, options: dict[str, Any]) -> int:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), stage, **SMALL, **options)
+    (x, y), *_ = batches("gpt", 1)
+    step(part(x), part(y))
+    return len(rooms(step))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(3, {}), (2, {"memory_budget": "1GiB"}), (2, {"amp_dtype": torch.bfloat16})]
+)
+def test_what_comes_and_goes_or_is_cast_has_no_room(pool: Pool, stage: int, options: dict[str, Any]) -> None:
+    if options.get("amp_dtype"):
+        # What is computed with in fp32 anyway, scales of norms, may have one.
+        assert pool.run(2, with_options, stage, options)[0] < pool.run(2, with_options, stage, {})[0]
+    else:
+        assert pool.run(2, with_options, stage, options)[0] == 0
+
+
+def doubled(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    return module.forward
+
+
+def test_a_backend_of_ones_own_is_given_no_inputs_that_overlap(pool: Pool) -> None:
+    assert pool.run(2, with_options, 2, {"backend": doubled})[0] == 0
+
+
+def stages_in_turn() -> list[tuple[int, bool, int]]:
+    """(rooms, whether the numbers are those of stage 3 alone, foretold bytes at rest beside those held) by stage.
+
+    A block is frozen, as all but the adapters are in LoRA.
+    """
+    model, other = make("gpt"), make("gpt")
+    for one in (model, other):
+        one.get_submodule("blocks.0").requires_grad_(requires_grad=False)
+    step, alone = TrainStep(model, adamw(model), 3, **SMALL), TrainStep(other, adamw(other), 3, **SMALL)
+    found = []
+    for stage, (x, y) in zip((2, 3, 1), batches("gpt", 3), strict=True):
+        step.config.enable_zero(stage=stage)
+        same = torch.equal(step(part(x), part(y)), alone(part(x), part(y)))
+        found.append((len(rooms(step)), same, step.memory.at_rest - step.state_bytes()))
+    return found
+
+
+def test_a_stage_that_frees_what_it_gathers_gives_rooms_back(pool: Pool) -> None:
+    two, three, one = pool.run(2, stages_in_turn)[0]
+    assert two[0] == one[0] > 0
+    assert three[0] == 0
+    for _, same, difference in (two, three, one):
+        assert same
+        assert abs(difference) <= 64
+
+
+# Checkpoints.
+
+
+def gone_on(folder: str) -> tuple[bool, int, int]:
+    """(whether a graph at another stage, and this one again, go on as this one does, bytes written, bytes of state)."""
+    model, other = make("gpt"), make("gpt")
+    first, second = batches("gpt", 2)
+    step, later = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(other, adamw(other), 3, **SMALL)
+    step(*map(part, first))
+    step.save(folder)
+    later.compile(*map(part, first))
+    later.load(folder)
+    found = [(step(*map(part, second)), step.state_dict()), (later(*map(part, second)), later.state_dict())]
+    step.load(folder)
+    found.append((step(*map(part, second)), step.state_dict()))
+    written = sum(one.stat().st_size for one in Path(folder).rglob("*.safetensors"))
+    state = 12 * sum(parameter.numel() for parameter in make("gpt").parameters())
+    return equal(found[0], found[1]) and equal(found[0], found[2]), written, state
+
+
+def test_a_checkpoint_has_each_number_once(pool: Pool, tmp_path: Path) -> None:
+    same, written, state = pool.run(2, gone_on, str(tmp_path))[0]
+    assert same
+    assert state <= written < 1.1 * state
