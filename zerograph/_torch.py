@@ -483,15 +483,9 @@ def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Shards end to end into ``whole``."""
-    start_all_gather(whole, shard, group).wait()
-
-
-def start_all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The same, begun: torch 2.13 renamed the function and warns about the old name."""
+    """Shards end to end into ``whole``: torch 2.13 renamed the function and warns about the old name."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    work: dist.Work = gather(whole, shard, group=group, async_op=True)
-    return work
+    gather(whole, shard, group=group)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

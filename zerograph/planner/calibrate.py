@@ -25,7 +25,10 @@ from zerograph.planner.machine import Device, Link, Machine, Rate
 from zerograph.planner.operators import Run
 from zerograph.planner.plan import planned
 from zerograph.progress import tell
+from zerograph.runtime import wire
 from zerograph.runtime.process_group import Job, initialise, join
+
+c10d = torch.ops._c10d_functional
 
 _PRODUCT_SIZES = (64, 128, 256, 512, 1024)
 # Operators of a step seldom find in a cache what they read, and write where nothing was: what is measured goes
@@ -165,9 +168,9 @@ class _Measure:
                 torch.mm(a, b)
 
         def both() -> None:
-            work = gather(wait=False)
+            whole = gather(wait=False)
             compute()
-            work.wait()
+            c10d.wait_tensor(whole)
 
         shares = []
         for _ in range(_REPEATS):
@@ -198,14 +201,14 @@ class _Measure:
         return moved / self.seconds(update.step)
 
     def _gather(self, sent: int) -> Callable[..., Any]:
+        """What a step gathers with, over all ranks."""
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
-        whole = torch.empty(part.numel() * self._job.size, dtype=torch.uint8, device=self._device)
+        start = wire.exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
+        (group,) = self._job.mesh.groups
 
         def run(wait: bool = True) -> Any:
-            work = _torch.start_all_gather(whole, part, self._job.data)
-            if wait:
-                work.wait()
-            return work
+            whole = start(part, self._job.size, group)
+            return c10d.wait_tensor(whole) if wait else whole
 
         return run
 
