@@ -119,8 +119,7 @@ def _told(job: Job, mine: T) -> list[T]:
 def _host() -> str:
     """What processes have in common that may be able to read each other's memory; empty where nobody can.
 
-    A mailbox' words are seen in the order in which they were written: x86-64 promises it. Threads of one process, by
-    which tests run several ranks, have no memory of their own to read.
+    The words of a mailbox must be seen in the order in which they were written: x86-64 promises that.
     """
     usable = platform.system() == "Linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
     if not usable or os.environ.get("ZEROGRAPH_WIRE") == "sockets":
