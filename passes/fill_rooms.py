@@ -35,15 +35,17 @@ def fill_rooms(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     shards = {node.meta["role"].name: node for node in placeholders(graph, "bucket")}
     buckets = [one for one in context.buckets if one.name in shards]
     gathers = {
-        bucket.name: _gather(shards[bucket.name], bucket)
+        bucket.name: start
         for bucket in buckets
         if fills and (bucket.rest.room or (takes and _may_rest_in_room(bucket)))
+        if (start := _gather(shards[bucket.name], bucket)) is not None
     }
-    held = profile(graph)
+    # It walks all nodes: not where a stage or a budget leaves nothing to fill.
+    held = profile(graph) if gathers else None
     filling = {
         name: (start, target)
         for name, start in gathers.items()
-        if start is not None and _ends_before_update(start, held) and (target := _filling(start, context)) is not None
+        if held and _ends_before_update(start, held) and (target := _filling(start, context)) is not None
     }
     for bucket in buckets:
         # A room that is there already is held, whether or not this step can use it.

@@ -87,7 +87,7 @@ def lines(job: Job) -> tuple[Line | None, ...]:
 def _connect(job: Job) -> tuple[Line | None, ...]:
     hosts = _told(job, _host())
     groups = [dist.get_process_group_ranks(group) for group in job.lines]
-    near = [len(ranks) > 1 and len({hosts[rank] for rank in ranks}) == 1 and bool(_host()) for ranks in groups]
+    near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
     peers = {
         rank: Peer(rank, job.timeout)
         for ranks, shared in zip(groups, near, strict=True)

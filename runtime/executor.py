@@ -109,7 +109,8 @@ def bind(
         if found.kind == "bucket":
             feeds.append(_fed(stores[found.name].flat, node, copied))
         elif found.kind == "room":
-            room = stores[found.name.split(".")[0]].room
+            assert found.bucket is not None
+            room = stores[found.bucket].room
             assert room is not None
             feeds.append(room)
         elif found.kind == "state":

@@ -227,7 +227,7 @@ def _tensors(node: fx.Node) -> bool:
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its value lies in: itself, unless it is a view or was written in place."""
-    rooms = {node.meta["role"].name.split(".")[0]: node for node in placeholders(graph, "room")}
+    rooms = {node.meta["role"].bucket: node for node in placeholders(graph, "room")}
     found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None

@@ -225,7 +225,8 @@ class _Walk:
             if found is not None and found.kind == "bucket":
                 self._shards[found.name] = made[0]
             elif found is not None and found.kind == "room":
-                shard, room = self._shards[found.name.split(".")[0]], made[0]
+                assert found.bucket is not None
+                shard, room = self._shards[found.bucket], made[0]
                 assert shard is not None
                 assert room is not None
                 # The shard lies in it: what counts here is the other ranks' pieces.

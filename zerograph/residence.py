@@ -49,7 +49,7 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
 
 def with_rooms(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
     """The layout with each bucket resting in a room that the emitted graph has one for."""
-    names = {node.meta["role"].name.split(".")[0] for node in placeholders(graph, "room")}
+    names = {node.meta["role"].bucket for node in placeholders(graph, "room")}
     found = []
     for one in layout:
         rest = one.bucket.rest

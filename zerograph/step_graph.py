@@ -61,6 +61,11 @@ class Role:
     kind: RoleKind
     name: str
 
+    @property
+    def bucket(self) -> str | None:
+        """The bucket of which it is the shard, the room or an entry of state; None for what belongs to none."""
+        return self.name.partition(".")[0] if self.kind in ("bucket", "room", "state") else None
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 

@@ -273,8 +273,7 @@ class _Reader:
             return NOWHERE
         if given.kind in ("parameter", "buffer"):
             return given.name.rpartition(".")[0] or NOWHERE
-        in_bucket = given.kind in ("bucket", "room", "state")
-        return self._homes.get(given.name.partition(".")[0], INPUTS) if in_bucket else INPUTS
+        return INPUTS if given.bucket is None else self._homes.get(given.bucket, INPUTS)
 
     def _update_homes(self, places: Sequence[Placed]) -> dict[str, str]:
         """The module beside whose parameters each node of the update stands: that of the bucket which it updates.
