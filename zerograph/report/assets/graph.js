@@ -16,6 +16,7 @@ class GraphView {
     this.chosenRow = chosenRow;
     this.pass = model.last;
     this.open = new Set();
+    this.items = new Map();
     this.selected = null;
     this.element = document.getElementById("canvas");
     this.tree = document.getElementById("tree");
@@ -384,7 +385,8 @@ class GraphView {
       bands.push(band);
       // The head of a long open row stays in sight.
       const head = (place.open ? ROW.head : ROW.closed) * zoom;
-      const item = make("div", { className: `row ${row.kind}${place.open ? " open" : ""}` });
+      const item = this.items.get(row.id) || make("div");
+      item.className = `row ${row.kind}${place.open ? " open" : ""}`;
       item.dataset.row = row.id;
       item.setAttribute("role", "treeitem");
       item.setAttribute("aria-level", row.depth + 1);
@@ -395,14 +397,17 @@ class GraphView {
       item.style.fontSize = `${font}px`;
       item.style.paddingLeft = `${8 + Math.min(row.depth, 12) * ROW.indent}px`;
       item.title = `${row.title}${row.source && row.source !== row.title ? `\n${row.source}` : ""}${this.model.code(row.source) ? `\n${this.model.code(row.source)}` : ""}`;
-      item.append(make("i", { textContent: place.open ? "▾" : "▸" }), make("span", { className: "name", textContent: row.label }));
+      item.replaceChildren(make("i", { textContent: place.open ? "▾" : "▸" }), make("span", { className: "name", textContent: row.label }));
       if (row.source && zoom > 0.6) item.append(make("small", { textContent: row.kind === "line" ? row.source.replace(/.*:/, ":") : row.source.split("/").at(-1) }));
       items.push(item);
     }
     if (!on.some((place) => place.row === this.focused) && items.length) items[0].tabIndex = 0;
     const had = this.tree.contains(document.activeElement);
     this.bands.replaceChildren(...bands);
-    this.tree.replaceChildren(...items);
+    this.items = new Map(items.map((item) => [+item.dataset.row, item]));
+    // A row that stays is not put in anew: it may be under a press that has not ended.
+    for (const item of [...this.tree.children]) if (!items.includes(item)) item.remove();
+    items.forEach((item, at) => { if (this.tree.children[at] !== item) this.tree.insertBefore(item, this.tree.children[at] || null); });
     if (had) this.tree.querySelector(`[data-row="${this.focused}"]`)?.focus({ preventScroll: true });
   }
 
