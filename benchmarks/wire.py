@@ -1,10 +1,11 @@
-"""A bucket's gather and its reduction between two ranks of one host, three ways; written to results/wire.md.
+"""A bucket's gather, reduction and sum between two ranks of one host, three ways; written to results/wire.md.
 
 python benchmarks/wire.py        # less than a minute
 
 Two ranks, one thread each, fp32; milliseconds until a rank has what it needs, the addition of a reduction included.
 torch: its functional collective over gloo. sockets: zerograph's exchange of pieces over gloo. memory: the same, read
-out of the other's memory (process_vm_readv). In turn, medians of 25 rounds on rank 0; ratio: memory / sockets.
+out of the other's memory (process_vm_readv). In turn, medians of 25 rounds on rank 0; ratio: memory / the better of the
+others. Over sockets a sum is torch's own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ c10d = torch.ops._c10d_functional
 
 RESULTS = ROOT / "benchmarks" / "results" / "wire.md"
 HEADER = ["", "MiB of the whole", "torch", "sockets", "memory", "ratio"]
-SIZES = (1, 4, 16, 32)
+KINDS = {"gather": (1, 4, 16, 32), "reduction": (1, 4, 16, 32), "sum": (4 / 2**20, 1, 4, 16, 32)}
 ROUNDS = 25
 
 
@@ -47,10 +48,15 @@ def groups() -> tuple[str, str]:
     return far.mesh.groups[0], near.mesh.groups[0]
 
 
-def ways(kind: str, mib: int) -> list[Callable[[], Tensor]]:
+def ways(kind: str, mib: float) -> list[Callable[[], Tensor]]:
     far, near = groups()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = torch.ones(mib * 2**18)
+    whole = torch.ones(int(mib * 2**18))
+    if kind == "sum":
+        return [
+            lambda: c10d.wait_tensor(c10d.all_reduce_(whole, "sum", far)),
+            lambda: c10d.wait_tensor(collectives.sum_ranks_(whole, ranks, near)),
+        ]
     shard = whole.chunk(ranks)[rank].clone()
 
     def reduced(group: str) -> Tensor:
@@ -70,7 +76,7 @@ def ways(kind: str, mib: int) -> list[Callable[[], Tensor]]:
     ]
 
 
-def measured(kind: str, mib: int) -> list[float]:
+def measured(kind: str, mib: float) -> list[float]:
     """Median seconds of each way."""
     torch.set_num_threads(1)
     runs = ways(kind, mib)
@@ -89,11 +95,20 @@ def main() -> None:
     lines = [line(HEADER), line(["---"] * len(HEADER))]
     print("\n".join(lines), flush=True)
     pool = Pool(2)
-    for kind in ("gather", "reduction"):
-        for mib in SIZES:
-            times = pool.run(2, measured, kind, mib)[0]
-            shown = [f"{seconds * 1e3:.2f}" for seconds in times]
-            lines.append(line([kind, str(mib), *shown, f"{times[2] / times[1]:.2f}"]))
+    for kind, sizes in KINDS.items():
+        for mib in sizes:
+            *others, memory = pool.run(2, measured, kind, mib)[0]
+            shown = [f"{seconds * 1e3:.2f}" for seconds in others]
+            size = str(mib) if mib >= 1 else "a scalar"
+            cells = [
+                kind,
+                size,
+                *shown,
+                *[""] * (2 - len(others)),
+                f"{memory * 1e3:.2f}",
+                f"{memory / min(others):.2f}",
+            ]
+            lines.append(line(cells))
             print(lines[-1], flush=True)
     pool.close()
     command = f"`python benchmarks/wire.py`, torch {torch.__version__}"

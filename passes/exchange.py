@@ -18,7 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 def exchange(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Gathers and reduce-scatters are exchanges of pieces where the runtime asks for them."""
+    """Gathers, reduce-scatters and all-reduces are exchanges of pieces where the runtime asks for them."""
     graph = module.graph
     if "all-gather" in context.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
@@ -26,6 +26,11 @@ def exchange(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if "reduce-scatter" in context.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
             _sum_pieces(graph, start, context)
+    if "all-reduce" in context.exchanges:
+        for start in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+            source, _, group = start.args
+            start.target = context.exchanges["all-reduce"]
+            start.args = source, start.meta["boxing"].ranks, group
     return module
 
 

@@ -15,6 +15,7 @@ from zerograph.loop import loops
 from zerograph.passes.ahead import ahead
 from zerograph.passes.box import box
 from zerograph.passes.carry import carry
+from zerograph.passes.coalesce import coalesce
 from zerograph.passes.context import Context
 from zerograph.passes.exchange import exchange
 from zerograph.passes.fill_rooms import fill_rooms
@@ -60,6 +61,7 @@ PIPELINE: tuple[Pass, ...] = (
     regather,  # stage 3: no gathered bucket lives from forward into backward
     localize,  # every shape is this rank's, every boxing node a collective
     loop,  # all micro-batches are one node, whose body is the graph of one
+    coalesce,  # small sums that only the step's end needs travel together
     fuse,  # fused optimizers update a bucket by their own operators
     release,  # weights are freed before their gradients take memory
     schedule,  # gathers start early, waits come late, gradients in few buckets

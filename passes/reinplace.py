@@ -25,8 +25,11 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _fill(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
-    for start in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        _reduce_in_place(start)
+    in_place = context.exchanges.get("all-reduce in place", c10d.all_reduce_.default)
+    for start in graph.find_nodes(
+        op="call_function", target=context.exchanges.get("all-reduce", c10d.all_reduce.default)
+    ):
+        _reduce_in_place(start, in_place)
     drop_unused(graph)
     return module
 
@@ -92,7 +95,7 @@ def _maker(gradient: fx.Node) -> fx.Node | None:
     return node if gradient.meta["val"].is_contiguous() and node.meta["val"].is_contiguous() else None
 
 
-def _reduce_in_place(start: fx.Node) -> None:
+def _reduce_in_place(start: fx.Node, in_place: OpOverload) -> None:
     """A bucket of gradients that nobody reads any more becomes their sum over the ranks."""
     source = start.args[0]
     assert isinstance(source, fx.Node)
@@ -101,7 +104,7 @@ def _reduce_in_place(start: fx.Node) -> None:
     while isinstance(source.target, OpOverload) and source.target.is_view:
         source = source.all_input_nodes[0]
     if source.op != "placeholder" and all(reader <= start for reader in _readers(source)):
-        start.target = c10d.all_reduce_.default
+        start.target = in_place
 
 
 def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:

@@ -1,8 +1,8 @@
 """Collectives as exchanges between pairs of ranks: faster than gloo's own, which pass pieces on through threads.
 
-Both start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What an exchange
-sends stays alive until then; a gather sends what is in its result already. Ranks of one host read each other's memory
-(``direct``), others send and receive over gloo.
+All start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What an exchange
+sends stays alive until then; a gather or a sum sends what is in its result already. Ranks of one host read each other's
+memory (``direct``), others send and receive over gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.runtime import direct
 from zerograph.runtime.direct import Line
+
+# Up to so many bytes gloo's own sum is as fast: see benchmarks/wire.py.
+_SMALL = 2**18
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
 
@@ -59,6 +62,30 @@ def _exchange_pieces_fake(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     return whole.new_empty((ranks - 1, whole.shape[0] // ranks, *whole.shape[1:]))
 
 
+def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Start summing what the ranks have, of the same bits on each."""
+    return _sum_ranks_(part.clone(), ranks, group_name)
+
+
+def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
+    return torch.empty_like(part)
+
+
+def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
+    """The same in the contiguous tensor's own memory."""
+    line = direct.line(group_name)
+    if line is None or total.nbytes <= _SMALL:
+        work = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
+    else:
+        work = _SumOfPieces(line, total.view(-1))
+    _torch.register_works(total, [work])
+    return total
+
+
+def _sum_ranks_in_place_fake(total: Tensor, ranks: int, group_name: str) -> Tensor:
+    return total
+
+
 def _begin(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group_name: str) -> None:
     """Start sending each other rank what there is for it and receiving what it has, both by its place in the group."""
     if (line := direct.line(group_name)) is not None:
@@ -75,16 +102,19 @@ def _begin(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
 
 
 class _Reading(dist.Work):
-    """Reads what the others have out of their memory, once it is there; they read what this rank has for them."""
+    """Reads what the others have out of their memory, once it is there; they read what this rank has for them.
 
-    def __init__(self, line: Line, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    Both by place in the group. What comes in fills what there is for it, or adds to it.
+    """
+
+    def __init__(self, line: Line, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False) -> None:
         super().__init__()
         line.free_places()
         self._parts = []
         for place, peer in line.others():
             # Both announce once in each exchange, so under the same number.
             number = peer.announce(outgoing[place])
-            peer.expect(number, incoming[place])
+            peer.expect(number, incoming[place], adds)
             self._parts.append((peer, number))
 
     def wait(self, timeout: object = None) -> bool:
@@ -95,6 +125,20 @@ class _Reading(dist.Work):
         for peer, number in self._parts:
             peer.wait_read(number)
         return True
+
+
+class _SumOfPieces(dist.Work):
+    """Each rank sums its piece, then reads the others' sums."""
+
+    def __init__(self, line: Line, total: Tensor) -> None:
+        super().__init__()
+        self._line, self._pieces = line, total.tensor_split(len(line.peers))
+        self._own = [self._pieces[line.rank]] * len(line.peers)
+        self._adding = _Reading(line, self._pieces, self._own, adds=True)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the others have read, too."""
+        return self._adding.wait() and _Reading(self._line, self._own, self._pieces).wait()
 
 
 def _defined(
@@ -112,3 +156,5 @@ gather_into = _defined(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) room", gives="Tensor(a!)"
 )
 exchange_pieces = _defined("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
+sum_ranks = _defined("sum_ranks", _sum_ranks, _sum_ranks_fake)
+sum_ranks_ = _defined("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", gives="Tensor(a!)")

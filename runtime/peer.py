@@ -20,6 +20,8 @@ from zerograph.runtime import cross_memory
 
 # Tensors that a rank may have announced to another and not yet had read.
 _SLOTS = 256
+# Bytes read at once of what is added: they are still in a core's cache then.
+_CACHED = 2**18
 # 64-bit words of a mailbox, by slot: what was announced lies where, how long it is, under which number; and the number
 # of the last one of this rank's own that the other has read.
 _ADDRESS, _BYTES, _NUMBER, _READ = range(0, 4 * _SLOTS, _SLOTS)
@@ -48,7 +50,7 @@ class Peer:
         _mailboxes.append(self.inbox)
         self._announced = 0
         self._kept: dict[int, Tensor] = {}
-        self._due: dict[int, Tensor] = {}
+        self._due: dict[int, tuple[Tensor, bool]] = {}
 
     def reach(self, pid: int, inbox: int) -> None:
         """Know the other process, and where this rank's mailbox there is.
@@ -77,23 +79,23 @@ class Peer:
         self._write(number, _NUMBER + slot)
         return number
 
-    def expect(self, number: int, into: Tensor) -> None:
-        """What it announces under this number is to fill the contiguous tensor."""
-        self._due[number] = into
+    def expect(self, number: int, into: Tensor, adds: bool = False) -> None:
+        """What it announces under this number is to fill the contiguous tensor, or to be added to the 1-D one."""
+        self._due[number] = into, adds
 
     def read(self, number: int) -> None:
-        """Fill what was given for the tensor of this number, as soon as that is there, if it has not been done.
+        """Use the tensor of this number as was said, as soon as it is there, if that has not been done.
 
         Raises:
             RuntimeError: the other process has ended, does not answer in time, or announced something of another size.
         """
         if number not in self._due:
             return
-        into, slot = self._due[number], number % _SLOTS
+        (into, adds), slot = self._due[number], number % _SLOTS
         self._until(lambda: self.inbox[_NUMBER + slot] == number)
         if self.inbox[_BYTES + slot] != into.nbytes:
             raise RuntimeError(f"rank {self.rank} sends {self.inbox[_BYTES + slot]} bytes, not {into.nbytes}")
-        self.copy(self.inbox[_ADDRESS + slot], into)
+        (self._add if adds else self.copy)(self.inbox[_ADDRESS + slot], into)
         del self._due[number]
         self._write(number, _READ + slot)
 
@@ -104,6 +106,13 @@ class Peer:
             RuntimeError: it cannot be read.
         """
         cross_memory.read(self._pid, address, into.data_ptr(), into.nbytes)
+
+    def _add(self, address: int, into: Tensor) -> None:
+        read = into.new_empty(_CACHED // into.itemsize)
+        for place, part in enumerate(into.split(len(read))):
+            there = read[: len(part)]
+            self.copy(address + place * read.nbytes, there)
+            part.add_(there)
 
     def wait_read(self, number: int) -> None:
         """Return when it has read the tensor of this number, which then is kept no longer.

@@ -33,7 +33,12 @@ _ALWAYS: dict[str, OpOverload] = {
     "all-gather": collectives.gather_pieces,
     "all-gather into room": collectives.gather_into,
 }
-# Where it is measured faster.
+# Where ranks read each other's memory.
+_NEAR: dict[str, OpOverload] = {
+    "all-reduce": collectives.sum_ranks,
+    "all-reduce in place": collectives.sum_ranks_,
+}
+# There too, and where it is measured faster.
 _RIVALS: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
 
 
@@ -49,7 +54,7 @@ def exchanges(job: Job) -> Mapping[str, OpOverload]:
         return {}
     near = direct.lines(job)
     if all(one is not None or ranks == 1 for one, ranks in zip(near, job.mesh.shape, strict=True)):
-        return _ALWAYS | _RIVALS
+        return _ALWAYS | _NEAR | _RIVALS
     with explained(job, "measuring the wire"):
         kinds = _decided(job)
     return _ALWAYS | {kind: _RIVALS[kind] for kind in kinds}

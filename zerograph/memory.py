@@ -332,7 +332,8 @@ def _allocated(value: Tensor) -> int:
 
 def _reads_a_copy(start: fx.Node) -> bool:
     """Whether the collective lets go of its input at once: it works on a copy, which is its result or in it."""
-    return start.target is c10d.all_reduce.default or str(start.target) == "zerograph.gather_pieces.default"
+    copying = "zerograph.gather_pieces.default", "zerograph.sum_ranks.default"
+    return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
 def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:

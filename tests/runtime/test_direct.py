@@ -47,6 +47,31 @@ def moved(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bool, bool, int]:
     return torch.equal(gathered, whole), torch.equal(received, torch.stack(sent)), kept(job)
 
 
+@patch.object(collectives, "_SMALL", 0)
+def summed(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bool, bool, bool, int]:
+    """(a sum is right, one in place is and lies there, what was summed is as before, tensors that are still kept)."""
+    job, group = connected()
+    part, own = mine(shape, dtype, job.rank), mine(shape, dtype, job.rank)
+    total = c10d.wait_tensor(collectives.sum_ranks(part, job.size, group))
+    in_place = c10d.wait_tensor(collectives.sum_ranks_(own, job.size, group))
+    right = sum(mine(shape, dtype, rank) for rank in range(job.size))
+    same = torch.equal(in_place, right) and in_place.data_ptr() == own.data_ptr()
+    return torch.equal(total, right), same, torch.equal(part, mine(shape, dtype, job.rank)), kept(job)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *[((), torch.float32), ((7, 5), torch.bfloat16), ((0,), torch.float32), ((3,), torch.int64)],
+        *[((100_001,), torch.float64), ((700, 1000), torch.float32)],
+    ],
+    ids=str,
+)
+def test_ranks_sum_in_each_others_memory(pool: Pool, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert pool.run(ranks, summed, shape, dtype) == [(True, True, True, 0)] * ranks
+
+
 def kept(job: Job) -> int:
     (line,) = direct.lines(job)
     assert line is not None
@@ -63,14 +88,18 @@ def test_pieces_come_from_the_others_memory(pool: Pool, ranks: int, shape: tuple
     assert pool.run(ranks, moved, shape, dtype) == [(True, True, 0)] * ranks
 
 
+@patch.object(collectives, "_SMALL", 0)
 def in_flight() -> bool:
     job, group = connected()
     started = [collectives.gather_pieces(mine((4,), torch.float32, job.rank, n), job.size, group) for n in range(MANY)]
+    # Each takes two places in turn.
+    sums = [collectives.sum_ranks(torch.full((5000,), float(n)), job.size, group) for n in range(MANY)]
     # Waited for in another order than started.
     right = [
         torch.equal(c10d.wait_tensor(started[n]), torch.cat([mine((4,), torch.float32, r, n) for r in range(job.size)]))
         for n in reversed(range(MANY))
     ]
+    right += [bool((c10d.wait_tensor(sums[n]) == n * job.size).all()) for n in reversed(range(MANY))]
     return all(right) and kept(job) == 0
 
 
@@ -79,6 +108,7 @@ def test_more_may_be_in_flight_than_a_mailbox_holds(pool: Pool, ranks: int) -> N
     assert pool.run(ranks, in_flight) == [True] * ranks
 
 
+@patch.object(collectives, "_SMALL", 0)
 def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Tensor], int, int, int]:
     """(losses and parameters, bytes that were planned, bytes read out of others' memory, tensors still kept)."""
     environment = {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}
@@ -91,17 +121,17 @@ def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Ten
         losses = [step(part(x), part(y)) for x, y in batches("gpt_tied", 3, 12)]
         job = join(timeout)
         assert (direct.lines(job) == (None,)) == sockets
-    planned = sum(one.bytes for one in step.collectives() if one.kind in ("all-gather", "reduce-scatter"))
+    planned = sum(one.bytes for one in step.collectives())
     state = step.state_dict()["modules"]["model"]
     return [*losses, *state.values()], 3 * planned, bytes_read() - before, 0 if sockets else kept(job)
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (3, 2), (3, 3)])
 def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stage: int, ranks: int) -> None:
     for near, far in zip(pool.run(ranks, trained, stage, False), pool.run(ranks, trained, stage, True), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(near[0], far[0], strict=True))
-        # A new job tries once whether it can read each of the others: a word.
-        assert 0 < near[1] <= near[2] <= near[1] + 8 * (ranks - 1)
+        # A new job tries once whether it can read each of the others: a word. A scalar is no whole number of pieces.
+        assert 0 < near[1] <= near[2] <= near[1] + 50 * (ranks - 1)
         assert far[2] == 0
         assert near[3] == 0
 
