@@ -200,8 +200,10 @@ class Signs:
         if self.store is None or self._gone:
             return None
         thread = threading.Thread(target=attempt, name="zerograph signs, asking", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        # Where memory is at its end there is no thread to be had; that is not to hide the error which says so.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            thread.join(seconds)
         # Once is enough: each further attempt would wait, or be logged by torch with its whole stack.
         self._gone = not found
         return found[0] if found else None
