@@ -17,7 +17,7 @@ from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.passes.edit import emit, positions
 from zerograph.sbp import Broadcast
-from zerograph.step_graph import is_view, nbytes, origin, writes
+from zerograph.step_graph import is_view, nbytes, origin, placeholders, writes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -115,7 +115,7 @@ def _join(graph: fx.Graph, together: list[_Sum], end: fx.Node, order: dict[fx.No
         node.meta["sbp"], node.meta["global"] = like.meta["sbp"], tuple(node.meta["val"].shape)
         return node
 
-    last = max((one.source for one in together), key=order.__getitem__)
+    last = max([*(one.source for one in together), placeholders(graph)[-1]], key=order.__getitem__)
     with graph.inserting_before(last.next):
         flat = [made(aten.reshape.default, one.source, [-1], like=one.source) for one in together]
         joined = made(aten.cat.default, flat, like=first.source)

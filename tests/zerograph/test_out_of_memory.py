@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -174,6 +175,7 @@ def made_and_trained_within_a_limit() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_model_larger_than_a_ranks_memory_is_made_and_trained() -> None:
     model, x = deep(MANY), torch.ones(3, WIDTH) * torch.tensor([[1.0], [2.0], [3.0]])
     wanted = plainly(model, sgd(model), x, 3)
