@@ -34,7 +34,7 @@ c10d = torch.ops._c10d_functional
 
 RESULTS = ROOT / "benchmarks" / "results" / "wire.md"
 HEADER = ["", "MiB of the whole", "torch", "sockets", "memory", "ratio"]
-KINDS = {"gather": (1, 4, 16, 32), "reduction": (1, 4, 16, 32), "sum": (4 / 2**20, 1, 4, 16, 32)}
+KINDS = {"gather": (1, 4, 16, 32), "reduction": (1, 4, 16, 32), "sum": (1, 4, 16, 32)}
 ROUNDS = 25
 
 
@@ -48,10 +48,10 @@ def groups() -> tuple[str, str]:
     return far.mesh.groups[0], near.mesh.groups[0]
 
 
-def ways(kind: str, mib: float) -> list[Callable[[], Tensor]]:
+def ways(kind: str, mib: int) -> list[Callable[[], Tensor]]:
     far, near = groups()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = torch.ones(int(mib * 2**18))
+    whole = torch.ones(mib * 2**18)
     if kind == "sum":
         return [
             lambda: c10d.wait_tensor(c10d.all_reduce_(whole, "sum", far)),
@@ -76,7 +76,7 @@ def ways(kind: str, mib: float) -> list[Callable[[], Tensor]]:
     ]
 
 
-def measured(kind: str, mib: float) -> list[float]:
+def measured(kind: str, mib: int) -> list[float]:
     """Median seconds of each way."""
     torch.set_num_threads(1)
     runs = ways(kind, mib)
@@ -99,15 +99,8 @@ def main() -> None:
         for mib in sizes:
             *others, memory = pool.run(2, measured, kind, mib)[0]
             shown = [f"{seconds * 1e3:.2f}" for seconds in others]
-            size = str(mib) if mib >= 1 else "a scalar"
-            cells = [
-                kind,
-                size,
-                *shown,
-                *[""] * (2 - len(others)),
-                f"{memory * 1e3:.2f}",
-                f"{memory / min(others):.2f}",
-            ]
+            blank = [""] * (2 - len(others))
+            cells = [kind, str(mib), *shown, *blank, f"{memory * 1e3:.2f}", f"{memory / min(others):.2f}"]
             lines.append(line(cells))
             print(lines[-1], flush=True)
     pool.close()

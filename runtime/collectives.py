@@ -18,7 +18,7 @@ from zerograph._torch import OpOverload
 from zerograph.runtime import direct
 from zerograph.runtime.direct import Line
 
-# Up to so many bytes gloo's own sum is as fast: see benchmarks/wire.py.
+# Up to so many bytes gloo's own sum is about as fast.
 _SMALL = 2**18
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
