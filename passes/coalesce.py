@@ -31,11 +31,11 @@ _SMALL = 2**16
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum over ranks, and what follows from it, in order."""
+    """A sum over ranks, and what follows from it."""
 
     start: fx.Node
     wait: fx.Node
-    followers: tuple[fx.Node, ...]
+    followers: set[fx.Node]
 
     @property
     def source(self) -> fx.Node:
@@ -52,9 +52,10 @@ def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Small sums over the same ranks of which only written state and outputs are made are one all-reduce."""
     graph = module.graph
     order = positions(graph)
-    end = min([write for write, _, _ in writes(graph)] + [graph.output_node()], key=order.__getitem__)
+    ends = {graph.output_node(), *(write for write, _, _ in writes(graph))}
+    end = min(ends, key=order.__getitem__)
     starts = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    found = [one for start in starts if (one := _put_off(start, order)) and one.source < end]
+    found = [one for start in starts if (one := _put_off(start, ends)) and one.source < end]
     moved: set[fx.Node] = set()
     for _, group in groupby(sorted(found, key=attrgetter("kind")), key=attrgetter("kind")):
         together = sorted(group, key=lambda one: order[one.start])
@@ -67,8 +68,8 @@ def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def _put_off(start: fx.Node, order: dict[fx.Node, int]) -> _Sum | None:
-    """The sum, if it is no gradient's, and it and what follows are small, and only written or given to the caller."""
+def _put_off(start: fx.Node, ends: set[fx.Node]) -> _Sum | None:
+    """The sum, if it is no gradient's, it and what follows are small, and only writes and the output need it."""
     (wait,), (source,) = start.users, start.all_input_nodes
     if not all(isinstance(one, Broadcast) for one in wait.meta["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
         return None
@@ -79,25 +80,19 @@ def _put_off(start: fx.Node, order: dict[fx.Node, int]) -> _Sum | None:
         if not _is_small(node):
             return None
         for user in node.users:
-            if user.op == "output" or _is_write(user, node):
+            if user in ends:
                 continue
             if user is not wait and not _is_pointwise(user):
                 return None
             if user not in followers:
                 followers.add(user)
                 stack.append(user)
-    return _Sum(start, wait, tuple(sorted(followers - {wait}, key=order.__getitem__)))
+    return _Sum(start, wait, followers - {wait})
 
 
 def _is_small(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and nbytes(value) <= _SMALL
-
-
-def _is_write(node: fx.Node, value: fx.Node) -> bool:
-    target = node.args[0] if node.args else None
-    state = isinstance(target, fx.Node) and target.op == "placeholder" and target is not value
-    return node.target is aten.copy_.default and state
 
 
 def _is_pointwise(node: fx.Node) -> bool:
