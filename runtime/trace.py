@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.loop import Loop, accumulate, collect, loop_of
 from zerograph.step_graph import Boxing, Origin, Role, origin, role
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerograph as zg
+from zerograph._torch import pytree
 from zerograph.step_graph import role
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default

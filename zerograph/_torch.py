@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree  # torch.export's rules for nested values, and what users registered with it
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -71,6 +72,7 @@ __all__ = [
     "plain_tensors",
     "preserved_metadata",
     "process_group",
+    "pytree",
     "register_works",
     "returns",
     "schema_arguments",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.capture import TensorSpec
 from zerograph.errors import InputError, PlacementError
 from zerograph.mesh import Mesh, pieces

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, decompositions, draws, finite, source
+from zerograph._torch import pytree
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits

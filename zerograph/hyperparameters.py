@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from zerograph import source
+from zerograph._torch import pytree
 from zerograph.step_graph import placeholders
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, source
+from zerograph._torch import pytree
 from zerograph.draws import Draws, refuse_others
 from zerograph.errors import CaptureError, PlacementError
 from zerograph.region import GlobalSpec, Region, cut

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.passes.evaluate import mode_of
 from zerograph.region import Region
 from zerograph.step_graph import Captured, role

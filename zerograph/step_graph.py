@@ -25,9 +25,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from zerograph._torch import OpOverload
+from zerograph._torch import OpOverload, pytree
 from zerograph.loop import loop_of
 from zerograph.region import Region
 from zerograph.sbp import NdSbp, boxing_kind, wire_bytes

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from zerograph import cache
-from zerograph._torch import OpOverload, is_mutable
+from zerograph._torch import OpOverload, is_mutable, pytree
 from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import output_values, tensor_arguments
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum

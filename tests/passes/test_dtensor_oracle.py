@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.utils import _pytree as pytree
 
 from tests.passes.samples import Zeros
 from tests.passes.test_rules import SAMPLES, graph_of
+from zerograph._torch import pytree
 from zerograph.passes import rules
 from zerograph.sbp import Sbp, Split, broadcast, partial_sum
 

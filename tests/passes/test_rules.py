@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from tests.passes import samples, samples_torch
 from tests.passes.samples import Zeros
-from zerograph._torch import fake_mode, graph_module
+from zerograph._torch import fake_mode, graph_module, pytree
 from zerograph.mesh import line
 from zerograph.passes import rules
 from zerograph.passes.context import Context

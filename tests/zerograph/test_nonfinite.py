@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
 from tests.pool import Pool
+from zerograph._torch import pytree
 
 NAN = float("nan")
 BATCH = 8

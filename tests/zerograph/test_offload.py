@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import zerograph as zg
 from tests.liveness import most_alive_bytes
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
+from zerograph._torch import pytree
 from zerograph.errors import ConfigError
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.construction.program import Program, Ref, Reseed
 
 

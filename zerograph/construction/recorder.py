@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, source
-from zerograph._torch import OpOverload, TorchDispatchMode
+from zerograph._torch import OpOverload, TorchDispatchMode, pytree
 from zerograph.construction.generators import Generators, default_generator
 from zerograph.construction.program import Memory, Operation, Program, Ref, ref, tensor_at
 from zerograph.construction.replay import Draws, values_now

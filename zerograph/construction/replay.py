@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.construction.generators import Generators
 from zerograph.construction.program import Operation, Program, Ref, Reseed, tensor_at
 from zerograph.construction.schedule import Step, schedule

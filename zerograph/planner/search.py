@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.memory import show_bytes

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, hyperparameters
+from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.hyperparameters import Lift, Path, Watched
 from zerograph.step_graph import placeholders

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, source
+from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.step_graph import placeholders
 from zerograph.update.memory import FACTORIES

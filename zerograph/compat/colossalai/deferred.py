@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch, source
+from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.runtime.parameters import METADATA
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zerograph import source
+from zerograph._torch import pytree
 from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, deferred_in
 from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.compat.colossalai import batchwise, counts
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.compat.colossalai.deferred import Meta
 from zerograph.compat.colossalai.metadata import patched
 from zerograph.compat.colossalai.tape import Call, Given, Kind, Made, Named, Tape

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.errors import PlacementError
 from zerograph.placement import placement as device_mesh
 from zerograph.runtime.process_group import world_size

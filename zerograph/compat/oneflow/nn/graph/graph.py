@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
+from zerograph._torch import pytree
 from zerograph.batch import Batch
 from zerograph.compat.oneflow.modules import keep_state_whole
 from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
