@@ -128,8 +128,10 @@ def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Ten
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (3, 2), (3, 3)])
 def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stage: int, ranks: int) -> None:
+    # Three numbers have several orders in which to be added, and gloo has its own.
+    tolerance = 0.0 if ranks == 2 else 1e-6
     for near, far in zip(pool.run(ranks, trained, stage, False), pool.run(ranks, trained, stage, True), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(near[0], far[0], strict=True))
+        torch.testing.assert_close(near[0], far[0], rtol=tolerance, atol=tolerance)
         # A new job tries once whether it can read each of the others: a word. A scalar is no whole number of pieces.
         assert 0 < near[1] <= near[2] <= near[1] + 50 * (ranks - 1)
         assert far[2] == 0
