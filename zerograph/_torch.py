@@ -65,6 +65,7 @@ __all__ = [
     "inductor",
     "is_mutable",
     "made_again",
+    "made_at_construction",
     "mark_step_called",
     "negated",
     "no_modes",
@@ -417,6 +418,14 @@ def tensor_without_data(
 def version(tensor: Tensor) -> int:
     """How often the tensor has been written to in place."""
     return int(tensor._version)
+
+
+def made_at_construction(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """The state that ``step()`` expects to find at first: torch 2.11's Adagrad makes it with the optimizer."""
+    if not isinstance(optimizer, torch.optim.Adagrad) or not torch.__version__.startswith("2.11."):
+        return {}
+    total = torch.full_like(parameter, optimizer.defaults["initial_accumulator_value"])
+    return {"step": torch.tensor(0.0), "sum": total}
 
 
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:

@@ -189,6 +189,10 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         aten.rrelu_with_noise.default: rrelu,
         aten.rrelu_with_noise_.default: _written(rrelu),
     }
+    for operator, function in list(found.items()):
+        packet, _, overload = str(operator).removeprefix("aten.").partition(".")
+        if (name := _WITH_GENERATOR.get(overload)) in getattr(aten, packet).overloads():
+            found[getattr(getattr(aten, packet), name)] = function
     return {operator: _without_generator(function) for operator, function in found.items()}
 
 
@@ -207,6 +211,9 @@ def _laid_out_like(x: Tensor, value: Tensor) -> Tensor:
     if x.stride() == value.stride() or order == sorted(order):
         return value
     return value.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": "low_generator_dtype"}
 
 
 def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,9 +186,15 @@ class Lift:
                         rest.meta["val"] = fake.clone()
                     read.args = (rest,)
                 reads[number, complement] = read
+            read = reads[number, complement]
             leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-            leaves[index] = reads[number, complement]
+            leaves[index] = read
             node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
+            # torch before 2.13 asks of a number whether it is 1. The kernel is the same, and what it returns is if the
+            # exponent is as wide.
+            base, exponent = read.all_input_nodes[0], node.all_input_nodes[-1]
+            if node.target is aten.pow.Scalar and exponent.meta["val"].dtype is fake.dtype:
+                node.target, node.args = aten.pow.Tensor_Tensor, (base, exponent)
         self.graph.recompile()
 
 

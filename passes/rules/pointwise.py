@@ -44,7 +44,8 @@ rule(aten.lerp.Tensor, pointwise, linear=together(0, 1))
 rule(aten.addcmul.default, pointwise, linear=lambda operands: together(0, 1)(operands) + together(0, 2)(operands))
 rule(aten.addcdiv.default, pointwise, linear=together(0, 1))
 
-# Of the family, though nobody tagged them.
+# Of the family, though nobody tagged them; the first is tagged from torch 2.12 on.
+rule(aten.leaky_relu.default, pointwise)
 rule(aten.hardswish.default, pointwise)
 rule(aten._prelu_kernel.default, pointwise)
 rule(aten.bucketize.Tensor, "..., s! -> ...")

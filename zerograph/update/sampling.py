@@ -129,10 +129,13 @@ class Sample:
         group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
         twin._need_device_dtype_check_for_fused = False
+        twin.state = defaultdict(dict)
         states = [
             {**kept, **{name: value for name, value in one.items() if name not in ("param", "grad")}} for one in each
         ]
-        twin.state = defaultdict(dict, {leaf: one for leaf, one in zip(leaves, states, strict=True) if one})
+        for leaf, one in zip(leaves, states, strict=True):
+            if found := one or _torch.made_at_construction(twin, leaf):
+                twin.state[leaf] = found
         return leaves, twin
 
     def _fake(self) -> Tensor:
@@ -272,6 +275,7 @@ def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
 
 def _widen_scalars(graph: fx.GraphModule) -> None:
     """0-d numbers that the first update makes are as wide as those that later ones are given."""
+    widened: set[fx.Node] = set()
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.dim() or value.dtype is not torch.float32:
@@ -280,6 +284,10 @@ def _widen_scalars(graph: fx.GraphModule) -> None:
             node.update_kwarg("dtype", torch.float64)
         elif node.op == "get_attr":
             setattr(graph, str(node.target), getattr(graph, str(node.target)).double())
+        elif widened.isdisjoint(node.all_input_nodes):
+            continue
+        widened.add(node)
+        node.meta["val"] = value.double()
     graph.recompile()
 
 
