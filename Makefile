@@ -3,6 +3,8 @@
 # form, with a table.
 # make test-long: what the tests of make test show on some models, at some stages, on all: the whole suite with
 # everything that is marked long, the faults included.
+# make test-torch TORCH=2.11.0 PYTHON=python3.12: the suite under another torch and Python, in a .venv of its own. PyPI's
+# builds bring gigabytes of CUDA.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
 # make docs: the pages of docs/ and the reference out of docstrings, as HTML in build/docs; any warning is an error.
@@ -13,7 +15,7 @@ READY := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long bench bench-memory docs clean
+.PHONY: train test test-faults test-long test-torch bench bench-memory docs clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -29,6 +31,15 @@ test-faults: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest --long --numprocesses 2 --dist loadfile
+
+# torch 2.11 and 2.12 want an older setuptools than the one that is pinned.
+test-torch: OTHER := .venv-torch-$(TORCH)
+test-torch:
+	$(if $(TORCH),,$(error say which: make test-torch TORCH=2.11.0))
+	$(PYTHON) -m venv $(OTHER)
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^setuptools==.*/setuptools<82/' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet -c $(OTHER)/constraints.txt -e '.[test]'
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
@@ -56,4 +67,4 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf .venv .venv-torch-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

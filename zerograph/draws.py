@@ -191,7 +191,7 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
     }
     for operator, function in list(found.items()):
         packet, _, overload = str(operator).removeprefix("aten.").partition(".")
-        if (name := _WITH_GENERATOR.get(overload)) in getattr(aten, packet).overloads():
+        if (name := _WITH_GENERATOR.get(overload, "")) in getattr(aten, packet).overloads():
             found[getattr(getattr(aten, packet), name)] = function
     return {operator: _without_generator(function) for operator, function in found.items()}
 

@@ -127,7 +127,7 @@ def test_a_job_that_is_told_to_stop_saves_and_ends_well(tmp_path: Path, tally: C
     began = time.monotonic()
     job.send_signal(signal.SIGTERM)
     rest = job.stdout.read()
-    job.wait(60)
+    job.wait(240)
     assert "told to stop: saved behind step" in rest
     assert zg.read_checkpoint(tmp_path / "stopped")["steps_done"] >= 1
     tally("torchrun: SIGTERM").add(True, lost_steps=0, seconds=time.monotonic() - began)

@@ -36,7 +36,7 @@ def run(command: list[str], program: Path) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
-        [*command, str(program)], cwd=program.parent, env=environment, capture_output=True, text=True, timeout=120
+        [*command, str(program)], cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
