@@ -129,6 +129,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.logit_backward.default: [s(x(4, 6), x(4, 6).sigmoid(), 1e-6)],
     aten.rrelu_with_noise_backward.default: [s(x(4, 6), x(4, 6), x(4, 6), 0.1, 0.3, True, False)],
     aten.hardswish.default: [s(x(4, 6))],
+    aten.leaky_relu.default: [s(x(4, 6), 0.1)],
     aten._prelu_kernel.default: [s(x(4, 6), x(1, 6)), s(x(4, 2, 6), x(2, 1))],
     aten._prelu_kernel_backward.default: [s(x(4, 6), x(4, 6), x(1, 6)), s(x(4, 6), x(4, 6), x(4, 6))],
     aten.log_sigmoid_forward.default: [s(x(4, 6)), s(x(8))],
