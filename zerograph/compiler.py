@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,123 +14,35 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import capture as capturing
-from zerograph import hyperparameters, stand_in
+from zerograph import stand_in
 from zerograph._torch import OpOverload
 from zerograph.annotate import annotation
 from zerograph.batch import Batch
 from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
+from zerograph.compiled import CompiledStep, Prepared
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
+from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
-from zerograph.hyperparameters import NotLiftedError, Path
 from zerograph.inspection import dump, logs
-from zerograph.inspection.placements import planned_placements
-from zerograph.inspection.step import Inspection
-from zerograph.layout import Planned, Update, plan_layout, stays_whole
-from zerograph.loop import loop_of
+from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
-from zerograph.offload import resting_device
 from zerograph.passes.context import BucketUpdate, Context
-from zerograph.passes.pipeline import PASSES, PassRecord, run_pipeline
+from zerograph.passes.pipeline import PASSES, run_pipeline
 from zerograph.progress import tell
 from zerograph.residence import assign, make_room, with_rooms
 from zerograph.runtime import backends, wire
-from zerograph.runtime.executor import Executor, Lookup, bind
+from zerograph.runtime.executor import Lookup, bind
 from zerograph.runtime.heap import keep_freed
-from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
-from zerograph.runtime.state import Places, Store, dissolve, extents, move, settle, store_of
-from zerograph.sbp import NdSbp, Sbp
-from zerograph.step_graph import Boxing, Captured, Role, output_nodes, placeholders
-from zerograph.update import Programs, UpdateProgram, check_separate, programs_of, trace_update
+from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of
+from zerograph.step_graph import Captured, Role, output_nodes, placeholders
+from zerograph.updates import Updates
 from zerograph.zero import OFF
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledStep(Inspection):
-    """A step bound to the state that it updates, and everything that led to it.
-
-    Attributes:
-        captured: what ``build()`` was traced to.
-        passes: the graph after every pass.
-        context: what the passes were told.
-        backend: name of what compiled the last graph.
-        executor: runs it.
-        stores: the bucket at rest behind each of ``context.buckets``, by name.
-        numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
-        outputs: SBP and global shape of each tensor that it returns.
-        lookups: finds what rests in no store, for each run.
-        aliases: further names of tied parameters, each with the first.
-        warnings: what was said while it was compiled.
-    """
-
-    captured: Captured
-    passes: tuple[PassRecord, ...]
-    context: Context
-    backend: str
-    executor: Executor
-    stores: Mapping[str, Store]
-    numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
-    outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
-    lookups: Mapping[Role, Lookup]
-    aliases: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Names of the 0-d tensors that the graph returns behind the user's."""
-        roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
-        return tuple(found.name for found in roles if found.kind != "output")
-
-    @property
-    def updated(self) -> Iterator[Store]:
-        """The stores that this step updates."""
-        return (self.stores[name] for name in self.context.updates)
-
-    def check_files(self) -> None:
-        """Raise if a file that the step reads is not what it left there.
-
-        Raises:
-            OffloadError: naming the file.
-        """
-        held = (one for store in self.stores.values() for one in extents(store).values())
-        check(dict.fromkeys(one.file for one in held))
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared(Inspection):
-    """A step after everything before the backend: it has met no state and no process group.
-
-    Attributes:
-        captured: what ``build()`` was traced to.
-        passes: the graph after every pass.
-        context: what the passes were told.
-        layout: the buckets, in order of first use.
-        update_seconds: what tracing the optimizers' updates took; 0 where all were known.
-        aliases: further names of tied parameters, each with the first.
-        warnings: what was said on the way.
-    """
-
-    captured: Captured
-    passes: tuple[PassRecord, ...]
-    context: Context
-    layout: tuple[Planned, ...]
-    update_seconds: float
-    aliases: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """What a rank runs."""
-        return self.passes[-1].graph
-
-    def placements(self) -> dict[str, Sbp | NdSbp]:
-        """SBP between steps of every parameter and entry of optimizer state, by qualified name."""
-        return planned_placements(self.layout, self.context.mesh.dims)
 
 
 @dataclass
@@ -146,14 +58,13 @@ class Compiler:
     config: Config
     reads_metric: bool = False
     accumulates: bool = False
+    updates: Updates = field(init=False)
     _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
-    _programs: Programs = field(default_factory=Programs)
-    # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
-    _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
-    _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
-    _constant: set[tuple[int, int, Path]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.optimizers)
 
     def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
         """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
@@ -178,7 +89,7 @@ class Compiler:
         except Exception as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
-        agree(job, f"running {doing}", digest(lines), lambda: _numbered(lines), problem)
+        agree(job, f"running {doing}", digest(lines), lambda: numbered(lines), problem)
         assert prepared is not None
         with noted(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
@@ -226,7 +137,7 @@ class Compiler:
                 "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
             )
         began = time.perf_counter()
-        updates = self._updates(members, captured)
+        updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
         update_seconds = time.perf_counter() - began
 
@@ -280,7 +191,7 @@ class Compiler:
         """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
         check_optimizers(members, self.optimizers)
         captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
-        updates = self._updates(members, captured)
+        updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
         return self._layout(mesh, zero_dim, members, captured, updates, self.config.bucket_size)
 
@@ -425,84 +336,6 @@ class Compiler:
             self._captures[key] = captured, time.perf_counter() - began, parts
         return self._captures[key][:2]
 
-    def _updates(self, members: Members, captured: Captured) -> dict[str, Update]:
-        """How each parameter that gets a gradient is updated, by its name."""
-        names = members.names()
-        found = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    name = names[id(parameter)]
-                    if name in captured.gradients:
-                        program = self._program(number, index, parameter, members.device(parameter))
-                        found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
-        return found
-
-    def _program(self, number: int, index: int, parameter: nn.Parameter, device: torch.device) -> UpdateProgram:
-        optimizer = self.optimizers[number]
-        group = optimizer.param_groups[index]
-        lifted = self._lifted.get((number, index), {})
-        # It is updated where it rests.
-        whole = stays_whole(parameter, self.config)
-        device = resting_device(self.config.optimizer_offload, device, whole=whole) or device
-        constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
-        # Numbers that the update compared a hyperparameter with are known to this graph only.
-        which, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
-        kind = (which, constants, tuple(lifted), parameter.dtype, device)
-        key = (*kind, parameter.shape)
-        traced = programs.traced
-        if kind in traced:
-            return traced[kind]
-        if key not in traced:
-            known = [program for other, program in traced.items() if other[: len(kind)] == kind]
-            program = traced[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, device, known, tuple(lifted)
-            )
-            for path, thresholds in lifted.items():
-                thresholds |= program.thresholds[hyperparameters.name(path)]
-        if kind not in programs.separate:
-            check_separate(optimizer, group, parameter.shape, parameter.dtype, device)
-            programs.separate.add(kind)
-        if traced[key].any_shape:
-            traced[kind] = traced[key]
-        return traced[key]
-
-    def constants(self, number: int, index: int) -> Mapping[str, Any]:
-        """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""
-        group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
-        for path, thresholds in self._lifted.get((number, index), {}).items():
-            value = hyperparameters.read(group, path)
-            group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
-        return group
-
-    def lift_changed(self) -> None:
-        """Make inputs of the hyperparameters that changed since the last step: from now on they need no compiling.
-
-        One that the update uses in a way that is not understood stays a constant: each change compiles anew.
-        """
-        for number, optimizer in enumerate(self.optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                place = number, index
-                now = hyperparameters.numbers(group)
-                before = self._last.get(place, now)
-                self._last[place] = now
-                lifted = self._lifted.setdefault(place, {})
-                for path in now:
-                    if path in before and before[path] != now[path] and path not in lifted:
-                        self._lift(number, index, path)
-
-    def _lift(self, number: int, index: int, path: Path) -> None:
-        lifted = self._lifted[number, index]
-        if (number, index, path) in self._constant:
-            return
-        lifted[path] = set()
-        try:
-            for parameter in self.optimizers[number].param_groups[index]["params"]:
-                self._program(number, index, parameter, parameter.device)
-        except NotLiftedError:
-            del lifted[path]
-            self._constant.add((number, index, path))
-
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -612,36 +445,3 @@ def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, An
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-
-
-def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
-    """The buckets and the emitted graph line by line, the same on every rank of a job that runs one step."""
-    lines = [
-        f"{one.bucket.name}: {', '.join(slot.name for slot in one.bucket.slots)}; optimizer state "
-        f"{'none yet' if one.fresh else ', '.join(one.specs)}"
-        f"{f'; dealt out to ranks {one.bucket.owners}' if one.bucket.dealt else ''}"
-        for one in layout
-    ]
-    return [*lines, *_lines(graph.graph)]
-
-
-def _lines(graph: fx.Graph) -> list[str]:
-    lines = []
-    for node in graph.nodes:
-        args = tuple(
-            "this rank's own" if position in node.meta.get("own", ()) else argument
-            for position, argument in enumerate(node.args)
-        )
-        # The group of ranks that a collective runs in is this rank's own as well.
-        if isinstance(found := node.meta.get("boxing"), Boxing) and "own" not in node.meta:
-            args = (*node.args[:-1], f"along mesh dimension {found.dim}")
-        value = node.meta.get("val")
-        shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-        lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
-        if (loop := loop_of(node)) is not None:
-            lines += [f"in {node.name}, {loop.micro_batches} times: {line}" for line in _lines(loop.body.graph)]
-    return lines
-
-
-def _numbered(lines: Sequence[str]) -> dict[str, str]:
-    return {f"line {number} of the emitted graph": line for number, line in enumerate(lines)}

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from zerograph import _torch, checkpoint, finite, hyperparameters, replicas, state_dict
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
-from zerograph.compiler import CompiledStep, Compiler, Prepared
+from zerograph.compiled import CompiledStep, Prepared
+from zerograph.compiler import Compiler
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError, SplitParameterError
 from zerograph.inspected import Inspected
@@ -240,7 +241,7 @@ class ZeroGraph(Inspected):
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
+        known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
     def state_bytes(self) -> int:
@@ -463,8 +464,8 @@ class ZeroGraph(Inspected):
             self._check_usable(members)
             plain = self.config.batch_on(job.mesh.dims)
             batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
-            self._compiler.lift_changed()
-            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.constants)
+            self._compiler.updates.lift_changed(self.config)
+            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from zerograph import inspection, report
-from zerograph.compiler import CompiledStep
+from zerograph.compiled import CompiledStep
 from zerograph.members import Members
 from zerograph.memory import Memory
 from zerograph.passes.pipeline import PassRecord

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.compiler import CompiledStep
+from zerograph.compiled import CompiledStep
 from zerograph.errors import NonFiniteError
 from zerograph.finite import NOT_FINITE
 from zerograph.runtime.executor import bind

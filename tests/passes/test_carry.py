@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from zerograph.buckets import Bucket
-from zerograph.compiler import Prepared
+from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import line

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerograph.compiler import Prepared
+from zerograph.compiled import Prepared
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph

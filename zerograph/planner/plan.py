@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zerograph.compiler import Prepared
+from zerograph.compiled import Prepared
 from zerograph.graph import ZeroGraph
 from zerograph.loop import loop_of
 from zerograph.memory import Memory, Profile, Storage, profile

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zerograph.compiler import CompiledStep, Prepared
+from zerograph.compiled import CompiledStep, Prepared
 from zerograph.errors import ConfigError
 from zerograph.planner import machine as machines
 from zerograph.planner.machine import Machine

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
-from zerograph.compiler import CompiledStep, Prepared
+from zerograph.compiled import CompiledStep, Prepared
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import Mesh

@@ -13,7 +13,7 @@ import pytest
 from torch import fx
 
 from tests.zerograph.inspection.models import prepared
-from zerograph.compiler import Prepared
+from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError
 from zerograph.inspection import tensorboard
 from zerograph.inspection.life import Life

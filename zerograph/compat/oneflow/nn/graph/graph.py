@@ -22,7 +22,7 @@ from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import checkpoints
 from zerograph.compat.oneflow.nn.graph.report import report
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
-from zerograph.compiler import CompiledStep
+from zerograph.compiled import CompiledStep
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.grad_scaler import GradScaler
