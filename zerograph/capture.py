@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch, decompositions, draws, finite, source
 from zerograph._torch import pytree
@@ -22,14 +18,11 @@ from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.region import Region
-from zerograph.step_graph import Captured, Origin, Role, origin, output_nodes, placeholders, take_origins, writes
+from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders, take_origins, writes
 from zerograph.substitutes import substituted
+from zerograph.tracing_modes import ONE_GRAPH, NoDataAssignment, Recorder, module_paths
 
 aten = torch.ops.aten
-
-_ONE_GRAPH = (
-    "A traced step is one graph for all values. Use torch.where, or return the tensor and branch outside build()."
-)
 
 
 @dataclass(frozen=True)
@@ -124,10 +117,10 @@ def capture(
             replaced(own),
             _swapped_groups(groups, own),
             _torch.total_norm_by(_one_node),
-            _NoDataAssignment(),
-            _module_paths(root) as path,
-            _Recorder(path),
-            inside(Capturing(ranks, mode, own_table, drawn, lambda: _Recorder(path), replaced, own, regions)),
+            NoDataAssignment(),
+            module_paths(root) as path,
+            Recorder(path),
+            inside(Capturing(ranks, mode, own_table, drawn, lambda: Recorder(path), replaced, own, regions)),
             drawn.instead_of_torchs(),
             backward.instead_of_torchs(),
             torch.enable_grad(),
@@ -212,119 +205,6 @@ def original_of(tensor: Tensor) -> Tensor:
     return tensor if found is None else found
 
 
-class _Recorder(_torch.TorchDispatchMode):
-    """Notes each operator's phase, module and source line, and refuses to read values."""
-
-    def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
-        super().__init__()
-        self._module_path = module_path
-        self._forward: dict[int, Origin] = {}
-        self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            # Autograd asks twice for each operator: answered here, it does not travel through every mode.
-            return args[0].device
-        if func in _READS_VALUES:
-            line, code = source.running_line()
-            raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{_ONE_GRAPH}")
-        with _torch.annotated(self._noted(func)):
-            result = func(*args, **(kwargs or {}))
-        if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
-            line, code = source.running_line()
-            raise CaptureError(
-                f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
-                "A step graph has fixed shapes. Multiply by the mask, or use torch.where, instead of selecting by it."
-            )
-        return result
-
-    def _noted(self, func: Any) -> dict[str, Any]:
-        """What the nodes of the running operator are to carry."""
-        backward = _torch.backward_sequence_number()
-        if backward is None:
-            here = Origin("forward", self._module_path(None), *source.running_line())
-            self._modules[here.source, func][here.module] = None
-            self._forward.setdefault(_torch.forward_sequence_number(), here)
-            return {"origin": here}
-        # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
-        forward = self._forward.get(backward, Origin("forward"))
-        again = _torch.made_again()
-        if again is not None:
-            line, code = source.running_line()
-            module = self._module_path(again) or self._nearest(line, func, forward.module)
-            forward = Origin("forward", module, line, code)
-        # With create_graph=True, and in a checkpoint, backward makes nodes of its own, whose backward is of the same
-        # line.
-        self._forward.setdefault(_torch.forward_sequence_number(), forward)
-        noted = Origin("backward", forward.module, forward.source, forward.code)
-        return {"origin": noted} if again is None else {"origin": noted, "recomputed": True}
-
-    def _nearest(self, line: str, func: Any, module: str) -> str:
-        """Which of the modules that ran ``func`` on the line is nearest to ``module``: a checkpoint calls functions,
-        and does not enter the modules that they belong to."""
-        wanted = module.split(".")
-
-        def common(one: str) -> int:
-            pairs = zip(one.split("."), wanted, strict=False)
-            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-        return max(self._modules.get((line, func), ()), key=common, default=module)
-
-
-class _NoDataAssignment(TorchFunctionMode):
-    """Refuses ``parameter.data = ...``, which no tracer sees."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:
-            line, code = source.running_line()
-            raise CaptureError(
-                f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
-                "Write the values with copy_() under torch.no_grad()."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-_READS_VALUES = {
-    aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
-    aten.equal.default: "build() compared two tensors' values while the step was being traced",
-}
-
-
-def _is_static(tensor: Tensor) -> bool:
-    return all(isinstance(size, int) for size in tensor.shape)
-
-
-@contextlib.contextmanager
-def _module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | None], str]]:
-    """Yields what tells the qualified name of the module whose forward is running, or of the first known of those
-    given."""
-    names = {id(module): name for name, module in root.named_modules()}
-    stack: list[str] = []
-
-    # A checkpoint enters modules in backward, and leaves them by an exception, of which no hook hears.
-    def enter(module: nn.Module, _: Any) -> None:
-        if _torch.backward_sequence_number() is None:
-            stack.append(names.get(id(module), stack[-1] if stack else ""))
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        if _torch.backward_sequence_number() is None:
-            stack.pop()
-
-    def path(modules: Sequence[nn.Module] | None) -> str:
-        if modules is None:
-            return stack[-1] if stack else ""
-        return next((names[id(module)] for module in modules if id(module) in names), "")
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        yield path
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 @contextlib.contextmanager
 def _swapped_groups(
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]], tensors: Mapping[str, Tensor]
@@ -365,9 +245,7 @@ def _explained() -> Iterator[None]:
         yield
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
         line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(
-            f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{_ONE_GRAPH}"
-        ) from None
+        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
     except RuntimeError as error:
         if "grad can be implicitly created only for scalar outputs" not in str(error):
             raise
