@@ -190,9 +190,9 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         aten.rrelu_with_noise_.default: _written(rrelu),
     }
     for operator, function in list(found.items()):
-        packet, _, overload = str(operator).removeprefix("aten.").partition(".")
-        if (name := _WITH_GENERATOR.get(overload, "")) in getattr(aten, packet).overloads():
-            found[getattr(getattr(aten, packet), name)] = function
+        packet, overload = operator.overloadpacket, str(operator).rpartition(".")[2]
+        if (name := _WITH_GENERATOR.get(overload, "")) in packet.overloads():
+            found[getattr(packet, name)] = function
     return {operator: _without_generator(function) for operator, function in found.items()}
 
 
