@@ -103,6 +103,11 @@ def store_of(parameter: nn.Parameter) -> Store | None:
     return found
 
 
+def stores_of(parameters: Iterable[nn.Parameter]) -> list[Store]:
+    """The distinct stores that hold the parameters, in their order: the same on all ranks."""
+    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
+
+
 def in_memory(held: Held) -> Tensor:
     """The tensor itself; of what rests in a file a copy.
 
@@ -148,7 +153,7 @@ def settle(
     Raises:
         OffloadError: a file could not be written.
     """
-    sources = _stores(parameters)
+    sources = stores_of(parameters)
     for source in sources:
         if source.keeper is not keeper:
             _give_back(source, parameters)
@@ -214,11 +219,6 @@ def settle_part(job: Job, layout: Bucket, parameter: nn.Parameter, part: Tensor)
     return store
 
 
-def _stores(parameters: Iterable[nn.Parameter]) -> list[Store]:
-    """The distinct stores that hold the parameters, in their order: the same on all ranks."""
-    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
-
-
 def _held(keeper: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
     """What there is of optimizer state for the parameter, by name: a tensor, or the store that it is in."""
     store = store_of(parameter)
@@ -231,7 +231,7 @@ def _laid(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tenso
     """A new bucket of parameters, whole, wherever their values are. A collective."""
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     by_parameter = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
-    for source in _stores(parameters):
+    for source in stores_of(parameters):
         taken = [index for index, one in enumerate(source.parameters) if id(one) in by_parameter]
         slots = [by_parameter[id(source.parameters[index])] for index in taken]
         _lay_all(whole, layout, slots, _whole_parts(source, source.layout, source.flat, taken))

@@ -58,6 +58,7 @@ __all__ = [
     "examples",
     "fake_mode",
     "forward_sequence_number",
+    "functional_form",
     "functional_trace",
     "generator_replaced",
     "graph_module",
@@ -83,6 +84,7 @@ __all__ = [
     "total_norm_by",
     "trace",
     "version",
+    "viewed_arguments",
     "with_tensors",
     "without_onednn",
     "without_torch_function",
@@ -157,17 +159,10 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
     """Trace an already captured graph again without mutation; writes to arguments stay, as final ``copy_`` nodes.
 
-    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators. It
-    takes as long as the first: a graph without any mutation is returned as it is.
+    ``torch.func.functionalize`` refuses a ``backward()`` inside, so this is a second pass over plain operators.
     """
-    if not any(node.op == "get_attr" or _may_write(node.target) for node in graph.graph.nodes):
-        return graph
     with fx_traceback.preserve_node_meta(), torch.no_grad():
         return trace(torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), arguments)
-
-
-def _may_write(target: Any) -> bool:
-    return isinstance(target, OpOverload) and is_mutable(target)
 
 
 @contextlib.contextmanager
@@ -455,6 +450,18 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def viewed_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes in whose memory the node's result may lie, by its operator's schema."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and not argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
+
+
 def written_tensors(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call of the operator writes to, by its schema."""
     found: list[Tensor] = []
@@ -486,6 +493,23 @@ def in_place_form(operator: OpOverload) -> OpOverload | None:
     name = operator._schema.name.split("::")[1]
     form = getattr(getattr(torch.ops.aten, f"{name}_", None), operator._overloadname, None)
     return form if isinstance(form, OpOverload) else None
+
+
+def functional_form(operator: OpOverload) -> OpOverload | None:
+    """``aten.pow.Tensor_Scalar`` for ``aten.pow_.Scalar``: what takes the same arguments and makes a tensor of its own.
+
+    None where nothing does.
+    """
+    name = operator._schema.name.removeprefix("aten::")
+    if ":" in name or not name.endswith("_"):
+        return None
+    takes = [(one.name, str(one.type)) for one in operator._schema.arguments]
+    for form in overloads(getattr(torch.ops.aten, name.removesuffix("_"), None)):
+        if [(one.name, str(one.type)) for one in form._schema.arguments] == takes and not (
+            form._schema.is_mutable or any(one.alias_info is not None for one in form._schema.returns)
+        ):
+            return form
+    return None
 
 
 def mark_step_called(optimizer: torch.optim.Optimizer) -> None:

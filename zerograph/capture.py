@@ -17,6 +17,7 @@ from zerograph.backward import Backward
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
+from zerograph.mutation import without_mutation
 from zerograph.region import Region
 from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders, take_origins, writes
 from zerograph.substitutes import substituted
@@ -176,7 +177,7 @@ def capture(
         _refuse_foreign_parameters(traced)
         _strip_profiling(traced.graph)
         _write_once(traced.graph, len(state))
-        graph = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
+        graph = without_mutation(traced)
     roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
     roles += [Role("seed", "seed"), *([Role("scaler", "scale")] if scaled else [])]
     _name_roles(graph, roles, [*(Role("gradient", name) for name in gradients), *checks])

@@ -39,7 +39,7 @@ from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Lookup, bind
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
-from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of
+from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
 from zerograph.step_graph import Captured, Role, output_nodes, placeholders
 from zerograph.updates import Updates
 from zerograph.zero import OFF
@@ -354,7 +354,7 @@ class Compiler:
             for one in layout
             if one.store is None
         }
-        moving = dict.fromkeys(store_of(parameter) for parameters in new.values() for parameter in parameters)
+        moving = stores_of(parameter for parameters in new.values() for parameter in parameters)
         stores: dict[str, Store] = {}
         for one in layout:
             name, bucket = one.bucket.name, one.bucket
@@ -367,7 +367,7 @@ class Compiler:
                 stores[name] = one.store
         for store in moving:
             # Of parameters that this graph does not have.
-            if store is not None and not store.dissolved:
+            if not store.dissolved:
                 dissolve(store)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]

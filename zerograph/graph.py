@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, checkpoint, finite, hyperparameters, replicas, state_dict
+from zerograph import _torch, finite, hyperparameters, replicas
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
 from zerograph.compiled import CompiledStep, Prepared
@@ -32,9 +31,10 @@ from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
-from zerograph.runtime.state import Store, bytes_at_rest, close_whole, holds_state_of, open_whole, store_of
+from zerograph.runtime.state import holds_state_of
 from zerograph.sharded_init import is_recording
-from zerograph.step_graph import nbytes, output_nodes
+from zerograph.stateful import Stateful
+from zerograph.step_graph import output_nodes
 from zerograph.update import refuse_unsupported
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
@@ -45,7 +45,7 @@ def building() -> bool:
     return _building.get() is not None
 
 
-class ZeroGraph(Inspected):
+class ZeroGraph(Inspected, Stateful):
     """A training step, or a forward pass, as one graph.
 
     Subclass it: assign modules to attributes in ``__init__`` (after ``super().__init__()``), register optimizers, and
@@ -74,7 +74,6 @@ class ZeroGraph(Inspected):
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
-        # What the random numbers follow from, where config.seed does not say, and forward passes made so far.
         self._seed: int | None = None
         self._passes_done = 0
         self._saver = Saver()
@@ -243,152 +242,6 @@ class ZeroGraph(Inspected):
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
         known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
-
-    def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files.
-
-        The memory that stages 1 and 2 gather parameters into is there between steps, too.
-        """
-        plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
-        return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
-        ``grad_scaler``.
-
-        Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
-        the random numbers of the next step follow from. Every rank must call it, and gets all of it.
-        """
-        self._check_closed()
-        return {
-            "modules": state_dict.modules_state(self._adopted()),
-            "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
-            "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
-            "steps_done": self.steps_done,
-            "grad_scaler": None if self.config.scaler is None else self.config.scaler.state_dict(),
-            "random": {
-                "seed": self._seed if self.config.seed is None else self.config.seed,
-                "passes": self._passes_done,
-            },
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
-
-        The random numbers go on as well, unless ``config.seed`` asks for others. What is left out stays as it is, so
-        states of the plain module and optimizer load too, before and after the first call::
-
-            step.load_state_dict({"modules": {"model": torch.load("model.pt")}})
-            step.load_state_dict({"modules": {"model": ...}, "optimizers": [torch.load("optimizer.pt")]})
-
-        Under ``"modules"`` there must be each that has parameters or buffers, under ``"optimizers"`` and
-        ``"lr_schedulers"`` one for each optimizer (None for a scheduler: it stays as it is).
-
-        Raises:
-            ConfigError: the state does not fit; nothing is changed then, on any rank.
-            RankMismatchError: it does not fit on another rank, or ranks have states of other counts.
-        """
-        self._check_closed()
-        problem: Exception | None = None
-        whole: dict[str, Tensor] = {}
-        facts: dict[str, str] = {}
-        try:
-            state_dict.check_state(self._optimizers, state)
-            if self.config.scaler is not None and state.get("grad_scaler") is not None:
-                self.config.scaler.check_state(state["grad_scaler"])
-            if "modules" in state:
-                whole = state_dict.read_modules(self._adopted(), state["modules"])
-            facts = {name: str(state.get(name)) for name in ("steps_done", "random")}
-        except Exception as error:
-            problem = error
-        agree(self._join(), "loading a state", digest(facts), lambda: facts, problem)
-        if whole:
-            state_dict.load_modules(self._adopted(), whole)
-        for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
-            state_dict.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
-            if scheduler is not None and saved is not None:
-                scheduler.load_state_dict(saved)
-        self.steps_done = state.get("steps_done", self.steps_done)
-        if self.config.scaler is not None and state.get("grad_scaler") is not None:
-            self.config.scaler.load_state_dict(state["grad_scaler"])
-        # States of version 0.1 say nothing of random numbers.
-        if "random" in state:
-            self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]
-
-    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int | None = None) -> None:
-        """Write a checkpoint: each rank its part, in parallel. Every rank must call it, with a folder that all share.
-
-        It has what training needs to go on, on any number of ranks and at any stage: parameters, buffers, the
-        optimizers' state and hyperparameters, schedulers, loss scale, counts, and the state of torch's random
-        generators of each rank. Until all of it is on the disk, what ``path`` held before is what it holds.
-
-        Args:
-            path: the folder. With ``keep`` it holds checkpoints, ``step-00000010`` for instance, and a file ``latest``.
-            asynchronous: return once everything is copied, and write while training goes on; the next save, or
-                :meth:`wait_for_save`, waits for it and raises what went wrong.
-            keep: how many checkpoints to keep in ``path``, the newest ones.
-
-        Raises:
-            CheckpointError: it cannot be written, on every rank; what was there is still there.
-            ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
-        """
-        self._check_closed()
-        parts = self._parts()
-        self._saver.save(
-            self._join(),
-            path,
-            lambda: checkpoint.state_of(parts, self.config.shown()),
-            asynchronous=asynchronous,
-            keep=keep,
-            steps_done=self.steps_done,
-        )
-
-    def wait_for_save(self) -> None:
-        """Until a checkpoint that is written in the background is whole.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        self._saver.wait()
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
-
-        Compile the graph before, and each rank reads only what it is to hold; else parameters and state are whole until
-        it is compiled.
-
-        Raises:
-            CheckpointError: there is none, or a file is missing or damaged.
-            ConfigError: it is of another model or of other optimizers. Nothing is changed then, on any rank.
-        """
-        self._check_closed()
-        self._saver.wait()
-        counts = checkpoint.restore(self._join(), path, self._parts())
-        self.steps_done, self._passes_done, self._seed = counts
-
-    def _parts(self) -> checkpoint.Parts:
-        seed = self._seed if self.config.seed is None else self.config.seed
-        counts = (self.steps_done, self._passes_done, seed)
-        return checkpoint.Parts(
-            self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join()
-        )
-
-    @contextlib.contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        """The graph's modules with whole parameters, to be used eagerly; changes made inside are kept.
-
-        Every rank must enter it, and make the same changes.
-        """
-        stores = self._stores(self._adopted())
-        opened = [store for store in stores if not store.opened]
-        for store in opened:
-            open_whole(store)
-        try:
-            yield
-        finally:
-            for store in opened:
-                close_whole(store)
 
     def __repr__(self) -> str:
         """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
@@ -564,20 +417,11 @@ class ZeroGraph(Inspected):
         adopt_global(members, self._optimizers, self._join())
         return self._members()
 
-    def _stores(self, members: Members | None = None) -> list[Store]:
-        """The distinct stores of the graph's parameters, in the same order on all ranks."""
-        found = dict.fromkeys(map(store_of, (members or self._members()).parameters.values()))
-        return [store for store in found if store is not None]
-
     def _check_usable(self, members: Members) -> None:
         for store in self._stores(members):
             if store.opened:
                 raise InputError("the graph was called inside full_parameters(): leave it first")
             store.check_lent()
-
-    def _check_closed(self) -> None:
-        if any(store.opened for store in self._stores()):
-            raise InputError("state_dict() and load_state_dict() do not work inside full_parameters(): leave it first")
 
     def _compiled(self) -> CompiledStep:
         if self._latest is None:

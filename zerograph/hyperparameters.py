@@ -180,6 +180,7 @@ class Lift:
                 with graph.inserting_before(next(one for one in graph.nodes if one.op != "placeholder")):
                     given = inputs[number]
                     read = graph.call_function(aten._local_scalar_dense.default, (given,))
+                    read.meta["val"] = fake.item()
                 if complement:
                     with graph.inserting_before(read):
                         rest = graph.call_function(aten.rsub.Scalar, (given, 1))

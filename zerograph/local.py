@@ -21,6 +21,7 @@ from zerograph import _torch, source
 from zerograph._torch import pytree
 from zerograph.draws import Draws, refuse_others
 from zerograph.errors import CaptureError, PlacementError
+from zerograph.mutation import without_mutation
 from zerograph.region import GlobalSpec, Region, cut
 from zerograph.region import local as local_operator
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
@@ -261,7 +262,7 @@ def _plan(
 
     tangents = [torch.empty(results[i].shape, dtype=results[i].dtype, device=results[i].device) for i in differentiable]
     traced = _torch.trace(joint, [*parts, *tangents], here.table)
-    module = _torch.functional_trace(traced, [node.meta["val"] for node in placeholders(traced.graph)])
+    module = without_mutation(traced)
     take_origins(module.graph)
     refuse_others(module.graph)
     if any(True for _ in writes(module.graph)):

@@ -22,7 +22,7 @@ from zerograph.members import Members, Optimizers, parameters_of
 from zerograph.mesh import Mesh
 from zerograph.runtime.bits import bytes_of, hashed
 from zerograph.runtime.process_group import Job, digest, explained, first_difference
-from zerograph.runtime.state import Held, in_memory, store_of
+from zerograph.runtime.state import Held, in_memory, store_of, stores_of
 from zerograph.sbp import NdSbp, Split, whole
 from zerograph.slots import shown, spans, unravel
 
@@ -165,9 +165,7 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
     """What several ranks hold alike, in the same order on all: parameters, optimizer state, buffers."""
     everywhere = whole(mesh.dims)
     found: list[Replica] = []
-    for store in dict.fromkeys(map(store_of, members.parameters.values())):
-        if store is None:
-            continue
+    for store in stores_of(members.parameters.values()):
         found.append(Replica("", store.flat, store.layout.sbp, store.layout))
         for name, held in store.state.items():
             layout = store.layouts.get(name)

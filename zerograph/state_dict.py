@@ -21,6 +21,7 @@ from zerograph.runtime.state import (
     plain_parameters,
     plain_states,
     store_of,
+    stores_of,
 )
 
 
@@ -64,7 +65,7 @@ def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in members.buffers.items():
             buffer.copy_(whole[name])
-        for store in _stores(members.parameters.values()):
+        for store in stores_of(members.parameters.values()):
             load_parameters(store, [whole.get(name) for name in _names(members, store.parameters)])
         for name, parameter in members.parameters.items():
             if store_of(parameter) is None:
@@ -75,7 +76,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` would be on one device. A collective."""
     parameters = list(parameters_of(optimizer))
     states: dict[int, Mapping[str, Tensor]] = {}
-    for store in _stores(parameters):
+    for store in stores_of(parameters):
         if store.keeper is optimizer:
             states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
     for parameter in parameters:
@@ -177,7 +178,7 @@ def _check_shapes(
     """Of what the optimizer holds already, the same shapes must come."""
     numbers = [number for group in groups for number in group["params"]]
     parameters = {id(one): number for one, number in zip(parameters_of(optimizer), numbers, strict=True)}
-    for store in _stores(parameters_of(optimizer)):
+    for store in stores_of(parameters_of(optimizer)):
         for name, layout in store.layouts.items() if store.keeper is optimizer else ():
             for parameter, slot in zip(store.parameters, layout.slots, strict=True):
                 number = parameters.get(id(parameter))
@@ -198,7 +199,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     # What no step has trained yet has no state: its optimizer keeps it.
-    for store in _stores(parameters):
+    for store in stores_of(parameters):
         if store.provisional:
             continue
         states = [held.get(id(parameter), {}) for parameter in store.parameters]
@@ -227,14 +228,9 @@ def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
 
 def _whole_parameters(members: Members) -> dict[str, Tensor]:
     whole = {name: p.detach().clone() for name, p in members.parameters.items() if store_of(p) is None}
-    for store in _stores(members.parameters.values()):
+    for store in stores_of(members.parameters.values()):
         whole |= dict(zip(_names(members, store.parameters), plain_parameters(store), strict=True))
     return whole
-
-
-def _stores(parameters: Any) -> list[Store]:
-    """The distinct stores of ``parameters``, in their order: the same on all ranks."""
-    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
 
 
 def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:

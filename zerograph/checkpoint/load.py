@@ -26,7 +26,7 @@ from zerograph.runtime.checkpoint.index import Chunk, Index
 from zerograph.runtime.checkpoint.pieces import Loading, Pieces
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.process_group import Job, agree, digest, explained
-from zerograph.runtime.state import Store, load_states, store_of
+from zerograph.runtime.state import Store, load_states, store_of, stores_of
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
@@ -155,7 +155,7 @@ def _saved_states(found: Index, number: int) -> dict[int, set[str]]:
 
 
 def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> Plan:
-    stores = [one for one in dict.fromkeys(map(store_of, members.parameters.values())) if one is not None]
+    stores = stores_of(members.parameters.values())
     whole = []
     for number, optimizer in enumerate(optimizers):
         saved = _saved_states(reader.index, number)

@@ -25,7 +25,7 @@ from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.process_group import Job, agree
-from zerograph.runtime.state import store_of
+from zerograph.runtime.state import stores_of
 from zerograph.state_dict import numbered_groups
 
 
@@ -50,8 +50,8 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
     members, job = parts.members, parts.job
     named = names_of(members, parts.optimizers)
     pieces: dict[str, Pieces] = {}
-    for store in dict.fromkeys(map(store_of, members.parameters.values())):
-        pieces |= {} if store is None else pieces_of_store(store, named)
+    for store in stores_of(members.parameters.values()):
+        pieces |= pieces_of_store(store, named)
     pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
     pieces |= _generators(job)
     for name, one in pieces.items():

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph import _torch, hyperparameters
+from zerograph import hyperparameters
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.hyperparameters import Lift, Path, Watched
+from zerograph.mutation import without_mutation
 from zerograph.step_graph import placeholders
 from zerograph.update.keying import initial_value, key_of
 from zerograph.update.proofs import mixing, refuse_random
@@ -196,7 +197,7 @@ def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
 
 def _functional(graph: fx.GraphModule) -> fx.GraphModule:
     nodes = placeholders(graph.graph)
-    functional = _torch.functional_trace(graph, [node.meta["val"] for node in nodes])
+    functional = without_mutation(graph)
     for old, new in zip(nodes, placeholders(functional.graph), strict=True):
         new.meta["update_input"] = old.meta["update_input"]
     for node in functional.graph.find_nodes(op="get_attr"):

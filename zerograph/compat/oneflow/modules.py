@@ -13,7 +13,7 @@ from zerograph.annotate import carry_over
 from zerograph.compat.oneflow.placements import placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
-from zerograph.runtime.state import Store, close_whole, open_whole, store_of
+from zerograph.runtime.state import Store, close_whole, open_whole, store_of, stores_of
 from zerograph.sbp import Sbp, from_dtensor
 
 
@@ -81,8 +81,7 @@ _opened: dict[int, list[Store]] = {}
 def _open(module: nn.Module) -> None:
     # What an earlier call left, that failed halfway.
     _close(module)
-    found = dict.fromkeys(store_of(parameter) for parameter in module.parameters())
-    stores = [store for store in found if store is not None and not store.opened]
+    stores = [store for store in stores_of(module.parameters()) if not store.opened]
     for store in stores:
         open_whole(store)
     _opened[id(module)] = stores
