@@ -27,9 +27,11 @@ _CACHED = 2**18
 _ADDRESS, _BYTES, _NUMBER, _READ = range(0, 4 * _SLOTS, _SLOTS)
 _WORD = 8
 
-# Who waits looks so often, then sleeps so many seconds between looks; a process that has ended it sees after so many.
+# Who waits looks so often, then sleeps this part of what it has waited between looks, from so many seconds to so many:
+# the longer it takes, the less a look too late matters beside the time of whoever computes.
 _SPINS = 200
-_NAP = 50e-6
+_NAP, _SHORTEST, _LONGEST = 0.02, 50e-6, 1e-3
+# A process that has ended is seen after so many seconds.
 _LOOK_AFTER = 0.02
 
 # Others write into them until they learn that this process is gone.
@@ -148,4 +150,4 @@ class Peer:
                     self._check_alive()
                 if now - began > self.timeout:
                     raise RuntimeError(f"timed out after {self.timeout:g} seconds, waiting for rank {self.rank}")
-            time.sleep(_NAP)
+            time.sleep(min(max(_NAP * (now - began), _SHORTEST), _LONGEST))
