@@ -442,21 +442,18 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values the node's operator writes to, by its schema."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
-    found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
-    return found
+    return _aliased_arguments(node, node.target, written=True)
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes in whose memory the node's result may lie, by its operator's schema."""
-    if not isinstance(node.target, OpOverload):
-        return []
+    """The nodes in whose memory the node's result may lie, by its operator's schema; not those that it writes to."""
+    return _aliased_arguments(node, node.target, written=False) if isinstance(node.target, OpOverload) else []
+
+
+def _aliased_arguments(node: fx.Node, operator: OpOverload, *, written: bool) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and not argument.alias_info.is_write:
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write == written:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(given, found.append)
     return found
