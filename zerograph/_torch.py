@@ -442,31 +442,35 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values the node's operator writes to, by its schema."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
-    return _aliased_arguments(node, node.target, written=True)
+    found: list[fx.Node] = []
+    fx.map_arg(_aliased(node.target, node.args, node.kwargs, written=True), found.append)
+    return found
 
 
 def viewed_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes in whose memory the node's result may lie, by its operator's schema; not those that it writes to."""
-    return _aliased_arguments(node, node.target, written=False) if isinstance(node.target, OpOverload) else []
-
-
-def _aliased_arguments(node: fx.Node, operator: OpOverload, *, written: bool) -> list[fx.Node]:
+    if not isinstance(node.target, OpOverload):
+        return []
     found: list[fx.Node] = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write == written:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
+    fx.map_arg(_aliased(node.target, node.args, node.kwargs, written=False), found.append)
     return found
 
 
 def written_tensors(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call of the operator writes to, by its schema."""
     found: list[Tensor] = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [one for one in (given if isinstance(given, (list, tuple)) else [given]) if one is not None]
+    for given in _aliased(operator, args, kwargs, written=True):
+        found += [one for one in (given if isinstance(given, (list, tuple)) else [given]) if one is not None]
     return found
+
+
+def _aliased(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool) -> list[Any]:
+    """What is given for those arguments whose memory the operator writes to, or else may return."""
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write == written
+    ]
 
 
 def overloads(operator: Any) -> list[OpOverload]:
