@@ -490,10 +490,11 @@ def overloads(operator: Any) -> list[OpOverload]:
 
 
 def in_place_form(operator: OpOverload) -> OpOverload | None:
-    """``aten.add_.Tensor`` for ``aten.add.Tensor``; None where there is none."""
-    name = operator._schema.name.split("::")[1]
-    form = getattr(getattr(torch.ops.aten, f"{name}_", None), operator._overloadname, None)
-    return form if isinstance(form, OpOverload) else None
+    """``aten.pow_.Scalar`` for ``aten.pow.Tensor_Scalar``: what takes the same arguments and writes to the first.
+
+    None where nothing does.
+    """
+    return next(_taking_the_same(operator, f"{_name(operator)}_"), None)
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:
@@ -501,16 +502,25 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
 
     None where nothing does.
     """
-    name = operator._schema.name.removeprefix("aten::")
-    if ":" in name or not name.endswith("_"):
+    name = _name(operator)
+    if not name.endswith("_"):
         return None
-    takes = [(one.name, str(one.type)) for one in operator._schema.arguments]
-    for form in overloads(getattr(torch.ops.aten, name.removesuffix("_"), None)):
-        if [(one.name, str(one.type)) for one in form._schema.arguments] == takes and not (
-            form._schema.is_mutable or any(one.alias_info is not None for one in form._schema.returns)
-        ):
+    for form in _taking_the_same(operator, name.removesuffix("_")):
+        if not (form._schema.is_mutable or any(one.alias_info is not None for one in form._schema.returns)):
             return form
     return None
+
+
+def _name(operator: OpOverload) -> str:
+    return operator._schema.name.removeprefix("aten::")
+
+
+def _taking_the_same(operator: OpOverload, name: str) -> Iterator[OpOverload]:
+    """The overloads of aten's ``name`` with the operator's arguments; two forms of one have other overload names."""
+    takes = [(one.name, str(one.type)) for one in operator._schema.arguments]
+    for form in [] if ":" in name else overloads(getattr(torch.ops.aten, name, None)):
+        if [(one.name, str(one.type)) for one in form._schema.arguments] == takes:
+            yield form
 
 
 def mark_step_called(optimizer: torch.optim.Optimizer) -> None:

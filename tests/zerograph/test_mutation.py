@@ -12,6 +12,8 @@ from torch import Tensor
 from zerograph import _torch, mutation
 from zerograph.step_graph import writes
 
+aten = torch.ops.aten
+
 Function = Callable[[Tensor, Tensor], Any]
 
 
@@ -138,3 +140,12 @@ def test_a_graph_that_writes_nothing_stays() -> None:
     with _torch.fake_mode():
         graph = _torch.trace(lambda x: x.t() + 1, [torch.empty(4, 4)])
         assert mutation.without_mutation(graph) is graph
+
+
+def test_forms_are_found_by_what_they_take() -> None:
+    """Two forms of one computation may have other overload names, and two of one name may compute other things."""
+    assert _torch.in_place_form(aten.pow.Tensor_Scalar) is aten.pow_.Scalar
+    assert _torch.in_place_form(aten.pow.Scalar) is None  # a number to the power of a tensor
+    assert _torch.functional_form(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
+    assert _torch.in_place_form(aten.add.Tensor) is aten.add_.Tensor
+    assert _torch.functional_form(aten.add.Tensor) is None
