@@ -17,6 +17,8 @@ import torch
 
 import zerograph as zg
 from tests.faults.tally import Tally
+from tests.pool import Pool
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Two at once: each on a port of its own.
@@ -62,10 +64,12 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Popen[bytes], Path]:
-    """A whole run, begun and not waited for, and the folder of its checkpoints."""
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run's checkpoints."""
     folder = tmp_path_factory.mktemp("undisturbed") / "whole"
-    return subprocess.Popen(command(folder, *TORCHRUN), env=environment(), stdout=subprocess.DEVNULL), folder
+    script, *options = command(folder)
+    run_script(pool, 2, Path(script), *options)
+    return folder
 
 
 def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]:
@@ -100,16 +104,14 @@ def _random() -> list[tuple[int, int, float]]:
 )
 def test_a_job_that_loses_a_rank_restarts_and_ends_as_if_nothing_had_been(
     tmp_path: Path,
-    undisturbed: tuple[subprocess.Popen[bytes], Path],
+    undisturbed: Path,
     tally: Callable[[str], Tally],
     rank: int,
     step: int,
     delay: float,
 ) -> None:
     lost_steps, seconds = crash(tmp_path / "crashed", rank, step, delay)
-    whole, folder = undisturbed
-    assert whole.wait(240) == 0
-    expected, found = (zg.read_checkpoint(one) for one in (folder, tmp_path / "crashed"))
+    expected, found = (zg.read_checkpoint(one) for one in (undisturbed, tmp_path / "crashed"))
     assert expected["steps_done"] == found["steps_done"] == STEPS
     for name, value in expected["modules"]["model"].items():
         assert torch.equal(found["modules"]["model"][name], value)

@@ -29,47 +29,43 @@ class Heap(ctypes.Structure):
     NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
-step = Step()
-step.config.keep_freed_memory = sys.argv[1] == "keep"
-x = torch.ones(2**22)
-for _ in range(16):
-    step(x)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
-    step(x)
-faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 8
-
-# More blocks, larger than any that was freed, than the freed ones have room for: a heap left alone maps some apart.
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype, libc.malloc.restype = Heap, ctypes.c_void_p
-mappings = libc.mallinfo2().hblks
-for _ in range(16):
-    libc.malloc(ctypes.c_size_t(30 * 2**20))
-print(faults, libc.mallinfo2().hblks - mappings)
+x = torch.ones(2**22)
+for option in sys.argv[1:]:
+    step = Step()
+    step.config.keep_freed_memory = option == "keep"
+    for _ in range(16):
+        step(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        step(x)
+    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 8
+    # More blocks, larger than any that was freed, than the freed ones have room for: a heap left alone maps some apart.
+    mappings = libc.mallinfo2().hblks
+    for _ in range(16):
+        libc.malloc(ctypes.c_size_t(30 * 2**20))
+    print(faults, libc.mallinfo2().hblks - mappings)
 """
 
 
-def run(option: str, **environment: str) -> tuple[int, bool]:
-    """Pages that each run of a graph with eight blocks of 16 MiB at once takes anew; if the heap was left alone."""
+def run(*options: str, **environment: str) -> list[tuple[int, bool]]:
+    """By option, in turn: pages that a run of a graph with eight blocks of 16 MiB takes anew; if the heap is alone."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
-    command = [sys.executable, "-c", PROGRAM, option]
+    command = [sys.executable, "-c", PROGRAM, *options]
     ran = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True)
-    faults, mapped = ran.stdout.split()
-    return int(faults), mapped != "0"
+    found = [line.split() for line in ran.stdout.splitlines()]
+    return [(int(faults), mapped != "0") for faults, mapped in found]
 
 
-def test_what_is_freed_is_there_for_the_next_step() -> None:
-    faults, alone = run("keep")
-    assert faults < PAGES / 2
-    assert not alone
-
-
-def test_the_heap_is_left_alone_where_the_configuration_says_so() -> None:
-    _, alone = run("give back")
+def test_what_is_freed_is_there_for_the_next_step_unless_the_configuration_says_otherwise() -> None:
+    (_, alone), (faults, kept_alone) = run("give back", "keep")
     assert alone
+    assert faults < PAGES / 2
+    assert not kept_alone
 
 
 def test_what_is_freed_goes_back_where_the_environment_says_so() -> None:
-    faults, alone = run("keep", MALLOC_TRIM_THRESHOLD_="131072")
+    ((faults, alone),) = run("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert faults >= 8 * PAGES
     assert alone

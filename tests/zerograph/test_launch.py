@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,7 @@ import zerograph as zg
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(sys.executable)
-SINGLE = [str(PYTHON)]
-TWO = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture
@@ -32,25 +33,35 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
-def run(command: list[str], program: Path) -> subprocess.CompletedProcess[str]:
+def together(program: Path) -> str:
+    """What it prints under torchrun."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(
-        [*command, str(program)], cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300
+    result = subprocess.run(
+        [*TORCHRUN, str(program)], cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300
     )
+    assert result.returncode == 0, result.stderr
+    # torch complains about a process group that nobody destroyed, and so on.
+    assert "Warning" not in result.stderr
+    assert "destroy_process_group" not in result.stderr
+    return result.stdout
 
 
-def test_the_readme_runs_with_and_without_a_launcher(program: Path) -> None:
-    alone, together = run(SINGLE, program), run(TWO, program)
-    for result in (alone, together):
-        assert result.returncode == 0, result.stderr
-        # torch complains about a process group that nobody destroyed, and so on.
-        assert "Warning" not in result.stderr
-        assert "destroy_process_group" not in result.stderr
-    assert "rank 0 of 1" in alone.stdout
-    assert "rank 0 of 2" in together.stdout
-    losses = [float(result.stdout.split()[1]) for result in (alone, together)]
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+def alone(program: Path) -> str:
+    """What it prints where no launcher has said anything."""
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(str(program), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_readme_runs_with_and_without_a_launcher(pool: Pool, program: Path) -> None:
+    single, both = pool.run(1, alone, program)[0], together(program)
+    assert "rank 0 of 1" in single
+    assert "rank 0 of 2" in both
+    assert float(single.split()[1]) == pytest.approx(float(both.split()[1]), abs=2e-4)
 
 
 def incomplete(program: Path) -> str:

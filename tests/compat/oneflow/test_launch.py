@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pool import Pool
+from tests.scripts import run_script
 from zerograph.compat.oneflow.launch import arguments_of_torchrun
 
 ROOT = Path(__file__).parents[3]
@@ -53,15 +55,26 @@ def test_a_mistake_is_named(given: str, message: str, capsys: pytest.CaptureFixt
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_example_trains_and_predicts_over_two_processes() -> None:
+def test_it_starts_as_many_as_it_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:])"
+    )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*LAUNCH, "--nproc_per_node", "2", "examples/oneflow_zero.py", "--stage", "3", "--steps", "30"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    command = [*LAUNCH, "--nproc_per_node", "2", str(script), "--lr", "1"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
-    assert "ZeRO stage 3, 30 steps done" in result.stdout
-    assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in result.stdout
-    found = re.search(r"loss ([\d.]+) to ([\d.]+)", result.stdout)
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 --lr 1", "rank 1 of 2 --lr 1"]
+
+
+def test_the_example_trains_and_predicts_over_two_processes(pool: Pool) -> None:
+    options = ["--stage", "3", "--steps", "30"]
+    (printed, warned), _ = run_script(pool, 2, ROOT / "examples" / "oneflow_zero.py", *options)
+    assert not warned
+    assert "ZeRO stage 3, 30 steps done" in printed
+    assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in printed
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", printed)
     assert found
     assert float(found[2]) < 0.8 * float(found[1])
