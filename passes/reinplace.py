@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.passes.edit import drop_unused, emit, in_place_of, occurrences
-from zerograph.step_graph import origin, writes
+from zerograph.step_graph import origin, viewed, writes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -163,7 +163,8 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
         assert isinstance(source, fx.Node)
         if any(reader >= node for reader in _readers(source) if reader not in (node, write)):
             return
-        if source in node.all_input_nodes and occurrences(node, source) > 1:
+        # A part of what is written over would change while it is read.
+        if occurrences(node, source) > 1 or not _views(source).isdisjoint(node.all_input_nodes):
             return
     for node in chain:
         source = node.args[0]
@@ -174,11 +175,16 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """Everything that reads the node's memory: its users, and those of its views."""
+    return {user for one in (node, *_views(node)) for user in one.users}
+
+
+def _views(node: fx.Node) -> set[fx.Node]:
+    """What lies in the node's memory, views of views among it."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
-        for user in stack.pop().users:
-            found.add(user)
-            if isinstance(user.target, OpOverload) and user.target.is_view:
-                stack.append(user)
+        source = stack.pop()
+        fresh = {user for user in source.users if viewed(user) is source} - found
+        found |= fresh
+        stack += fresh
     return found

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.passes.edit import drop_unused, emit
-from zerograph.step_graph import origin
+from zerograph.step_graph import origin, viewed
 
 aten = torch.ops.aten
 
@@ -44,8 +43,8 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 def _may_change(node: fx.Node) -> bool:
     """Whether it is an input or a view of one: state is written at the end of the step, and a copy keeps the old."""
-    while isinstance(node.target, OpOverload) and node.target.is_view:
-        node = node.all_input_nodes[0]
+    while (source := viewed(node)) is not None:
+        node = source
     return node.op != "call_function"
 
 

@@ -19,6 +19,7 @@ Keys that zerograph puts into ``node.meta``:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -150,6 +151,14 @@ def role(node: fx.Node) -> Role | None:
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value lies in the memory of its first argument, as the operator says of itself."""
     return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """What the node's value is a view or a part of, as operators say of themselves; None for memory of its own."""
+    if node.target is operator.getitem:
+        parts = node.args[0]
+        return parts if isinstance(parts, fx.Node) and is_view(parts) else None
+    return node.all_input_nodes[0] if is_view(node) else None
 
 
 def bucket_behind(node: fx.Node) -> Role | None:
