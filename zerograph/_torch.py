@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -61,6 +61,7 @@ __all__ = [
     "functional_form",
     "functional_trace",
     "generator_replaced",
+    "gradient_hooks",
     "graph_module",
     "in_place_form",
     "inductor",
@@ -408,6 +409,19 @@ def tensor_without_data(
     """A tensor of the subclass ``cls`` that has a shape, a dtype and a device, and no values."""
     make: Callable[..., Any] = Tensor._make_wrapper_subclass
     return make(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+Hooks = list[Callable[..., Any]]
+
+
+def gradient_hooks(leaves: Iterable[Tensor]) -> list[tuple[Hooks, Hooks]]:
+    """Of each leaf the hooks on its gradient, and those behind its accumulation: no public name leads to them.
+
+    To be read of parameters without values, too.
+    """
+    with plain_tensors():
+        found = [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    return [(list((first or {}).values()), list((behind or {}).values())) for first, behind in found]
 
 
 def version(tensor: Tensor) -> int:

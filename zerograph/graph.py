@@ -29,6 +29,7 @@ from zerograph.layout import Planned
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
 from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
+from zerograph.recompiles import Recompiles
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.runtime.state import holds_state_of
@@ -71,6 +72,7 @@ class ZeroGraph(Inspected, Stateful):
         self._compiler = Compiler(self._traced_build, self._optimizers, self.config)
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
+        self._recompiles = Recompiles()
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -336,6 +338,7 @@ class ZeroGraph(Inspected, Stateful):
         assert batch is not None
         assert members is not None
         if step is None:
+            self._recompiles.note((batch.key(), self.config.key()), self._shown(known), self._doing())
             step = self._compiler.compile(job, members, batch, capture_key, self._doing())
             if self._seed is None:
                 self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)

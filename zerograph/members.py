@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from zerograph._torch import gradient_hooks
 from zerograph.annotate import annotate, annotated_sbp, annotation, carry_over
 from zerograph.capture import TensorSpec
 from zerograph.errors import ConfigError, PlacementError
+from zerograph.facts import Same, facts, module_facts
 from zerograph.placement import to_local
 from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import adopt, store_of
@@ -199,15 +201,16 @@ def capture_facts(
     Args:
         constants: an optimizer's group, by their numbers, with those hyperparameters that are constants in the graph.
     """
-    names = members.names()
+    names, hooks = members.names(), gradient_hooks(members.parameters.values())
     return {
         "parameters": tuple(
-            (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p)) for name, p in members.parameters.items()
+            (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p), *map(Same, (*on_gradient, *behind)))
+            for (name, p), (on_gradient, behind) in zip(members.parameters.items(), hooks, strict=True)
         ),
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),
         "modules": module_facts(members.root),
-        "attributes of the graph": _simple(attributes),
+        "attributes of the graph": facts(attributes),
         "optimizers": tuple(
             (
                 type(optimizer).__qualname__,
@@ -219,11 +222,6 @@ def capture_facts(
     }
 
 
-def module_facts(root: nn.Module) -> tuple[Any, ...]:
-    """What Python code may branch on in a module and those inside: classes, modes, numbers and flags."""
-    return tuple((name, type(m).__qualname__, _simple(vars(m))) for name, m in root.named_modules())
-
-
 def layout_facts(members: Members) -> tuple[Any, ...]:
     """Where each parameter lives now: a compiled step is bound to that."""
     found: list[Any] = []
@@ -231,11 +229,6 @@ def layout_facts(members: Members) -> tuple[Any, ...]:
         store = store_of(parameter)
         found.append(None if store is None else (store.serial, store.fresh and store.first_differs))
     return tuple(found)
-
-
-def _simple(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Attributes that Python code may branch on or compute with: ``training``, a dropout's ``p``, a flag."""
-    return tuple((k, v) for k, v in attributes.items() if isinstance(v, (bool, int, float, str)) and k[0] != "_")
 
 
 def _hyperparameters(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Any, ...]:

@@ -21,7 +21,8 @@ from zerograph.compat.colossalai import batchwise, counts
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome
 from zerograph.errors import CaptureError
-from zerograph.members import Members, module_facts
+from zerograph.facts import module_facts
+from zerograph.members import Members
 from zerograph.substitutes import substituted
 
 
