@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerograph import _torch, decompositions, draws, finite, source
+from zerograph import _torch, attributes, decompositions, draws, finite, source
 from zerograph._torch import pytree
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
@@ -19,7 +19,7 @@ from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
 from zerograph.region import Region
-from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders, take_origins, writes
+from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders, take_origins, viewed, writes
 from zerograph.substitutes import substituted
 from zerograph.tracing_modes import ONE_GRAPH, NoDataAssignment, Recorder, module_paths
 
@@ -88,6 +88,7 @@ def capture(
         for name, fake in state.items():
             original = root.get_parameter(name) if name in parameters else root.get_buffer(name)
             # Weakly: graphs keep their fakes.
+            _take_over(original, fake)
             fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
@@ -102,6 +103,9 @@ def capture(
     output_spec: list[pytree.TreeSpec] = []
     regions: list[Region] = []
     checks: list[Role] = []
+    held = attributes.Attributes(getattr(build, "__self__", None), root, mode)
+    # By attribute, what the trace left there.
+    left_there: dict[str, Tensor] = {}
     # How often build() calls backward(): known once it has been traced.
     backwards = [1]
 
@@ -130,6 +134,8 @@ def capture(
                 flat, spec = pytree.tree_flatten(build(*args, **kwargs))
             if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
                 nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
+            attributes.keep_assigned(root, list(parameters), list(buffers), aliases, own)
+        left_there.update(held.left())
         backwards.append(backward.count)
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
@@ -145,7 +151,16 @@ def capture(
             *(value.detach() for value in flat if isinstance(value, Tensor)),
             *left,
             *(value for _, value in behind),
+            *(value.detach() for value in left_there.values()),
         ]
+
+    def traced_anew() -> fx.GraphModule:
+        for noted in (gradients, returned, output_spec, regions, checks, left_there):
+            noted.clear()
+        drawn.count = 0
+        for tensor in state.values():
+            tensor.grad = None
+        return _torch.trace(step, inputs_of_step, table)
 
     def autocast() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype)
@@ -153,9 +168,12 @@ def capture(
     # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
     plain = _torch.without_onednn()
     kept = _torch.checkpoints_kept()
-    with mode, plain, kept, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained():
-        inputs_of_step = [*state.values(), seed, *scale, *batch]
-        traced = _torch.trace(step, inputs_of_step, table)
+    inputs_of_step = [*state.values(), seed, *scale, *batch]
+    tracing = mode, plain, kept, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained()
+    with contextlib.ExitStack() as stack:
+        for one in (held.given_back(), *tracing):
+            stack.enter_context(one)
+        traced = traced_anew()
         if scaled and gradients and not backwards[-1]:
             raise CaptureError(
                 "the loss is to be scaled, but build() makes gradients without calling backward()\n"
@@ -163,18 +181,21 @@ def capture(
             )
         if scaled and backwards[-1] > 1:
             # Gradients were unscaled behind the first backward() of several.
-            for noted in (gradients, returned, output_spec, regions, checks):
-                noted.clear()
-            drawn.count = 0
-            for tensor in state.values():
-                tensor.grad = None
-            traced = _torch.trace(step, inputs_of_step, table)
+            held.give_back()
+            traced = traced_anew()
+        if stored := attributes.computed(traced, left_there):
+            # Is it read before it is written? Only a step behind another one shows.
+            held.give_back(but=list(stored.values()))
+            traced = _next_step(traced_anew, stored)
+            attributes.computed(traced, left_there)
         if train and not gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"
                 "Call loss.backward() inside build(), on a loss that depends on the model's parameters."
             )
         _refuse_foreign_parameters(traced)
+        attributes.refuse_fakes(traced, stored)
+        attributes.warn_of_lost(stored)
         _strip_profiling(traced.graph)
         _write_once(traced.graph, len(state))
         graph = without_mutation(traced)
@@ -195,8 +216,31 @@ def capture(
     return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
 
 
+def _next_step(trace: Callable[[], fx.GraphModule], stored: Mapping[str, Tensor]) -> fx.GraphModule:
+    """The graph of a step that finds what the one before has ``stored``.
+
+    Raises:
+        CaptureError: it fails with that.
+    """
+    try:
+        return trace()
+    except Exception as error:
+        raise attributes.refused(*next(iter(stored.items()))) from error
+
+
 def _parameter(spec: TensorSpec) -> Tensor:
     return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
+
+
+def _take_over(original: Tensor, fake: Tensor) -> None:
+    """What users attach to a parameter is on the one that ``build()`` sees: attributes, and hooks on its gradient."""
+    vars(fake).update({name: value for name, value in vars(original).items() if not name.startswith("_zerograph")})
+    if fake.requires_grad:
+        ((on_gradient, behind),) = _torch.gradient_hooks([original])
+        for hook in on_gradient:
+            fake.register_hook(hook)
+        for hook in behind:
+            fake.register_post_accumulate_grad_hook(hook)
 
 
 def original_of(tensor: Tensor) -> Tensor:
@@ -335,7 +379,7 @@ def _write_once(graph: fx.Graph, state: int) -> None:
     for node in graph.nodes:
         written = _torch.written_arguments(node)
         if held.isdisjoint(written):
-            if node.op == "call_function" and getattr(node.target, "is_view", False) and node.args[0] in held:
+            if viewed(node) in held:
                 held.add(node)
         elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
             node.replace_all_uses_with(written[0])
@@ -433,8 +477,8 @@ def _own_outputs(graph: fx.Graph) -> None:
     output = graph.output_node()
     for node in output.all_input_nodes:
         base = node
-        while base.op == "call_function" and getattr(base.target, "is_view", False):
-            base = base.all_input_nodes[0]
+        while (under := viewed(base)) is not None:
+            base = under
         if base.op == "placeholder":
             with graph.inserting_before(output):
                 clone = graph.call_function(aten.clone.default, (node,))

@@ -1,6 +1,7 @@
 """Functions of torch.nn that cannot be traced, or not sample by sample, and what stands for them during capture.
 
-They read values, or make shapes of values, where the same numbers can be had without.
+They read values, or make shapes of values, where the same numbers can be had without. Torch's loss scaling, which the
+graph has in its own way, is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerograph import _torch
+from zerograph import _torch, source
+from zerograph.errors import CaptureError
 from zerograph.operators import ctc_loss
 
 
@@ -27,8 +29,27 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
         stack.enter_context(patch.object(F, "embedding_bag", _bags(F.embedding_bag)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
+        for name in ("scale", "unscale_", "step", "update"):
+            refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
+            stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
         stack.enter_context(_torch.causal_masks_unread())
         yield
+
+
+def _unless_enabled(method: Any) -> Any:
+    """torch's scaler looks at the values of gradients, and keeps its scale outside of the step."""
+
+    def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return method(self, *args, **kwargs)
+        line, code = source.running_line()
+        raise CaptureError(
+            f"build() scales its loss by a torch.amp.GradScaler\n  {line}   {code}\n"
+            "Leave it out, call loss.backward(), and set config.grad_scaler = zg.GradScaler(): the graph scales the "
+            "loss, skips steps that overflow, and changes the scale."
+        )
+
+    return refusing
 
 
 def _gaussian_nll_loss(

@@ -41,6 +41,8 @@ class Recorder(_torch.TorchDispatchMode):
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
+        if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
+            _refuse_writes_outside(func, args, kwargs or {})
         with _torch.annotated(self._noted(func)):
             result = func(*args, **(kwargs or {}))
         if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
@@ -82,6 +84,18 @@ class Recorder(_torch.TorchDispatchMode):
             return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
         return max(self._modules.get((line, func), ()), key=common, default=module)
+
+
+def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
+    """Before a tensor that is no part of the step is changed, which the trace would do once and the step never."""
+    for written in _torch.written_tensors(func, args, kwargs):
+        if not isinstance(written, _torch.FakeTensor):
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of a module\n"
+                f"  {line}   {code}\n"
+                "Register it with register_buffer() in the module's __init__: buffers are part of the step."
+            )
 
 
 class NoDataAssignment(TorchFunctionMode):
