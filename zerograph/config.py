@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -20,6 +21,21 @@ from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
 
+def _refusing_unknown(config: type[Config]) -> type[Config]:
+    """The class, whose constructor refuses names that are no option as setting them does: with what is close."""
+    init = config.__init__
+
+    @functools.wraps(init)
+    def checked(self: Config, *args: Any, **options: Any) -> None:
+        for name in options:
+            check_name(name)
+        init(self, *args, **options)
+
+    config.__init__ = checked  # type: ignore[method-assign]
+    return config
+
+
+@_refusing_unknown
 @dataclass
 class Config:
     """Options of one graph. Set them before the first call, or between calls: the step is then compiled again.

@@ -53,23 +53,20 @@ class ZeroGraph(Inspected, Stateful):
     write ``build()``. Calling the graph compiles it the first time, and runs it.
 
     Attributes:
-        config: its options, see :class:`zerograph.config.Config`.
         steps_done: updates made so far, without those skipped; 0 for a graph without optimizer.
         steps_skipped: updates left out in this process because a loss or gradient was not finite, see
             ``config.on_nonfinite``; overflows that loss scaling deals with do not count.
     """
 
-    config: Config
     steps_done: int
     steps_skipped: int
 
     def __init__(self) -> None:
-        self.config = Config()
         self.steps_done = 0
         self.steps_skipped = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
-        self._compiler = Compiler(self._traced_build, self._optimizers, self.config)
+        self._compiler = Compiler(self._traced_build, self._optimizers, Config())
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
         self._recompiles = Recompiles()
@@ -81,9 +78,24 @@ class ZeroGraph(Inspected, Stateful):
         self._saver = Saver()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("config", "_optimizers", "_steps", "_job"):
+        if name in ("_compiler", "_optimizers", "_steps", "_job"):
             raise ConfigError(f"{type(self).__name__}.__init__() must call super().__init__() first")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def config(self) -> Config:
+        """Its options. A :class:`zerograph.config.Config` that is assigned takes the place of all of them.
+
+        Raises:
+            ConfigError: what is assigned is none.
+        """
+        return self._compiler.config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(f"config = {config!r:.60}: give a zerograph.Config, or set options of the one there is")
+        self._compiler.config = config
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The step: forward, ``loss.backward()`` if it trains, and what to return. Traced, never run as it stands."""
@@ -406,7 +418,7 @@ class ZeroGraph(Inspected, Stateful):
         return self._job
 
     def _attributes(self) -> dict[str, Any]:
-        own = ("config", "steps_done", "steps_skipped")
+        own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
 
     def _members(self) -> Members:

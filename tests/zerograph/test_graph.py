@@ -174,6 +174,24 @@ def test_only_what_changes_the_graph_compiles_again(monkeypatch: pytest.MonkeyPa
     assert step.steps_done == 10
 
 
+def test_an_assigned_configuration_is_the_one_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("mlp")
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (x, y), *_ = batches("mlp", 1)
+    step(x, y)
+    before = step.state_dict()["modules"]["model"]
+    seen = count_compiles(monkeypatch)
+    for _ in range(2):
+        step.config = zg.Config(mode="distributed_split", stage=3, clip_grad_norm=1e-3)
+        step(x, y)
+    assert len(seen) == 1, "an equal one is the same step"
+    assert "ZeRO stage 3" in repr(step)
+    after = step.state_dict()["modules"]["model"]
+    moved = torch.cat([(after[name] - one).flatten() for name, one in before.items()])
+    # At a learning rate of 1 a step is as long as its gradient, and two alike are twice as long.
+    assert moved.norm().item() == pytest.approx(2e-3, rel=1e-2)
+
+
 def test_momentum_compiles_once_more_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mlp")
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1)

@@ -59,6 +59,8 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (option("bucketsize", 3), "'bucketsize'; did you mean bucket_size"),
     (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean bucket_size"),  # type: ignore[attr-defined]
     (lambda: delattr(zg.Config(), "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
+    (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean bucket_size"),  # type: ignore[call-arg]
+    (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: give a zerograph.Config"),
     (lambda: zg.Config(3), "mode = 3: unknown ZeRO mode; choose one of"),  # type: ignore[arg-type]
     (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
     (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 1, 2 or 3"),

@@ -171,7 +171,7 @@ class Forward(Recorded):
 
     def __init__(self, model: nn.Module, criterion: Any, config: Config) -> None:
         super().__init__(model, criterion)
-        self.config = self._compiler.config = config
+        self.config = config
 
 
 class Preview(Forward):

@@ -71,7 +71,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         debug_op_repr_with_py_stack: bool = False,
     ) -> None:
         super().__init__()
-        self.config = self._compiler.config = GraphConfig()
+        self.config = GraphConfig()
         self._name = f"{type(self).__name__}_{next(_made[type(self).__name__])}"
         self._debug_level = -1
         self.debug(debug_v_level, ranks=debug_ranks)
