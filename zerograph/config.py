@@ -332,11 +332,16 @@ class Config:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def shown(self, *, changed: bool = False) -> str:
-        """The same in words that are equal on all ranks; ``changed``: only of options that are not at their default."""
+        """The same in words that are equal on all ranks.
+
+        ``changed``: only of options that are not at their default, after the mode and, unless that is off, the stage.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if changed:
             default = Config()
-            values = {name: value for name, value in values.items() if value != getattr(default, name)}
+            values = {k: v for k, v in values.items() if k in ("mode", "stage") or v != getattr(default, k)}
+            if self.mode == "off" and self.stage != "auto":
+                del values["stage"]
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
 
 

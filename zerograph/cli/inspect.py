@@ -10,7 +10,7 @@ import typer
 
 from zerograph.cli.failing import as_json, reported
 from zerograph.cli.progress import progress_bars
-from zerograph.cli.script import load, mesh_of, option, prepare
+from zerograph.cli.script import load, mesh_of, prepare
 from zerograph.errors import ConfigError
 from zerograph.report import write
 
@@ -65,9 +65,10 @@ def inspect(
             lines = found.text(pass_name, module)
             shown = lines.splitlines() if json else lines
         elif json:
-            shown = {"script": script, "options": option(step.config), **found.summary.as_dict()}
+            shown = {"script": script, "options": step.config.shown(changed=True), **found.summary.as_dict()}
         elif not written:
-            head = f"{type(step).__name__} of {script}, as rank {rank} of {mesh or world_size}: {option(step.config)}"
+            options = step.config.shown(changed=True)
+            head = f"{type(step).__name__} of {script}, as rank {rank} of {mesh or world_size}: {options}"
             shown = f"{head}\n{found.describe() if full else found.page()}"
     for path in written:
         typer.echo(path, err=json)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from zerograph.compiled import Prepared
-from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.names import close_to
@@ -97,11 +96,6 @@ def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
         position.append(place)
     names = ("ranks",) if len(sizes) == 1 else tuple(f"ranks{dim}" for dim in range(len(sizes)))
     return Mesh(sizes, tuple(reversed(position)), names)
-
-
-def option(config: Config) -> str:
-    """What the configuration has that is not at its default."""
-    return config.shown(changed=True) or "all options at their defaults"
 
 
 def _imported(path: Path) -> ModuleType:

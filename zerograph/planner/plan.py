@@ -60,7 +60,7 @@ class Plan:
 
     Attributes:
         mesh: shape of the grid of ranks.
-        options: the configuration, as far as it is not the default.
+        options: the configuration: mode and stage, and what is not the default.
         machine: name of what it would run on; ``capacity`` is the memory of one of its devices.
         parameters: elements of the model.
         at_rest: bytes between steps, by kind: parameters (masters, where they are computed with in less), optimizer

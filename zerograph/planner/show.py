@@ -32,8 +32,7 @@ def page(plan: Plan) -> RenderableType:
     """A plan on a page: what it is of, memory, wire, time, and what else was tried."""
     grid = "x".join(map(str, plan.mesh))
     head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}")
-    if plan.options:
-        head.append(f"\n{plan.options}", style="dim")
+    head.append(f"\n{plan.options}", style="dim")
     parts: list[RenderableType] = [head, _memory(plan), _wire(plan), _time(plan)]
     if plan.alternatives:
         parts.append(candidates(plan.alternatives))

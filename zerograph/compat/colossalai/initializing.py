@@ -58,7 +58,7 @@ def initialize(
             train_dataloader = WholeUpdates(train_dataloader, calls)
         scheduler = None if scheduler is None else EachUpdate(scheduler, calls)
     if verbose and rank() == 0:
-        print(f"zerograph: {engine.graph.config.shown(changed=True) or 'all options at their defaults'}", flush=True)
+        print(f"zerograph: {engine.graph.config.shown(changed=True)}", flush=True)
     return engine, train_dataloader, test_dataloader, scheduler
 
 
