@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ FAILED = 2
 def reported() -> Iterator[None]:
     """Errors of zerograph are told on standard error, without a traceback, and end the command.
 
-    A memory budget that does not suffice is an answer: what was asked for does not fit.
+    A memory budget that does not suffice is an answer: what was asked for does not fit. Any other error is a bug, whose
+    traceback is wanted, and no answer: Python by itself would end with 1.
     """
     try:
         yield
@@ -28,6 +30,9 @@ def reported() -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             typer.echo(note, err=True)
         raise typer.Exit(DIFFERS if isinstance(error, MemoryBudgetError) else FAILED) from None
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(FAILED) from None
 
 
 def as_json(value: Any) -> None:

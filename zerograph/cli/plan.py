@@ -15,7 +15,7 @@ from rich.console import Console
 
 from zerograph.cli.failing import DIFFERS, reported
 from zerograph.cli.progress import progress_bars
-from zerograph.cli.script import load
+from zerograph.cli.script import load, tracing
 from zerograph.config import in_bytes
 from zerograph.planner import bars, lanes, pictures, plots, show
 from zerograph.planner.closed_form import Precision, model_states
@@ -55,7 +55,7 @@ def plan(
 
     Of a number of parameters, in closed form:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
 
-    Ends with 1 if something does not fit.
+    Ends with 1 if something does not fit, with 2 if it cannot be planned.
     """
     console, errors = Console(), Console(stderr=True)
     try:
@@ -76,7 +76,8 @@ def plan(
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
-        fits = _closed_form(console, params, [_size(mesh) for mesh in meshes], precision, limit, as_json)
+        with reported():
+            fits = _closed_form(console, params, [_size(mesh) for mesh in meshes], precision, limit, as_json)
         raise typer.Exit(0 if fits else DIFFERS)
     assert step is not None
     ways = list(itertools.product(meshes, stage.split(",")))
@@ -94,7 +95,8 @@ def plan(
         for mesh, chosen in ways:
             if len(ways) > 1:
                 tell("plans", len(plans), len(ways), f"stage {chosen} on {'x'.join(map(str, mesh))} ranks")
-            plans.append(plan_step(subject, batch, mesh=mesh, stage=chosen, device=device, fit=limit, **options))
+            with tracing(subject):
+                plans.append(plan_step(subject, batch, mesh=mesh, stage=chosen, device=device, fit=limit, **options))
     for one in plans:
         if as_json:
             typer.echo(json.dumps(one.as_dict()))

@@ -7,12 +7,14 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from zerograph import _torch, source
 from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
@@ -63,14 +65,37 @@ def prepare(
     """What a rank of ``mesh`` would run. ``stage`` is another than the script's; 0 for none.
 
     Raises:
-        ZeroGraphError: as :meth:`zerograph.graph.ZeroGraph.prepare`; also where the script's build() fails.
+        ConfigError: no such stage; or what the script's step is made of failed.
+        ZeroGraphError: as :meth:`zerograph.graph.ZeroGraph.prepare`.
     """
     if stage is not None:
         if stage not in range(4):
             raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
         mode = "distributed_split" if step.config.mode == "off" else step.config.mode
         step.config.enable_zero(mode if stage else "off", stage=stage or 1, shard_min_size=step.config.shard_min_size)
-    return step.prepare(mesh, *inputs, device=device)
+    with tracing(step):
+        return step.prepare(mesh, *inputs, device=device)
+
+
+@contextlib.contextmanager
+def tracing(step: ZeroGraph) -> Iterator[None]:
+    """While the script's step is traced: what it raises is told with its line, as other failures of the script are.
+
+    Raises:
+        ConfigError: the step failed. What came through no line of the user's is an error of ours, and stays as it is.
+    """
+    try:
+        with _torch.errors_unlogged():
+            yield
+    except ZeroGraphError:
+        raise
+    except Exception as error:
+        line, code = source.raising_line(error.__traceback__)
+        if not line:
+            raise
+        raise ConfigError(
+            f"{type(step).__name__} failed while it was traced: {type(error).__name__}: {error}\n  {line}   {code}"
+        ) from error
 
 
 def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:

@@ -7,6 +7,7 @@ a stage splits between N ranks is divided by N; activations, temporary buffers a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +50,8 @@ def model_states(parameters: float, world_size: int, stage: int, precision: Prec
     """
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"stage = {stage!r}: choose 1, 2 or 3, or 0 for plain data parallel")
-    if world_size < 1 or parameters <= 0:
-        raise ConfigError(f"{parameters:g} parameters on {world_size} ranks: give more than 0 of both")
+    if world_size < 1 or not 0 < parameters < math.inf:
+        raise ConfigError(f"{parameters:g} parameters on {world_size} ranks: give finite numbers above 0")
     if precision not in _BYTES:
         raise ConfigError(f"precision = {precision!r}: choose {' or '.join(map(repr, _BYTES))}")
     per_parameter, per_gradient, per_state = _BYTES[precision]

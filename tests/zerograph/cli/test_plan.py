@@ -28,6 +28,12 @@ class Step(zg.ZeroGraph):
 def planned():
     return Step(), torch.zeros(8, 64)
 
+def misshapen():
+    return Step(), torch.zeros(8, 63)
+
+def listed():
+    return Step(), [torch.zeros(8, 64)]
+
 def wrong():
     return 7
 
@@ -73,11 +79,31 @@ def test_what_does_not_fit_ends_with_1(script: str) -> None:
         [],
         ["--params", "1e9", "--world-size", "eight"],
         ["--params", "1e9", "--fit", "much"],
+        ["--params", "-1"],
+        ["--params", "nan"],
+        ["--params", "inf"],
         ["nowhere.py:planned"],
     ],
 )
 def test_wrong_use_ends_with_2(arguments: list[str]) -> None:
     assert run(*arguments)[0] == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+@pytest.mark.parametrize(("step", "why"), [("misshapen", "RuntimeError: "), ("listed", "TypeError: linear()")])
+def test_a_build_that_fails_is_told_with_its_line(script: str, command: str, step: str, why: str) -> None:
+    found = CliRunner().invoke(app, [command, f"{script}:{step}"])
+    assert found.exit_code == 2
+    assert found.stderr.startswith(f"Step failed while it was traced: {why}")
+    assert found.stderr.endswith("script_of_a_plan.py:12   loss = self.model(x).square().mean()\n")
+    assert len(found.stderr.splitlines()) == 2
+
+
+def test_a_bug_is_no_answer(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerograph.planner.plan.profile", None)
+    found = CliRunner().invoke(app, ["plan", f"{script}:planned"])
+    assert found.exit_code == 2
+    assert "Traceback" in found.stderr
 
 
 def test_a_name_that_is_no_step(script: str) -> None:
