@@ -16,6 +16,7 @@ from torch import Tensor
 from zerograph.errors import ConfigError
 
 _TRACKERS = {"scale": torch.float32, "growth_tracker": torch.int32, "hysteresis_tracker": torch.int32}
+_LARGEST = torch.finfo(_TRACKERS["scale"]).max
 
 
 class GradScaler:
@@ -60,7 +61,7 @@ class GradScaler:
         if not isinstance(enabled, bool):
             raise ConfigError(f"enabled = {enabled!r:.60}: choose True or False")
         for good, complaint in (
-            (0 < init_scale < float("inf"), f"init_scale = {init_scale}: give a finite number above 0"),
+            (0 < init_scale <= _LARGEST, f"init_scale = {init_scale}: give a finite number above 0, which fp32 has"),
             (growth_factor > 1, f"growth_factor = {growth_factor}: give a number above 1"),
             (0 < backoff_factor < 1, f"backoff_factor = {backoff_factor}: give a number between 0 and 1"),
             (growth_interval >= 1, f"growth_interval = {growth_interval}: give a number of steps, 1 or more"),

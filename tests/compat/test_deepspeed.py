@@ -231,6 +231,7 @@ def test_files_go_where_the_configuration_says(tmp_path: Path) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "is a text: give a number"),
         ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "fp16.initial_scale_power = 2000: .* than 128"),
         ({"sparse_gradients": True}, "gradients are dense"),
         ({"optimizer": {"type": "OneBitAdam"}}, "there is no optimizer 'OneBitAdam'"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),

@@ -111,6 +111,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.Config().offload_parameters("nvme", max_in_cpu=-1, nvme_path="/x"), "max_in_cpu: .* 0 or more"),
     (lambda: zg.GradScaler("a"), "init_scale = 'a': give a number"),  # type: ignore[arg-type]
     (lambda: zg.GradScaler(-1), "init_scale = -1: give a finite number above 0"),
+    (lambda: zg.GradScaler(2.0**128), "init_scale = 3.4.*: give a finite number above 0, which fp32 has"),
     (lambda: zg.GradScaler(growth_factor=0.5), "growth_factor = 0.5: give a number above 1"),
     (lambda: zg.GradScaler(growth_interval=1.5), "growth_interval = 1.5: give a whole number"),  # type: ignore[arg-type]
     (lambda: zg.GradScaler(enabled="yes"), "enabled = 'yes': choose True or False"),  # type: ignore[arg-type]

@@ -323,7 +323,10 @@ def _scaler(half: Mapping[str, Any]) -> GradScaler:
         return StaticGradScaler(read("loss_scale"))
     if half.get("consecutive_hysteresis"):
         raise ConfigError("fp16.consecutive_hysteresis: not supported, overflows count until the scale is next raised")
-    scale = 2.0 ** read("initial_scale_power")
+    power = read("initial_scale_power")
+    if power >= 128:
+        raise ConfigError(f"fp16.initial_scale_power = {power:g}: give less than 128, for the scale is fp32")
+    scale = 2.0**power
     return GradScaler(
         init_scale=scale,
         growth_interval=whole(read("loss_scale_window"), "fp16.loss_scale_window", 1),
