@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -160,6 +160,9 @@ class Config:
     gradient_accumulation_steps: int = 1
     accumulation_outputs: str = "whole"
 
+    # That which enable_amp() made last.
+    _amps_scaler: ClassVar[GradScaler | None] = None
+
     def __setattr__(self, name: str, value: Any) -> None:
         check_name(name)
         check = _CHECKS[name]
@@ -194,7 +197,8 @@ class Config:
     def enable_amp(self, enabled: bool = True, *, dtype: torch.dtype = torch.bfloat16) -> None:
         """Mixed precision: compute in ``dtype``, bf16 or fp16, keep fp32 masters. For fp16 the loss is scaled.
 
-        With fp16 ``grad_scaler`` becomes a ``GradScaler()`` unless there is one; False drops it.
+        With fp16 ``grad_scaler`` becomes a ``GradScaler()`` unless there is one. bf16 drops that again, but no scaler
+        that was set otherwise; False drops any.
 
         Raises:
             ConfigError: no such dtype; nothing is changed then.
@@ -206,6 +210,9 @@ class Config:
             self.grad_scaler = None
         elif dtype is torch.float16 and self.grad_scaler is None:
             self.grad_scaler = GradScaler()
+            object.__setattr__(self, "_amps_scaler", self.grad_scaler)
+        elif dtype is not torch.float16 and self.grad_scaler is self._amps_scaler:
+            self.grad_scaler = None
 
     @property
     def scaler(self) -> GradScaler | None:

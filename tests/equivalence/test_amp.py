@@ -216,6 +216,18 @@ def test_scale_waits_for_hysteresis_and_has_a_minimum() -> None:
     assert scales(zg.StaticGradScaler(8.0), [True, False, True]) == [8, 8, 8]
 
 
+def test_bf16_after_fp16_scales_no_loss_unless_a_scaler_was_set() -> None:
+    config = zg.Config()
+    config.enable_amp(dtype=torch.float16)
+    assert config.grad_scaler is not None
+    config.enable_amp(dtype=torch.bfloat16)
+    assert config.grad_scaler is None
+    config.enable_amp(dtype=torch.float16)
+    config.grad_scaler = mine = zg.StaticGradScaler(8.0)
+    config.enable_amp(dtype=torch.bfloat16)
+    assert config.grad_scaler is mine
+
+
 class Clipped(TrainStep):
     """Two backwards, and clipping by the norm of the unscaled gradients."""
 
