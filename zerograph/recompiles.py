@@ -32,7 +32,7 @@ class Recompiles:
             what = ", ".join(changed) or "where parameters lie, which another graph changes in between"
             warnings.warn(
                 f"{doing} is compiled for the {MANY}th time for inputs of one kind; since the last time this has "
-                f"changed: {what}\nWhat changes in every step belongs into an input or a buffer; numbers that build() "
-                "does not need, into objects that are no attributes of its modules.",
+                f"changed: {what}\nWhat changes in every step belongs into an input or a buffer; what build() does not "
+                "need, into an object that is no module.",
                 stacklevel=2,
             )

@@ -145,6 +145,7 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
     return counts, weights[0], weights[1]
 
 
+@pytest.mark.filterwarnings("ignore:step 8 is compiled for the 8th time")
 @pytest.mark.parametrize(
     ("name", "kind", "options", "compiles"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import zerograph.compat.oneflow as flow
 from tests.pool import Pool
 from tests.scripts import run_script
 from zerograph.compat.oneflow.launch import arguments_of_torchrun
@@ -69,9 +70,18 @@ def test_it_starts_as_many_as_it_is_told(tmp_path: Path) -> None:
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 --lr 1", "rank 1 of 2 --lr 1"]
 
 
+def switches_off() -> None:
+    """They are of the whole process, which other tests share."""
+    flow.boxing.nccl.enable_use_compute_stream(False)
+    flow.boxing.nccl.disable_group_boxing_by_dst_parallel(False)
+
+
 def test_the_example_trains_and_predicts_over_two_processes(pool: Pool) -> None:
     options = ["--stage", "3", "--steps", "30"]
-    (printed, warned), _ = run_script(pool, 2, ROOT / "examples" / "oneflow_zero.py", *options)
+    try:
+        (printed, warned), _ = run_script(pool, 2, ROOT / "examples" / "oneflow_zero.py", *options)
+    finally:
+        pool.run(2, switches_off)
     assert not warned
     assert "ZeRO stage 3, 30 steps done" in printed
     assert "weight before (B,), after (S(0),), in the file torch.Size([128, 256])" in printed
