@@ -150,7 +150,7 @@ def _usable(
     mesh: Mesh,
     zero_dim: int,
 ) -> bool:
-    """Whether the step can run on the store as it is: it updates all of it in the same way, or none of it."""
+    """Whether the step can run on the store as it is: its optimizer's, updated all in the same way; or not updated."""
     found = [updates.get(name) for name in names]
     first = found[0]
     if first is None:
@@ -167,6 +167,7 @@ def _usable(
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.rest.device == _rest(store.layout, config).device
         and store.specs == first.program.state
+        and store.keeper is first.optimizer
     )
     if not fits:
         return False
@@ -312,8 +313,10 @@ class _Holding:
 def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.keeper if store is not None else None
+    # Another optimizer's state is none of this one's.
+    own = store is not None and not store.provisional and store.keeper is keeper
     held: Mapping[str, Any]
-    if store is not None and not store.provisional:
+    if store is not None and own:
         held = {} if store.fresh else {name: store.state[name] for name in store.specs}
     else:
         held = {} if keeper is None else held_state(keeper, parameter)
@@ -330,7 +333,7 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
         )
     if alone:
         return _Holding(keeper, specs, update.program.shapes, alone, (), not held)
-    if store is not None and store.layout.one_by_one and held and any(spec.scalar for spec in specs.values()):
+    if store is not None and own and store.layout.one_by_one and held and any(one.scalar for one in specs.values()):
         raise CaptureError(
             f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
             "own\nBuild the graph anew with these hyperparameters, and load_state_dict() what state_dict() of this one "

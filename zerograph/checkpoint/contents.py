@@ -29,10 +29,12 @@ class Named:
     Attributes:
         parameters: of each parameter, by ``id``.
         states: where the optimizer's state of a parameter begins, by ``id``: ``"optimizers.0.state.12."``.
+        keepers: the optimizers whose state goes by these names.
     """
 
     parameters: Mapping[int, str]
     states: Mapping[int, str]
+    keepers: Optimizers
 
 
 def names_of(members: Members, optimizers: Optimizers) -> Named:
@@ -42,11 +44,11 @@ def names_of(members: Members, optimizers: Optimizers) -> Named:
         for number, optimizer in enumerate(optimizers)
         for index, parameter in enumerate(parameters_of(optimizer))
     }
-    return Named({key: f"modules.{name}" for key, name in members.names().items()}, states)
+    return Named({key: f"modules.{name}" for key, name in members.names().items()}, states, optimizers)
 
 
 def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
-    """The tensors of a store: parameters, and the optimizer's state unless there is none yet.
+    """The tensors of a store: parameters, and the optimizer's state unless there is none yet, or it is another graph's.
 
     Where several ranks hold the same, one of them writes it: they take turns.
     """
@@ -55,7 +57,7 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(one)) for one in store.parameters]
     _lay(found, store.layout, parameters, store.layout.dtype, read.of(store.flat), mesh)
-    if store.fresh:
+    if store.fresh or store.keeper not in named.keepers:
         return found
     for name, spec in store.specs.items():
         held = store.state[name]

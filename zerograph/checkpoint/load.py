@@ -160,8 +160,11 @@ def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> Plan:
     for number, optimizer in enumerate(optimizers):
         saved = _saved_states(reader.index, number)
         own = [store for store in stores if store.keeper is optimizer]
-        loose = any((found := store_of(one)) is None or found.provisional for one in parameters_of(optimizer))
-        if loose or not all(_takes(reader, store, optimizer, number, saved) for store in own):
+        elsewhere = any(
+            (found := store_of(one)) is None or found.provisional or found.keeper not in (None, optimizer)
+            for one in parameters_of(optimizer)
+        )
+        if elsewhere or not all(_takes(reader, store, optimizer, number, saved) for store in own):
             whole.append(number)
     kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]
     return Plan([(one, one.keeper in kept) for one in stores], whole)
