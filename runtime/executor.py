@@ -32,6 +32,7 @@ class Executor:
     Attributes:
         graph: the emitted graph that ``function`` was compiled from.
         feeds: one for each placeholder: a tensor that stays, a lookup, or the number of a batch tensor.
+        written: places among them of what the user holds and the step writes.
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
         seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
     """
@@ -40,6 +41,7 @@ class Executor:
     graph: fx.GraphModule
     function: Compiled
     feeds: Sequence[Tensor | Lookup | int]
+    written: Sequence[int]
     numbers: Mapping[str, Tensor]
     seed: Tensor
 
@@ -58,13 +60,19 @@ class Executor:
             for name, tensor in self.numbers.items():
                 tensor.fill_(numbers[name])
             self.seed.fill_(seed)
-            arguments = [
+            found = [
                 feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
                 for feed in self.feeds
             ]
+            # The graph is made for tensors whose elements lie in order. What the user lays otherwise it has a copy of.
+            arguments = [one.contiguous() for one in found]
             try:
                 with torch.no_grad():
-                    return list(self.function(*arguments))
+                    values = list(self.function(*arguments))
+                    for place in self.written:
+                        if arguments[place] is not found[place]:
+                            found[place].copy_(arguments[place])
+                    return values
             except (ZeroGraphError, torch.OutOfMemoryError):
                 raise
             except _REFUSALS as error:
@@ -94,12 +102,15 @@ def bind(
     stores: Mapping[str, Store],
     lookups: Mapping[Role, Lookup],
     copied: Collection[fx.Node] | None = None,
+    written: Collection[Role] = (),
 ) -> Executor:
     """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph.
 
     Args:
+        lookups: of what rests in no store.
         copied: for a graph that knows of no files: the placeholders that it reads. They get copies of what rests in
             files, for each run anew.
+        written: those of ``lookups`` whose tensors the graph writes.
     """
     feeds: list[Tensor | Lookup | int] = []
     numbers: dict[str, Tensor] = {}
@@ -127,7 +138,8 @@ def bind(
             feeds.append(lookups[found])
         else:
             raise VerificationError(f"nothing feeds the graph's {found}")
-    return Executor(job, graph, function, tuple(feeds), numbers, seed)
+    places = tuple(place for place, node in enumerate(placeholders(graph.graph)) if node.meta["role"] in written)
+    return Executor(job, graph, function, tuple(feeds), places, numbers, seed)
 
 
 def _fed(held: Held, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:

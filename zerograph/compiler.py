@@ -40,7 +40,7 @@ from zerograph.runtime.executor import Lookup, bind
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
-from zerograph.step_graph import Captured, Role, output_nodes, placeholders
+from zerograph.step_graph import Captured, Role, output_nodes, placeholders, writes
 from zerograph.updates import Updates
 from zerograph.zero import OFF
 
@@ -392,7 +392,8 @@ class Compiler:
             for node in placeholders(graph.graph, "scaler"):
                 name, device = node.meta["role"].name, node.meta["val"].device
                 lookups[node.meta["role"]] = functools.partial(_tensor_of, scaler, name, device)
-        executor = bind(job, graph, function, stores, lookups)
+        written = {target.meta["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
+        executor = bind(job, graph, function, stores, lookups, written=written)
         if self.config.keep_freed_memory and all(
             node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
         ):
@@ -432,7 +433,7 @@ def _lookup(root: nn.Module, name: str) -> Lookup:
 
     def lookup() -> Tensor:
         found: Tensor = getattr(owner, attribute)
-        return found if found.is_contiguous() else found.contiguous()
+        return found
 
     return lookup
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -448,3 +449,40 @@ def test_a_returned_buffer_is_not_changed_by_the_next_step() -> None:
     first = graph(torch.ones(2))
     assert graph(torch.ones(2)).item() == 4.0
     assert first.item() == 2.0
+
+
+class Averaging(zg.ZeroGraph):
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.model = nn.Conv2d(2, 3, 1)
+        self.model.register_buffer("mean", mean)
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        self.model.mean.lerp_(x.mean(0), 0.5)
+        loss = self.model(x - self.model.mean).square().mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        pytest.param(lambda: torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)[0], id="channels last"),
+        pytest.param(lambda: torch.zeros(4, 3, 2).permute(2, 1, 0), id="turned"),
+        pytest.param(lambda: torch.zeros(2, 3, 8)[..., ::2], id="every other"),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_buffer_is_written_however_it_lies_in_memory(mean: Callable[[], Tensor], micro_batches: int) -> None:
+    buffer, plain = mean(), torch.zeros(2, 3, 4)
+    assert not buffer.is_contiguous()
+    graph = Averaging(buffer)
+    graph.config.gradient_accumulation_steps = micro_batches
+    for number in range(3):
+        x = torch.full((4, 2, 3, 4), float(number))
+        graph(x)
+        plain.lerp_(x.mean(0), 0.5)
+    assert graph.model.mean is buffer
+    torch.testing.assert_close(buffer, plain)
