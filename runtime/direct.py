@@ -57,8 +57,21 @@ class Line:
             yield place, peer
 
 
-# By job one for each mesh dimension, None where its ranks are on several hosts or may not read each other's memory.
-_connected: WeakKeyDictionary[Job, tuple[Line | None, ...]] = WeakKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _Connected:
+    """What a job has found out.
+
+    Attributes:
+        lines: one for each mesh dimension, None where its ranks are on several hosts or may not read each other's
+            memory.
+        everywhere: none of any rank's is None, but where a mesh dimension is of one rank; equal on all ranks.
+    """
+
+    lines: tuple[Line | None, ...]
+    everywhere: bool
+
+
+_connected: WeakKeyDictionary[Job, _Connected] = WeakKeyDictionary()
 _by_group: WeakValueDictionary[str, Line] = WeakValueDictionary()
 
 
@@ -73,10 +86,23 @@ def lines(job: Job) -> tuple[Line | None, ...]:
     Raises:
         CommunicationError: a rank did not answer.
     """
+    return _found(job).lines
+
+
+def everywhere(job: Job) -> bool:
+    """Whether in all lines, those of other ranks too, ranks can read each other's memory. Every rank must call it.
+
+    Raises:
+        CommunicationError: a rank did not answer.
+    """
+    return _found(job).everywhere
+
+
+def _found(job: Job) -> _Connected:
     if job not in _connected:
         with explained(job, "finding out which ranks share a host"):
             _connected[job] = found = _connect(job)
-        for name, one in zip(job.mesh.groups, found, strict=True):
+        for name, one in zip(job.mesh.groups, found.lines, strict=True):
             # A name may have been that of a group of a world that is gone.
             _by_group.pop(name, None)
             if one is not None:
@@ -84,7 +110,7 @@ def lines(job: Job) -> tuple[Line | None, ...]:
     return _connected[job]
 
 
-def _connect(job: Job) -> tuple[Line | None, ...]:
+def _connect(job: Job) -> _Connected:
     hosts = _told(job, _host())
     groups = [dist.get_process_group_ranks(group) for group in job.lines]
     near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
@@ -101,11 +127,14 @@ def _connect(job: Job) -> tuple[Line | None, ...]:
     reached = {rank for rank, peer in peers.items() if _reaches(peer, job.rank, *told[rank])}
     mine = [shared and reached >= set(ranks) - {job.rank} for ranks, shared in zip(groups, near, strict=True)]
     everybodys = _told(job, mine)
-    return tuple(
+    found = tuple(
         Line(ranks.index(job.rank), tuple(peers.get(rank) for rank in ranks))
         if all(everybodys[rank][dim] for rank in ranks)
         else None
         for dim, ranks in enumerate(groups)
+    )
+    return _Connected(
+        found, all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
     )
 
 

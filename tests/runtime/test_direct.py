@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from tests.models import TrainStep, adamw, batches, make, part
+import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.runtime import collectives, direct
 from zerograph.runtime.cross_memory import bytes_read
@@ -161,3 +162,22 @@ def writes_over(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
 def test_a_backend_may_reuse_what_a_collective_has_read(pool: Pool) -> None:
     for own, users in zip(pool.run(3, trained, 2, False), pool.run(3, trained, 2, False, writes_over), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(own[0], users[0], strict=True))
+
+
+def on_hosts(hosts: str) -> list[Any]:
+    """Losses and parameters of ranks in two rows of two, each on the host that a letter names, or on none."""
+    grid = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+    mine = hosts[zg.rank()].strip()
+    with patch.object(direct, "_host", lambda: mine):
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), 2, placement=grid, timeout=40.0, backend="eager")
+        losses = [step(part(x), part(y)) for x, y in batches("mlp", 3)]
+    return [*losses, *step.state_dict()["modules"]["model"].values()]
+
+
+@pytest.mark.parametrize("hosts", ["aaab", "aaa "])
+def test_ranks_spread_unevenly_over_hosts_run_the_same_step(pool: Pool, hosts: str) -> None:
+    model = make("mlp")
+    losses = train_plainly(model, adamw(model), batches("mlp", 3))
+    for found in pool.run(4, on_hosts, hosts):
+        torch.testing.assert_close(found, [*losses, *model.state_dict().values()], rtol=1e-5, atol=1e-6)
