@@ -69,6 +69,8 @@ class Job:
 
 # Groups cost sockets and threads: all graphs of a process share them, as long as the world lives.
 _jobs: dict[tuple[float, str], Job] = {}
+# So do those of placements: by device type and ranks, each with its world.
+_meshes: dict[tuple[str, str], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
@@ -81,16 +83,11 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
         CommunicationError: the launcher's environment is incomplete, or the other ranks do not answer.
         RankMismatchError: ranks run other versions of torch, zerograph or Python.
     """
-    initialise()
-    world = dist.group.WORLD
-    assert world is not None
+    world = _world()
     everybody = torch.arange(dist.get_world_size(), device="cpu")
     grid = everybody if placement is None else placement.mesh.cpu()
     _check_grid(grid, everybody)
     key = timeout, str(grid.tolist())
-    if any(job.world is not world for job in _jobs.values()):
-        # Groups of a world that is gone would keep their threads awake.
-        _jobs.clear()
     found = _jobs.get(key)
     if found is None:
         known = next(iter(_jobs.values()), None)
@@ -100,6 +97,18 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
             agree(found, "working together", digest(facts), lambda: facts)
         _jobs[key] = found
     return found
+
+
+def _world() -> dist.ProcessGroup:
+    """The default process group. Groups of another one, which is gone, would keep their threads awake: let go of."""
+    initialise()
+    world = dist.group.WORLD
+    assert world is not None
+    if any(job.world is not world for job in _jobs.values()):
+        _jobs.clear()
+    if any(one is not world for one, _ in _meshes.values()):
+        _meshes.clear()
+    return world
 
 
 def _made(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, signs: Signs) -> Job:
@@ -251,6 +260,7 @@ def connect(rank: int, world_size: int, address: str, backend: str | None, local
 def _leave() -> None:
     """What we initialised we end: a process that exits with a group alive is warned by torch."""
     _jobs.clear()
+    _meshes.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -271,6 +281,15 @@ def mesh(device_type: str) -> DeviceMesh:
     """The placement of all ranks on a type of device, over the default process group."""
     initialise()
     return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
+
+
+def mesh_of(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """The placement of these ranks, as they are arranged, on a type of device; made once. A collective of all ranks."""
+    world = _world()
+    key = device_type, str(ranks.tolist())
+    if key not in _meshes:
+        _meshes[key] = world, DeviceMesh(device_type, ranks)
+    return _meshes[key][1]
 
 
 def digest(value: object) -> int:

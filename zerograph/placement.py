@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.annotate import carry_over
 from zerograph.errors import PlacementError
-from zerograph.runtime.process_group import initialise
+from zerograph.runtime.process_group import initialise, mesh_of
 from zerograph.runtime.process_group import mesh as mesh_of_all
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd, partial_sum, to_dtensor
 
@@ -22,8 +22,8 @@ from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd, partial_sum, to_dten
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
     """A device mesh over ``ranks``, in that order: ``zg.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
 
-    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Initialises the process group if nobody
-    has.
+    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Whoever asks for the same again gets the
+    same one. Initialises the process group if nobody has.
 
     Raises:
         PlacementError: not distinct ranks of this job in a rectangular list, or a device that this machine lacks.
@@ -47,7 +47,7 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
         )
     if ranks == list(range(size)):
         return mesh_of_all(device_type)
-    return DeviceMesh(device_type, torch.tensor(ranks))
+    return mesh_of(device_type, torch.tensor(ranks))
 
 
 def _flat(ranks: Any) -> list[int] | None:
