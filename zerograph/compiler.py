@@ -40,6 +40,7 @@ from zerograph.runtime.executor import Lookup, bind
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
+from zerograph.shared_memory import check_shared_memory
 from zerograph.step_graph import Captured, Role, output_nodes, placeholders, writes
 from zerograph.updates import Updates
 from zerograph.zero import OFF
@@ -116,7 +117,7 @@ class Compiler:
         """
         logs.configure()
         number = mesh.place if rank is None else rank
-        check_optimizers(members, self.optimizers)
+        self._check(members)
         captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
@@ -189,11 +190,16 @@ class Compiler:
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
         """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
-        check_optimizers(members, self.optimizers)
+        self._check(members)
         captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
         updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
         return self._layout(mesh, zero_dim, members, captured, updates, self.config.bucket_size)
+
+    def _check(self, members: Members) -> None:
+        check_optimizers(members, self.optimizers)
+        if self.optimizers:
+            check_shared_memory(members)
 
     def _layout(
         self,

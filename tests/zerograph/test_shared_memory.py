@@ -1,0 +1,133 @@
+"""Members that share memory without being one tensor are refused; those that only lie beside each other are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import Gpt, TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def tied_by_data(model: Pair) -> None:
+    model.b.weight.data = model.a.weight.data
+
+
+def turned(model: Pair) -> None:
+    model.b.weight.data = model.a.weight.data.t()
+
+
+def part_of_another(model: Pair) -> None:
+    model.b.bias.data = model.a.weight.data[2]
+
+
+def buffer(model: Pair) -> None:
+    model.b.register_buffer("row", model.a.weight.detach()[0])
+
+
+def column_across(model: Pair) -> None:
+    model.b.register_buffer("column", model.a.weight.detach()[:, 1])
+
+
+def slices(model: Pair) -> None:
+    flat = torch.randn(32)
+    model.a.weight.data, model.b.weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)
+
+
+def interleaved(model: Pair) -> None:
+    both = torch.randn(4, 8)
+    model.a.weight.data, model.b.weight.data = both[:, :4], both[:, 4:]
+
+
+def frozen(model: Pair) -> None:
+    model.a.bias.requires_grad_(False)
+    model.b.register_buffer("offset", model.a.bias.detach())
+
+
+@pytest.mark.parametrize("shares", [tied_by_data, turned, part_of_another, buffer, column_across])
+def test_memory_shared_with_a_trained_parameter_is_refused(shares: Callable[[Pair], None]) -> None:
+    model = Pair()
+    shares(model)
+    step = Step(model)
+    with pytest.raises(zg.ConfigError, match=r"model\.a\.weight and model\.b\.\w+ lie in the same memory"):
+        step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("shares", [slices, interleaved, frozen])
+def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], None]) -> None:
+    model, plain = Pair(), Pair()
+    shares(model)
+    shares(plain)
+    plain.load_state_dict(model.state_dict())
+    step = Step(model)
+    trained = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        step(torch.ones(2, 4))
+        trained.zero_grad()
+        plain(torch.ones(2, 4)).square().mean().backward()
+        trained.step()
+    torch.testing.assert_close(dict(step.state_dict()["modules"]["model"]), dict(plain.state_dict()))
+
+
+def test_a_graph_that_only_predicts_reads_shared_memory() -> None:
+    model = Pair()
+    tied_by_data(model)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(Predict(model)(x), model(x).detach())
+
+
+def trained_again(stage: int) -> int:
+    """Parameters that graphs have laid into buckets, tied ones among them, are laid anew by others."""
+    model = make("gpt_tied")
+    assert isinstance(model, Gpt)
+    ((x, y),) = batches("gpt_tied", 1)
+    for again in (stage, 0, stage):
+        TrainStep(model, adamw(model), again, backend="eager", bucket_size=4096)(part(x), part(y))
+    return again
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_graphs_lay_end_to_end_is_no_shared_memory(pool: Pool, stage: int) -> None:
+    assert pool.run(2, trained_again, stage) == [stage] * 2
+
+
+def test_a_model_without_memory_shares_none() -> None:
+    with torch.device("meta"):
+        model = Pair()
+    step = Step(model)
+    assert step.prepare(zg.mesh.line(2, 0, "ranks"), torch.ones(2, 4, device="meta")).graph is not None
