@@ -65,7 +65,10 @@ class Executor:
                 for feed in self.feeds
             ]
             # The graph is made for tensors whose elements lie in order. What the user lays otherwise it has a copy of.
-            arguments = [one.contiguous() for one in found]
+            arguments = [
+                one if isinstance(feed, Tensor) else one.contiguous()
+                for feed, one in zip(self.feeds, found, strict=True)
+            ]
             try:
                 with torch.no_grad():
                     values = list(self.function(*arguments))
