@@ -51,6 +51,15 @@ def test_a_section_of_the_readme_does_what_it_says(section: str) -> None:
     run_page(README, found, given.README + given.README_SECTIONS.get(section, ""))
 
 
+def test_a_job_that_died_in_its_first_save_starts_anew() -> None:
+    """Its folder is there, a checkpoint in it is not."""
+    page = ROOT / "docs" / "checkpoints.md"
+    first, *others = blocks(page)
+    again = [block for block in others if block.section == "Jobs that die" and block.language == "python"]
+    prelude = "import pathlib\npathlib.Path('runs/linear/step-00000003/data-interrupted').mkdir(parents=True)\n"
+    run_page(page, [first, *again], prelude)
+
+
 def test_a_block_that_fails_says_on_which_line_of_its_page() -> None:
     with pytest.raises(AssertionError, match=r'first-step.md", line 7, in <module>\n.*\n?ZeroDivisionError'):
         run_page(ROOT / "docs" / "first-step.md", [Block("python", "x = 1\nx / 0\n", "", 6)])
