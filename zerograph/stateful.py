@@ -128,7 +128,8 @@ class Stateful:
             keep: how many checkpoints to keep in ``path``, the newest ones.
 
         Raises:
-            CheckpointError: it cannot be written, on every rank; what was there is still there.
+            CheckpointError: it cannot be written, on every rank, or ``path`` is a checkpoint and is to hold some, or
+                the other way round; what was there is still there.
             ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
         """
         self._check_closed()

@@ -264,6 +264,33 @@ def test_what_fails_after_a_checkpoint_is_whole_does_not_take_it_away(tmp_path: 
     assert zg.read_checkpoint(tmp_path / "step-00000000")["steps_done"] == 0
 
 
+def saved_in_both_ways(path: Path, first: int | None) -> tuple[str, list[str], int]:
+    """The error of the second save, what is in the folder by then, and the steps of what it is read as."""
+    step = step_of(2, "mlp")
+    step.save(path, keep=first)
+    step.steps_done = 1
+    with pytest.raises(zg.CheckpointError) as caught:
+        step.save(path, keep=2 if first is None else None)
+    again = step_of(2, "mlp")
+    again.load(path)
+    return str(caught.value), sorted(one.name.split("-")[0] for one in path.iterdir()), again.steps_done
+
+
+@pytest.mark.parametrize(
+    ("first", "said", "there"),
+    [
+        (None, "is a checkpoint, saved without keep", ["data", "index.json"]),
+        (2, "holds checkpoints", ["latest", "step"]),
+    ],
+)
+def test_a_folder_is_a_checkpoint_or_holds_some(
+    pool: Pool, tmp_path: Path, first: int | None, said: str, there: list[str]
+) -> None:
+    for error, names, steps in pool.run(2, saved_in_both_ways, tmp_path, first):
+        assert said in error
+        assert (names, steps) == (there, 0)
+
+
 def test_a_job_that_went_back_keeps_what_it_writes_from_there(tmp_path: Path) -> None:
     step = step_of(0, "mlp")
     for step.steps_done in (10, 20, 30):

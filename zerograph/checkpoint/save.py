@@ -66,6 +66,7 @@ class Saver:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
             target = folder_of(path).absolute()
+            _check_kind(target, keep)
             target = target if keep is None else target / f"step-{steps_done:08d}"
             target.mkdir(parents=True, exist_ok=True)
             if not os.access(target, os.W_OK):
@@ -143,6 +144,24 @@ def folder_of(path: object) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"{path!r:.60} is no path of a checkpoint: give that of a folder")
     return Path(text)
+
+
+def _check_kind(folder: Path, keep: int | None) -> None:
+    """Raise if the folder is a checkpoint and is to hold some, or the other way round: it could be read as either.
+
+    Raises:
+        CheckpointError: it says which it is.
+    """
+    if keep is not None and (folder / index.NAME).exists():
+        raise CheckpointError(
+            f"{folder} is a checkpoint, saved without keep: with keep = {keep} it would hold others, and load() could "
+            "not tell which is meant\nGive a folder of their own to those, or leave keep out."
+        )
+    if keep is None and (folder / LATEST).is_file():
+        raise CheckpointError(
+            f"{folder} holds checkpoints, saved with keep: without it the folder would be one itself, and load() could "
+            "not tell which is meant\nGive another folder, or keep."
+        )
 
 
 def _name(job: Job, group: dist.ProcessGroup | None) -> str:
