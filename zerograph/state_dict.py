@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.errors import ConfigError
 from zerograph.layout import held_state
+from zerograph.likeness import check_scheduler
+from zerograph.loadable import check_optimizer_state, taken
 from zerograph.members import Members, parameters_of
 from zerograph.runtime.state import (
     Store,
@@ -104,13 +107,15 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def check_state(optimizers: Sequence[torch.optim.Optimizer], state: Any) -> None:
+def check_state(
+    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[LRScheduler | None], state: Any
+) -> None:
     """Raise if what a graph's ``load_state_dict()`` was given is no state of it, nor a part of one.
 
     Modules are checked as they are read.
 
     Raises:
-        ConfigError: something is of another type, belongs to nothing, or does not fit the optimizers.
+        ConfigError: something is of another type, belongs to nothing, or does not fit the optimizers or schedulers.
     """
     kinds: dict[str, Any] = {
         "modules": Mapping,
@@ -144,60 +149,34 @@ def check_state(optimizers: Sequence[torch.optim.Optimizer], state: Any) -> None
             raise ConfigError(f"the graph has {len(optimizers)} optimizers, the state {len(state[key])} {key}")
     for optimizer, saved in zip(optimizers, state.get("optimizers", ()), strict=False):
         check_optimizer_state(optimizer, saved)
-    if not {"seed", "passes"} <= set(state.get("random", ("seed", "passes"))):
+    for scheduler, saved in zip(schedulers, state.get("lr_schedulers", ()), strict=False):
+        if scheduler is not None and saved is not None:
+            check_scheduler(scheduler, saved)
+    if "random" in state and not _is_random(state["random"]):
         raise ConfigError(f"not a state of a graph: its random numbers are {state['random']!r:.60}")
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Raise if :func:`load_optimizer` could not take ``state``.
-
-    Raises:
-        ConfigError: no state of an optimizer, other groups, or groups of other sizes.
-    """
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not isinstance(groups, Sequence) or not all(
-        isinstance(one, Mapping) and isinstance(one.get("params"), Sequence) for one in groups
-    ):
-        raise ConfigError(f"{state!r:.60} is no state of an optimizer: it has no param_groups with their params")
-    held = state.get("state", {})
-    if not isinstance(held, Mapping) or not all(isinstance(one, Mapping) for one in held.values()):
-        raise ConfigError(f"{held!r:.60} is no state of parameters: give what state_dict() of the optimizer returned")
-    mine = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in groups]
-    if mine != theirs:
-        raise ConfigError(
-            f"{type(optimizer).__name__} has groups of {mine} parameters, the loaded state of {theirs}\n"
-            "Build the optimizer as it was when the state was saved."
-        )
-    _check_shapes(optimizer, groups, held)
+def _is_random(state: Mapping[str, Any]) -> bool:
+    """Whether random numbers can follow from it: from a seed, or None, and a count."""
+    seed, passes = state.get("seed", ""), state.get("passes")
+    return (seed is None or type(seed) is int) and type(passes) is int and 0 <= passes < 2**63
 
 
-def _check_shapes(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], held: Mapping[Any, Mapping[str, Any]]
-) -> None:
-    """Of what the optimizer holds already, the same shapes must come."""
-    numbers = [number for group in groups for number in group["params"]]
-    parameters = {id(one): number for one, number in zip(parameters_of(optimizer), numbers, strict=True)}
-    for store in stores_of(parameters_of(optimizer)):
-        for name, layout in store.layouts.items() if store.keeper is optimizer else ():
-            for parameter, slot in zip(store.parameters, layout.slots, strict=True):
-                number = parameters.get(id(parameter))
-                value = held.get(number, {}).get(name)
-                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                if value is not None and found != tuple(slot.shape):
-                    raise ConfigError(
-                        f"{name} of parameter {number} of {type(optimizer).__name__} is of shape {tuple(slot.shape)}, "
-                        f"the loaded state has one of {found}\nIt is the state of another model."
-                    )
+def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Take the hyperparameters of saved groups. What these lack stays, where the class does not choose it."""
+    made, _ = taken(optimizer, groups, {})
+    for group, one in zip(optimizer.param_groups, made, strict=True):
+        group.update(one)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """``optimizer.load_state_dict(state)``, into wherever its state lives. A collective."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = list(parameters_of(optimizer))
-    held = {id(p): dict(state["state"].get(number, {})) for p, number in zip(parameters, numbers, strict=True)}
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+    given = {p: state.get("state", {}).get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
+    _, made = taken(optimizer, state["param_groups"], given)
+    held = {id(parameter): made.get(parameter, {}) for parameter in parameters}
+    load_groups(optimizer, state["param_groups"])
     # What no step has trained yet has no state: its optimizer keeps it.
     for store in stores_of(parameters):
         if store.provisional:

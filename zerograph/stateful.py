@@ -91,7 +91,7 @@ class Stateful:
         whole: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
         try:
-            state_dict.check_state(self._optimizers, state)
+            state_dict.check_state(self._optimizers, self._schedulers, state)
             if self.config.scaler is not None and state.get("grad_scaler") is not None:
                 self.config.scaler.check_state(state["grad_scaler"])
             if "modules" in state:

@@ -20,6 +20,8 @@ from zerograph import state_dict
 from zerograph.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
 from zerograph.checkpoint.save import LATEST, folder_of
 from zerograph.errors import CheckpointError, ConfigError
+from zerograph.likeness import check_hyperparameters
+from zerograph.loadable import check_entries, check_groups
 from zerograph.members import Members, Optimizers, parameters_of
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Chunk, Index
@@ -139,8 +141,17 @@ def _converts(saved: str, dtype: torch.dtype) -> bool:
 def _check_optimizers(found: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     if len(groups) != len(optimizers):
         raise ConfigError(f"the graph has {len(optimizers)} optimizers, the checkpoint {len(groups)}")
-    for optimizer, saved in zip(optimizers, groups, strict=True):
-        state_dict.check_optimizer_state(optimizer, {"param_groups": saved})
+    for number, (optimizer, saved) in enumerate(zip(optimizers, groups, strict=True)):
+        check_groups(optimizer, saved)
+        try:
+            check_hyperparameters(optimizer, saved)
+        except ConfigError as error:
+            raise CheckpointError(f"the checkpoint does not fit: {error}") from error
+        shapes = {
+            at: {name: found.tensors[f"optimizers.{number}.state.{at}.{name}"].shape for name in sorted(names)}
+            for at, names in _saved_states(found, number).items()
+        }
+        check_entries(optimizer, saved, shapes)
 
 
 def _saved_states(found: Index, number: int) -> dict[int, set[str]]:

@@ -26,7 +26,7 @@ from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.process_group import Job, agree
 from zerograph.runtime.state import stores_of
-from zerograph.state_dict import numbered_groups
+from zerograph.state_dict import load_groups, numbered_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     try:
         reader = open_checkpoint(path)
         saved = written(reader)
-        check_fits(saved, parts.optimizers, parts.schedulers, parts.scaler)
+        check_fits(saved, parts.schedulers, parts.scaler)
         start = _generator_of(job.rank)
         generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
         check_generators(reader, generators)
@@ -107,8 +107,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     groups = saved.groups
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, held in zip(parts.optimizers, groups, strict=True):
-        for group, one in zip(optimizer.param_groups, held, strict=True):
-            group.update({key: value for key, value in one.items() if key != "params"})
+        load_groups(optimizer, held)
     for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(state)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from zerograph.checkpoint.document import decode
 from zerograph.checkpoint.pretrained import FILES
 from zerograph.errors import CheckpointError
@@ -136,26 +134,3 @@ def _check_tensors(reader: Reader, found: Written) -> None:
             raise ValueError(f"{name!r:.60} belongs to no parameter")
         if kind == "generators" and (entry.dtype != "uint8" or len(entry.shape) != 1):
             raise ValueError(f"{name!r:.60} is no state of a generator")
-
-
-def unlike(theirs: Any, mine: Any, *, nothing: bool = False) -> bool:
-    """Whether a value that was read is of another kind than the one whose place it is to take.
-
-    Args:
-        nothing: None may take any place; else only that of a switch, which torch then decides.
-    """
-    if mine is None or theirs is None:
-        return theirs is None and not (nothing or mine is None or isinstance(mine, bool))
-    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        plain = all(isinstance(one, (bool, int, float, str)) for one in (*mine, *theirs))
-        if len(mine) != len(theirs) and not (nothing and plain and isinstance(mine, list)):
-            return True
-        return any(unlike(a, b, nothing=nothing) for a, b in zip(theirs, mine, strict=False))
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        return any(key in mine and unlike(one, mine[key], nothing=nothing) for key, one in theirs.items())
-    return _kind(theirs) != _kind(mine)
-
-
-def _kind(value: Any) -> str:
-    number = isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-    return "number" if number else type(value).__name__

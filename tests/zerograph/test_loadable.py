@@ -1,0 +1,242 @@
+"""States that a graph can take, and states that it refuses: whole, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import zerograph as zg
+from tests.models import TrainStep, batches, make, train_plainly
+
+Make = Callable[[Any], torch.optim.Optimizer]
+DATA = batches("mlp", 6)
+optim = torch.optim
+WAYS = ["a state", "a checkpoint"]
+STARTS = ["before the first call", "after it"]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return optim.AdamW(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def trained(optimizer: Make, steps: int = 2, backwards: bool = False) -> TrainStep:
+    model = make("mlp")
+    parameters = list(model.parameters())
+    step = TrainStep(model, optimizer(parameters[::-1] if backwards else parameters), 2, backend="eager")
+    for x, y in DATA[:steps]:
+        step(x, y)
+    return step
+
+
+def load(step: TrainStep, source: TrainStep, way: str, folder: Path) -> None:
+    if way == "a state":
+        step.load_state_dict(source.state_dict())
+    else:
+        source.save(folder)
+        step.load(folder)
+
+
+def equal(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        return torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(equal(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(equal, found, wanted))
+    return bool(found == wanted)
+
+
+def refused(step: TrainStep, call: Callable[[], None], words: str) -> None:
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(zg.ConfigError, match=words):
+        call()
+    assert equal(step.state_dict(), before)
+    step(*DATA[5])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    ("source", "kind", "words"),
+    [
+        (momentum, adamw, "of another optimizer than AdamW: its groups have momentum, .* and no betas, eps"),
+        (momentum, lambda p: optim.RMSprop(p, momentum=0.9), "another optimizer than RMSprop"),
+        (lambda p: optim.SGD(p, lr=0.01), optim.Adagrad, "another optimizer than Adagrad"),
+        # The same hyperparameters.
+        (optim.Adamax, optim.RAdam, "exp_avg, exp_inf, step of parameter 0 of RAdam, whose .* needs .*exp_avg_sq"),
+    ],
+)
+def test_a_state_of_another_optimizer_changes_nothing(
+    tmp_path: Path, way: str, start: str, source: Make, kind: Make, words: str
+) -> None:
+    step = trained(kind, STARTS.index(start))
+    refused(step, lambda: load(step, trained(source), way, tmp_path), words)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("kind", [adamw, momentum, optim.Adafactor])
+def test_a_state_of_parameters_in_another_order_changes_nothing(
+    tmp_path: Path, way: str, start: str, kind: Make
+) -> None:
+    step = trained(kind, STARTS.index(start), backwards=True)
+    refused(
+        step,
+        lambda: load(step, trained(kind), way, tmp_path),
+        "\nIt is the state of another .*, or of parameters in another",
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1), lambda p: optim.AdamW(p, lr=0.5)),
+        (lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1), lambda p: optim.Adam(p, lr=0.5)),
+        (lambda p: optim.AdamW(p, lr=0.01, fused=True), lambda p: optim.AdamW(p, foreach=True, amsgrad=True)),
+        (lambda p: optim.SGD(p, lr=0.01), momentum),
+        (lambda p: optim.NAdam(p, lr=0.01), adamw),
+        (lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3))),
+        (lambda p: optim.SGD([{"params": p, "name": "all"}], lr=0.01), momentum),
+    ],
+)
+def test_what_torch_takes_goes_on_as_in_torch(tmp_path: Path, way: str, start: str, source: Make, kind: Make) -> None:
+    saved, step = trained(source), trained(kind, STARTS.index(start))
+    state = copy.deepcopy(saved.state_dict())
+    load(step, saved, way, tmp_path)
+    model = make("mlp")
+    plain = kind(model.parameters())
+    model.load_state_dict(state["modules"]["model"])
+    plain.load_state_dict(state["optimizers"][0])
+    losses = [float(loss) for loss in train_plainly(model, plain, DATA[2:])]
+    assert [float(step(x, y)) for x, y in DATA[2:]] == pytest.approx(losses, abs=1e-5)
+    assert step.state_dict()["optimizers"][0]["param_groups"] == plain.state_dict()["param_groups"]
+
+
+def test_a_state_older_than_a_hyperparameter_loads() -> None:
+    step = trained(lambda p: optim.AdamW(p, amsgrad=True))
+    state = trained(adamw).state_dict()
+    for key in ("amsgrad", "foreach", "capturable", "decoupled_weight_decay"):
+        del state["optimizers"][0]["param_groups"][0][key]
+    for one in state["optimizers"][0]["state"].values():
+        one["step"] = int(one["step"])
+    step.load_state_dict(state)
+    assert isinstance(step.state_dict()["optimizers"][0]["state"][0]["step"], Tensor)
+    group = step._optimizers[0].param_groups[0]
+    assert (group["amsgrad"], group["decoupled_weight_decay"]) == (False, True)
+
+
+def test_graphs_that_load_one_state_share_nothing() -> None:
+    rate = torch.tensor(0.1)
+    state = trained(lambda p: optim.AdamW(p, lr=rate.clone())).state_dict()
+    steps = []
+    for _ in range(2):
+        step = trained(lambda p: optim.AdamW(p, lr=rate.clone()), 0)
+        step.load_state_dict(state)
+        steps.append(step)
+    steps[0]._optimizers[0].param_groups[0]["lr"].fill_(0.5)
+    assert [float(step._optimizers[0].param_groups[0]["lr"]) for step in steps] == pytest.approx([0.5, 0.1])
+    assert float(state["optimizers"][0]["param_groups"][0]["lr"]) == pytest.approx(0.1)
+
+
+class Scheduled(zg.ZeroGraph):
+    def __init__(self, schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        optimizer = adamw(self.model.parameters())
+        self.add_optimizer(optimizer, schedule(optimizer))
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 5)
+
+
+def lambda_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda at: 1 / (at + 1))
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.SequentialLR(optimizer, [lambda_lr(optimizer), step_lr(optimizer)], [2])
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False, scale_fn=lambda at: 1.0)
+
+
+def group_with(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["optimizers"][0]["param_groups"][0].update(entries)
+
+
+def scheduler_with(one: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.update(lr_schedulers=[one])
+
+
+def random_with(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["random"].update(entries)
+
+
+def numbered_by_texts(state: dict[str, Any]) -> None:
+    held = state["optimizers"][0]["state"]
+    state["optimizers"][0]["state"] = {str(number): one for number, one in held.items()}
+
+
+def inner_lacks(state: dict[str, Any]) -> None:
+    state["lr_schedulers"][0]["_schedulers"][0].pop("lr_lambdas")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change", "words"),
+    [
+        (step_lr, group_with(lr="abc"), "says lr = 'abc' of AdamW, which has 0.01: no such value"),
+        (step_lr, group_with(lr=None), "says lr = None of AdamW"),
+        (step_lr, group_with(betas=3), "says betas = 3 of AdamW"),
+        (step_lr, group_with(fused="yes"), "says fused = 'yes' of AdamW"),
+        (step_lr, group_with(params=[0, 0]), r"have the numbers \[0, 0\]: give each its own"),
+        (step_lr, group_with(params=[[0], 1]), r"have the numbers \[\[0\], 1\]: give each its own"),
+        (step_lr, numbered_by_texts, r"have the numbers \[0, 1\], their state is of \['0', '1'\]"),
+        (step_lr, scheduler_with(5), "5 is no state of StepLR: give what state_dict"),
+        (step_lr, scheduler_with({"x": 1}), "{'x': 1} is no state of StepLR: it lacks last_epoch"),
+        (step_lr, scheduler_with({}), "{} is no state of StepLR: it lacks last_epoch"),
+        (step_lr, scheduler_with({"last_epoch": "x"}), "says 'last_epoch' = 'x' of StepLR"),
+        (step_lr, scheduler_with({"last_epoch": 1, "step": 1}), "says 'step' = 1 of StepLR"),
+        (lambda_lr, scheduler_with({"last_epoch": 1}), "no state of LambdaLR: it lacks lr_lambdas"),
+        (cyclic, scheduler_with({"last_epoch": 1}), "no state of CyclicLR: it lacks _scale_fn_custom"),
+        (sequential, inner_lacks, "no state of LambdaLR: it lacks lr_lambdas"),
+        (step_lr, random_with(seed="abc"), "its random numbers are {'seed': 'abc'"),
+        (step_lr, random_with(seed=1.5), "its random numbers are"),
+        (step_lr, random_with(passes="x"), "its random numbers are"),
+        (step_lr, random_with(passes=-1), "its random numbers are"),
+    ],
+)
+def test_an_entry_that_could_not_be_one_changes_nothing(
+    schedule: Callable[[torch.optim.Optimizer], Any], change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    step = Scheduled(schedule)
+    step(torch.ones(4, 3))
+    state = copy.deepcopy(step.state_dict())
+    step(torch.ones(4, 3))
+    before = copy.deepcopy(step.state_dict())
+    change(state)
+    with pytest.raises(zg.ConfigError, match=words):
+        step.load_state_dict(state)
+    assert equal(step.state_dict(), before)
+    step(torch.ones(4, 3))
