@@ -181,7 +181,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     for store in stores_of(parameters):
         if store.provisional:
             continue
-        states = [held.get(id(parameter), {}) for parameter in store.parameters]
+        entries = [held.get(id(parameter), {}) for parameter in store.parameters]
+        states = [{name: value for name, value in one.items() if value is not None} for one in entries]
         if store.keeper is optimizer and _fits(store, states):
             load_states(store, states)
         else:
@@ -197,10 +198,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one bucket can hold these: the same entries for all its parameters, and the same step counts."""
+    """Whether the bucket can hold these: its own entries for all its parameters, and the same step counts."""
     scalars = [name for name in store.specs if name not in store.layouts]
     alike = {
-        tuple(float(state[name]) for name in scalars) if set(store.specs) <= set(state) else None for state in states
+        tuple(float(state[name]) for name in scalars) if set(store.specs) == set(state) else None for state in states
     }
     return len(alike) == 1 and (None not in alike or not any(states))
 

@@ -106,6 +106,7 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
         (lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1), lambda p: optim.AdamW(p, lr=0.5)),
         (lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1), lambda p: optim.Adam(p, lr=0.5)),
         (lambda p: optim.AdamW(p, lr=0.01, fused=True), lambda p: optim.AdamW(p, foreach=True, amsgrad=True)),
+        (momentum, lambda p: optim.SGD(p, lr=0.5)),
         (lambda p: optim.SGD(p, lr=0.01), momentum),
         (lambda p: optim.NAdam(p, lr=0.01), adamw),
         (lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3))),
