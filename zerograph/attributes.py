@@ -156,7 +156,20 @@ def computed(graph: fx.GraphModule, left: Mapping[str, Tensor]) -> dict[str, Ten
         if _depends(node):
             found[name] = tensor
     output.args = (list(nodes[:own]),)
+    for node in dict.fromkeys(nodes[own:]):
+        assert isinstance(node, fx.Node)
+        _erase_unread(node)
     return found
+
+
+def _erase_unread(node: fx.Node) -> None:
+    """What nobody reads is not read of an attribute either."""
+    sources = node.all_input_nodes
+    if not node.users and node.op != "placeholder":
+        node.graph.erase_node(node)
+        for source in sources:
+            if source.op == "get_attr":
+                _erase_unread(source)
 
 
 def _depends(node: fx.Node) -> bool:

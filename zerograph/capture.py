@@ -60,7 +60,7 @@ def capture(
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
     Args:
-        build: called once, with fake tensors of global shape.
+        build: called with fake tensors of global shape; once, unless its first trace shows that it takes another.
         root: holds every module that ``build`` uses.
         parameters: each distinct parameter of ``root`` by qualified name; the graph's first inputs.
         buffers: likewise, its next inputs.
@@ -78,8 +78,8 @@ def capture(
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
-            ``backward()`` on a non-scalar or, with ``train``, not at all, or computes with a parameter that belongs
-            to no module of the graph.
+            ``backward()`` on a non-scalar or, with ``train``, not at all, computes with a parameter that belongs to no
+            module of the graph, or with what the step before is to leave in an attribute.
     """
     mode = _torch.fake_mode()
     with mode:
@@ -87,8 +87,8 @@ def capture(
         state |= {name: spec.fake() for name, spec in buffers.items()}
         for name, fake in state.items():
             original = root.get_parameter(name) if name in parameters else root.get_buffer(name)
-            # Weakly: graphs keep their fakes.
             _take_over(original, fake)
+            # Weakly: graphs keep their fakes.
             fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
         batch = [spec.fake() for spec in inputs]
         seed = torch.empty((), dtype=torch.int64)
@@ -234,7 +234,9 @@ def _parameter(spec: TensorSpec) -> Tensor:
 
 def _take_over(original: Tensor, fake: Tensor) -> None:
     """What users attach to a parameter is on the one that ``build()`` sees: attributes, and hooks on its gradient."""
-    vars(fake).update({name: value for name, value in vars(original).items() if not name.startswith("_zerograph")})
+    for name, value in vars(original).items():
+        if not name.startswith("_zerograph"):
+            vars(fake).setdefault(name, value)
     if fake.requires_grad:
         ((on_gradient, behind),) = _torch.gradient_hooks([original])
         for hook in on_gradient:

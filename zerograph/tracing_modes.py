@@ -92,7 +92,7 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
         if not isinstance(written, _torch.FakeTensor):
             line, code = source.running_line()
             raise CaptureError(
-                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of a module\n"
+                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of the graph's modules\n"
                 f"  {line}   {code}\n"
                 "Register it with register_buffer() in the module's __init__: buffers are part of the step."
             )

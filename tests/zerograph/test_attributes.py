@@ -173,6 +173,18 @@ def test_what_is_stored_and_read_in_one_step_is_lost_with_a_warning() -> None:
     assert not hasattr(step.model, "penalty")
 
 
+def test_what_is_collected_and_not_read_is_lost_with_a_warning() -> None:
+    def body(made: Any, x: Tensor) -> Tensor:
+        made.seen.append(made(x).detach())
+        return made(x).square().mean()
+
+    made: Any = model()
+    made.seen = []
+    with pytest.warns(UserWarning, match="stores tensors in model.seen"):
+        as_plain_pytorch(made, body, [4, 4])
+    assert made.seen == []
+
+
 def scale_by(made: Any, x: Tensor) -> Tensor:
     kept = made._factor * made.tensor * (1 if made.nothing is None else 5)
     return made.function(made(x) * kept).square().mean()
