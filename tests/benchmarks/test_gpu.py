@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +20,25 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "There is no GPU here" in capsys.readouterr().err
 
 
-def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
-    asked = ["--device", "cpu", "--tiny", "--steps", "2", "--out", str(tmp_path / "run")]
-    asked += ["--contenders", "zerograph-3-eager", "--contenders", "fsdp2-eager", "--trace", str(tmp_path)]
-    assert not front_door.run("gpu.py", *asked)
-    found = json.loads((tmp_path / "run.json").read_text())["measurements"]
-    ours, theirs, ours_of_8, theirs_of_8 = found
-    # Alone, both train the same model; bf16 has eight bits.
+def measured(folder: Path, *asked: str) -> list[dict[str, Any]]:
+    """What our stage 3 takes, and FSDP2."""
+    options = ["--device", "cpu", "--tiny", "--steps", "2", "--out", str(folder / "run")]
+    options += ["--contenders", "zerograph-3-eager", "--contenders", "fsdp2-eager"]
+    assert not front_door.run("gpu.py", *options, *asked)
+    found: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["measurements"]
+    return found
+
+
+@pytest.mark.long
+def test_alone_both_train_the_same_model(tmp_path: Path) -> None:
+    ours, theirs = measured(tmp_path, "--ranks", "1")
+    # bf16 has eight bits.
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=2**-8)
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     # Parameters and two moments in fp32, a step count for each, and the batches.
-    for one in (ours_of_8, theirs_of_8):
+    for one in measured(tmp_path, "--ranks", "8", "--trace", str(tmp_path)):
         assert one["rest"] == pytest.approx(12 * one["parameters"] / 8, rel=0.06)
     assert "zerograph 3, eager" in (tmp_path / "run.md").read_text()
     events = json.loads((tmp_path / "zerograph-3-eager-of-8.json").read_text())["traceEvents"]

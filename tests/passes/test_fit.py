@@ -211,7 +211,13 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "bucket_size", "fraction"), [(1, 2048, 0.65), (1, 32768, 0.85), (2, 2048, 0.75), (2, 32768, 0.95)]
+    ("micro_batches", "bucket_size", "fraction"),
+    [
+        (1, 2048, 0.65),
+        pytest.param(1, 32768, 0.85, marks=pytest.mark.long),
+        pytest.param(2, 2048, 0.75, marks=pytest.mark.long),
+        (2, 32768, 0.95),
+    ],
 )
 def test_casts_before_gathers_are_within_the_budget_too(micro_batches: int, bucket_size: int, fraction: float) -> None:
     batch = torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)

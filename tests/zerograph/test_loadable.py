@@ -109,7 +109,10 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
         (momentum, lambda p: optim.SGD(p, lr=0.5)),
         (lambda p: optim.SGD(p, lr=0.01), momentum),
         (lambda p: optim.NAdam(p, lr=0.01), adamw),
-        (lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3))),
+        pytest.param(
+            *(lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3))),
+            marks=pytest.mark.long,
+        ),
         (lambda p: optim.SGD([{"params": p, "name": "all"}], lr=0.01), momentum),
     ],
 )

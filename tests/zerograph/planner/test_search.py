@@ -140,8 +140,16 @@ def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.Monke
     assert verdicts["off"] == "does not fit: 390.0 KiB at rest"
 
 
-@pytest.mark.parametrize("device", ["a100", "cpu"])
-@pytest.mark.parametrize("stage", ["off", "1", "2", "3"])
+@pytest.mark.parametrize(
+    ("device", "stage"),
+    [
+        *(("a100", "off"), ("cpu", "1"), ("cpu", "2"), ("a100", "3")),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in [("cpu", "off"), ("a100", "1"), ("a100", "2"), ("cpu", "3")]
+        ),
+    ],
+)
 def test_no_plan_takes_less_than_its_layout_says(device: str, stage: str) -> None:
     files = Offload("nvme", "/nowhere")
     places: list[dict[str, Any]] = [{}]
