@@ -69,6 +69,7 @@ __all__ = [
     "made_again",
     "made_at_construction",
     "mark_step_called",
+    "module_hooks",
     "negated",
     "no_modes",
     "overloads",
@@ -422,6 +423,12 @@ def gradient_hooks(leaves: Iterable[Tensor]) -> list[tuple[Hooks, Hooks]]:
     with plain_tensors():
         found = [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
     return [(list((first or {}).values()), list((behind or {}).values())) for first, behind in found]
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """What is called around the module's forward and backward; torch can only add to it and take away."""
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return [hook for kind in kinds if kind for hook in kind.values()]
 
 
 def version(tensor: Tensor) -> int:

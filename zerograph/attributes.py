@@ -117,7 +117,7 @@ def keep_assigned(
     for name in (*parameters, *buffers, *aliases):
         path, _, attribute = name.rpartition(".")
         module, first = root.get_submodule(path), aliases.get(name, name)
-        now = module._parameters.get(attribute, module._buffers.get(attribute, vars(module).get(attribute)))
+        now = getattr(module, attribute, None)
         if now is own[first]:
             continue
         if first in parameters or (name in aliases and assigned.get(first) is not now):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerograph._torch import module_hooks
+
 Facts = tuple[tuple[str, Any], ...]
 
 _NUMBERS = (bool, int, float, str)
-# Of nn.Module: called in forward and backward.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Same:
@@ -36,7 +36,7 @@ class Same:
 def module_facts(root: nn.Module) -> tuple[Any, ...]:
     """Of a module and those inside: classes, modes, numbers and flags, plain tensors, functions, and hooks."""
     return tuple(
-        (name, type(module).__qualname__, (*facts(vars(module), private=True), *_hooks(module)))
+        (name, type(module).__qualname__, (*facts(vars(module), private=True), *map(Same, module_hooks(module))))
         for name, module in root.named_modules()
     )
 
@@ -65,9 +65,3 @@ def _found(attributes: Mapping[str, Any], *, private: bool) -> Iterator[tuple[st
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, tuple) and all(one is None or isinstance(one, _NUMBERS) or _is_plain(one) for one in value)
-
-
-def _hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name in _HOOKS:
-        if hooks := vars(module).get(name):
-            yield name, tuple(map(Same, hooks.values()))
