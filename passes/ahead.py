@@ -16,11 +16,11 @@ from zerograph.errors import PlacementError
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import ancestors, drop_unused
+from zerograph.passes.edit import drop_unused
 from zerograph.passes.in_time import along_time, change_sbps, follow_from_batch, sbps
 from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, broadcast, partial_sum
-from zerograph.step_graph import Boxing, origin, role
+from zerograph.step_graph import Boxing, ancestors, origin, role
 
 
 def ahead(module: fx.GraphModule, context: Context) -> fx.GraphModule:

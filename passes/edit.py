@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,17 +35,6 @@ def first_computed(graph: fx.Graph) -> fx.Node:
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Place of every node in execution order."""
     return {node: index for index, node in enumerate(graph.nodes)}
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that the nodes are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
-        found.update(fresh)
-        stack += fresh
-    return found
 
 
 def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:

@@ -17,12 +17,12 @@ from torch import Tensor, fx
 from zerograph import _torch
 from zerograph.loop import Loop, Result, accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import ancestors, emit, fake
+from zerograph.passes.edit import emit, fake
 from zerograph.passes.in_time import change_sbps, enter, leave, sbps
 from zerograph.passes.rules import Signature
 from zerograph.random import uniform
 from zerograph.sbp import NdSbp, broadcast
-from zerograph.step_graph import Boxing, Origin, Role, is_view, origin, role
+from zerograph.step_graph import Boxing, Origin, Role, ancestors, is_view, origin, role
 
 aten = torch.ops.aten
 NAME = "micro_batches"

@@ -9,9 +9,9 @@ from torch import fx
 
 from zerograph.loop import accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import ancestors, positions
+from zerograph.passes.edit import positions
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import bucket_behind, placeholders, role
+from zerograph.step_graph import ancestors, bucket_behind, placeholders, role
 
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default

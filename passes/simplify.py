@@ -10,7 +10,7 @@ from torch import fx
 
 from zerograph.passes.context import Context
 from zerograph.passes.edit import drop_unused, emit
-from zerograph.step_graph import origin, viewed
+from zerograph.step_graph import base_of, origin
 
 aten = torch.ops.aten
 
@@ -43,9 +43,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 def _may_change(node: fx.Node) -> bool:
     """Whether it is an input or a view of one: state is written at the end of the step, and a copy keeps the old."""
-    while (source := viewed(node)) is not None:
-        node = source
-    return node.op != "call_function"
+    return base_of(node).op != "call_function"
 
 
 def _in_order(node: fx.Node) -> fx.Node | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
+from zerograph.step_graph import ancestors
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -103,8 +104,8 @@ class Attributes:
 
 def keep_assigned(
     root: nn.Module,
-    parameters: Sequence[str],
-    buffers: Sequence[str],
+    parameters: Collection[str],
+    buffers: Collection[str],
     aliases: Mapping[str, str],
     own: Mapping[str, Tensor],
 ) -> None:
@@ -153,7 +154,7 @@ def computed(graph: fx.GraphModule, left: Mapping[str, Tensor]) -> dict[str, Ten
     found = {}
     for (name, tensor), node in zip(left.items(), nodes[own:], strict=True):
         assert isinstance(node, fx.Node)
-        if _depends(node):
+        if any(one.op == "placeholder" for one in (node, *ancestors([node]))):
             found[name] = tensor
     output.args = (list(nodes[:own]),)
     for node in dict.fromkeys(nodes[own:]):
@@ -170,18 +171,6 @@ def _erase_unread(node: fx.Node) -> None:
         for source in sources:
             if source.op == "get_attr":
                 _erase_unread(source)
-
-
-def _depends(node: fx.Node) -> bool:
-    seen, stack = {node}, [node]
-    while stack:
-        one = stack.pop()
-        if one.op == "placeholder":
-            return True
-        fresh = [given for given in one.all_input_nodes if given not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return False
 
 
 def refuse_fakes(graph: fx.GraphModule, kept: Mapping[str, Tensor]) -> None:

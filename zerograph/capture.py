@@ -19,7 +19,17 @@ from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
 from zerograph.region import Region
-from zerograph.step_graph import Captured, Role, origin, output_nodes, placeholders, take_origins, viewed, writes
+from zerograph.step_graph import (
+    Captured,
+    Role,
+    base_of,
+    origin,
+    output_nodes,
+    placeholders,
+    take_origins,
+    viewed,
+    writes,
+)
 from zerograph.substitutes import substituted
 from zerograph.tracing_modes import ONE_GRAPH, NoDataAssignment, Recorder, module_paths
 
@@ -134,7 +144,7 @@ def capture(
                 flat, spec = pytree.tree_flatten(build(*args, **kwargs))
             if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
                 nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
-            attributes.keep_assigned(root, list(parameters), list(buffers), aliases, own)
+            attributes.keep_assigned(root, parameters, buffers, aliases, own)
         left_there.update(held.left())
         backwards.append(backward.count)
         output_spec.append(spec)
@@ -165,14 +175,18 @@ def capture(
     def autocast() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype)
 
-    # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
-    plain = _torch.without_onednn()
-    kept = _torch.checkpoints_kept()
     inputs_of_step = [*state.values(), seed, *scale, *batch]
-    tracing = mode, plain, kept, substituted(), _torch.compiling(), _torch.preserved_metadata(), _explained()
-    with contextlib.ExitStack() as stack:
-        for one in (held.given_back(), *tracing):
-            stack.enter_context(one)
+    with (
+        held.given_back(),
+        mode,
+        # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
+        _torch.without_onednn(),
+        _torch.checkpoints_kept(),
+        substituted(),
+        _torch.compiling(),
+        _torch.preserved_metadata(),
+        _explained(),
+    ):
         traced = traced_anew()
         if scaled and gradients and not backwards[-1]:
             raise CaptureError(
@@ -478,10 +492,7 @@ def _own_outputs(graph: fx.Graph) -> None:
     """Outputs that are views of a weight or buffer get memory of their own: the step is about to overwrite it."""
     output = graph.output_node()
     for node in output.all_input_nodes:
-        base = node
-        while (under := viewed(base)) is not None:
-            base = under
-        if base.op == "placeholder":
+        if base_of(node).op == "placeholder":
             with graph.inserting_before(output):
                 clone = graph.call_function(aten.clone.default, (node,))
             clone.meta.update({"val": node.meta["val"], "origin": origin(node)})

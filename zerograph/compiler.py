@@ -435,13 +435,7 @@ def _tensor_of(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
 def _lookup(root: nn.Module, name: str) -> Lookup:
     """Finds a tensor of ``root`` anew for each step: the user may have put another in its place."""
     path, _, attribute = name.rpartition(".")
-    owner = root.get_submodule(path)
-
-    def lookup() -> Tensor:
-        found: Tensor = getattr(owner, attribute)
-        return found
-
-    return lookup
+    return functools.partial(getattr, root.get_submodule(path), attribute)
 
 
 def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:

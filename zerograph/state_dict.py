@@ -165,6 +165,10 @@ def _is_random(state: Mapping[str, Any]) -> bool:
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Take the hyperparameters of saved groups. What these lack stays, where the class does not choose it."""
     made, _ = taken(optimizer, groups, {})
+    _update_groups(optimizer, made)
+
+
+def _update_groups(optimizer: torch.optim.Optimizer, made: Sequence[Mapping[str, Any]]) -> None:
     for group, one in zip(optimizer.param_groups, made, strict=True):
         group.update(one)
 
@@ -174,9 +178,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = list(parameters_of(optimizer))
     given = {p: state.get("state", {}).get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
-    _, made = taken(optimizer, state["param_groups"], given)
+    groups, made = taken(optimizer, state["param_groups"], given)
     held = {id(parameter): made.get(parameter, {}) for parameter in parameters}
-    load_groups(optimizer, state["param_groups"])
+    _update_groups(optimizer, groups)
     # What no step has trained yet has no state: its optimizer keeps it.
     for store in stores_of(parameters):
         if store.provisional:

@@ -20,7 +20,7 @@ Keys that zerograph puts into ``node.meta``:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -159,6 +159,24 @@ def viewed(node: fx.Node) -> fx.Node | None:
         parts = node.args[0]
         return parts if isinstance(parts, fx.Node) and is_view(parts) else None
     return node.all_input_nodes[0] if is_view(node) else None
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """In whose memory the node's value lies: what it is a view or a part of, in the end; or itself."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that the nodes are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
+        found.update(fresh)
+        stack += fresh
+    return found
 
 
 def bucket_behind(node: fx.Node) -> Role | None:

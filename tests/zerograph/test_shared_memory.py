@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
+from tests.plainly import Step
 from tests.pool import Pool
 
 
@@ -22,17 +23,8 @@ class Pair(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def step_of(model: Pair) -> Step:
+    return Step(model, lambda model, x: model(x).square().mean())
 
 
 class Predict(zg.ZeroGraph):
@@ -83,7 +75,7 @@ def frozen(model: Pair) -> None:
 def test_memory_shared_with_a_trained_parameter_is_refused(shares: Callable[[Pair], None]) -> None:
     model = Pair()
     shares(model)
-    step = Step(model)
+    step = step_of(model)
     with pytest.raises(zg.ConfigError, match=r"model\.a\.weight and model\.b\.\w+ lie in the same memory"):
         step(torch.ones(2, 4))
 
@@ -94,7 +86,7 @@ def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], Non
     shares(model)
     shares(plain)
     plain.load_state_dict(model.state_dict())
-    step = Step(model)
+    step = step_of(model)
     trained = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         step(torch.ones(2, 4))
@@ -128,5 +120,5 @@ def test_what_graphs_lay_end_to_end_is_no_shared_memory(pool: Pool, stage: int) 
 def test_a_model_without_memory_shares_none() -> None:
     with torch.device("meta"):
         model = Pair()
-    step = Step(model)
+    step = step_of(model)
     assert step.prepare(zg.mesh.line(2, 0, "ranks"), torch.ones(2, 4, device="meta")).graph is not None
