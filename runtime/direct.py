@@ -6,6 +6,7 @@ Nothing here overlaps computation: on a CPU the copy takes a core's time, whoeve
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ class Line:
         """Return when a further tensor can be announced to each of them.
 
         Raises:
-            RuntimeError: one of them has ended, or does not answer in time.
+            RuntimeError: one of them has ended or failed, or does not answer in time.
         """
         peers = [peer for _, peer in self.others()]
         # All come here at the same exchange, and each waits for the others to read: so all read first.
@@ -115,7 +116,7 @@ def _connect(job: Job) -> _Connected:
     groups = [dist.get_process_group_ranks(group) for group in job.lines]
     near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
     peers = {
-        rank: Peer(rank, job.timeout)
+        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank))
         for ranks, shared in zip(groups, near, strict=True)
         for rank in ranks
         if shared and rank != job.rank

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType, TracebackType
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
 from zerograph.errors import OperatorError, VerificationError, ZeroGraphError
-from zerograph.loop import loop_of
+from zerograph.loop import Loop, loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
@@ -70,7 +73,7 @@ class Executor:
                 for feed, one in zip(self.feeds, found, strict=True)
             ]
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._breaking_off(doing):
                     values = list(self.function(*arguments))
                     for place in self.written:
                         if arguments[place] is not found[place]:
@@ -83,6 +86,14 @@ class Executor:
                     # The CPU's way to be out of memory, which says how much was asked for.
                     raise
                 raise self._explained(error, doing) from error
+
+    @contextlib.contextmanager
+    def _breaking_off(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.job.signs.broke_off = f"{doing}, at {_place(error.__traceback__)}"
+            raise
 
     def _explained(self, error: Exception, doing: str) -> ZeroGraphError:
         lines = _failed_lines(error.__traceback__)
@@ -163,14 +174,29 @@ def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
 
 def _failed_lines(traceback: TracebackType | None) -> list[str]:
     """The names of the nodes whose lines of generated code an exception passed through, outermost first."""
-    found = []
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if filename.startswith("<eval_with_key>"):
-            line = linecache.getline(filename, traceback.tb_lineno)
-            found.append(line.split("=")[0].split(":")[0].strip())
-        traceback = traceback.tb_next
-    return found
+    return [name for frame, line in walk_tb(traceback) if (name := _node_of_line(frame, line)) is not None]
+
+
+def _node_of_line(frame: FrameType, line: int) -> str | None:
+    """The name of the node that a line of generated code computes; None: the code is not generated."""
+    filename = frame.f_code.co_filename
+    if not filename.startswith("<eval_with_key>"):
+        return None
+    return linecache.getline(filename, line).split("=")[0].split(":")[0].strip()
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Where a step was when an exception came: ranks at the same place have begun and awaited the same exchanges."""
+    found, inside_node = [], 0
+    for frame, line in walk_tb(traceback):
+        node = _node_of_line(frame, line)
+        if frame.f_code is Loop.forward.__code__:
+            found.append(f"micro-batch {frame.f_locals['number']}")
+        else:
+            found.append(node or f"{Path(frame.f_code.co_filename).name}:{line}")
+        if node is not None:
+            inside_node = len(found)
+    return " > ".join(found[: inside_node or None])
 
 
 def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:

@@ -31,8 +31,9 @@ _WORD = 8
 # the longer it takes, the less a look too late matters beside the time of whoever computes.
 _SPINS = 200
 _NAP, _SHORTEST, _LONGEST = 0.02, 50e-6, 1e-3
-# A process that has ended is seen after so many seconds.
+# A process that has ended is seen after so many seconds; of one that has failed and lives the store must be asked.
 _LOOK_AFTER = 0.02
+_ASK_AFTER = 1.0
 
 # Others write into them until they learn that this process is gone.
 _mailboxes: list[ctypes.Array[ctypes.c_int64]] = []
@@ -44,10 +45,11 @@ class Peer:
     Attributes:
         rank: of the job.
         inbox: what it writes: where its tensors lie, and which of this rank's it has read.
+        failed: whether it has left word that it will not go on; slow.
     """
 
-    def __init__(self, rank: int, timeout: float) -> None:
-        self.rank, self.timeout = rank, timeout
+    def __init__(self, rank: int, timeout: float, failed: Callable[[], bool]) -> None:
+        self.rank, self.timeout, self.failed = rank, timeout, failed
         self.inbox = (ctypes.c_int64 * (4 * _SLOTS))()
         _mailboxes.append(self.inbox)
         self._announced = 0
@@ -89,7 +91,8 @@ class Peer:
         """Use the tensor of this number as was said, as soon as it is there, if that has not been done.
 
         Raises:
-            RuntimeError: the other process has ended, does not answer in time, or announced something of another size.
+            RuntimeError: the other rank has ended or failed, does not answer in time, or announced something of another
+                size.
         """
         if number not in self._due:
             return
@@ -120,7 +123,7 @@ class Peer:
         """Return when it has read the tensor of this number, which then is kept no longer.
 
         Raises:
-            RuntimeError: the other process has ended, or does not answer in time.
+            RuntimeError: the other rank has ended or failed, or does not answer in time.
         """
         if number in self._kept:
             self._until(lambda: self.inbox[_READ + number % _SLOTS] >= number)
@@ -140,7 +143,7 @@ class Peer:
             if ready():
                 return
             os.sched_yield()
-        began = looked = time.monotonic()
+        began = looked = asked = time.monotonic()
         while not ready():
             now = time.monotonic()
             if now - looked > _LOOK_AFTER:
@@ -148,6 +151,10 @@ class Peer:
                 # What it wrote before it ended may have come since.
                 if self._ended.poll(0) and not ready():
                     self._check_alive()
+                if now - asked > _ASK_AFTER:
+                    asked = now
+                    if self.failed() and not ready():
+                        raise RuntimeError(f"rank {self.rank} has failed")
                 if now - began > self.timeout:
                     raise RuntimeError(f"timed out after {self.timeout:g} seconds, waiting for rank {self.rank}")
             time.sleep(min(max(_NAP * (now - began), _SHORTEST), _LONGEST))

@@ -325,18 +325,22 @@ def differing(
         if problem is not None:
             raise problem
         return None
-    # Ranks at different steps may have all else in common.
-    number ^= digest(doing)
+    # Ranks at different steps may have all else in common. And where one broke off alone, what another sends next would
+    # be taken for what it has not sent yet.
+    broke_off = job.signs.broke_off
+    number ^= digest((doing, broke_off))
     mine = torch.tensor([number, problem is not None], dtype=torch.int64, device="cpu")
     everybodys = torch.empty(job.size * 2, dtype=torch.int64, device="cpu")
     with explained(job, f"comparing notes before {doing}"):
         _torch.all_gather(everybodys, mine, job.control)
         numbers, problems = everybodys.view(job.size, 2).unbind(1)
         if not problems.any() and bool((numbers == number).all()):
+            job.signs.agreed += 1
+            job.signs.broke_off = ""
             return None
         reports: list[Any] = [None] * job.size
         shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        told = {} if problems.any() else {_DOING: doing, **facts()}
+        told = {} if problems.any() else {_DOING: doing, _BROKE_OFF: broke_off or "nowhere", **facts()}
         dist.all_gather_object(reports, (shown, told), group=job.control)
     if problem is not None:
         raise problem
@@ -348,6 +352,8 @@ def differing(
 
 
 _DOING = "what they are about to do"
+_BROKE_OFF = "where the step before broke off"
+_ADVICE = {_BROKE_OFF: "What they were exchanging there is lost: start the job anew, from the last checkpoint."}
 
 
 def first_difference(facts: list[dict[str, str]], doing: str) -> str:
@@ -363,7 +369,8 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
             values.setdefault(one.get(key, "nothing"), []).append(index)
         if len(values) > 1:
             lines = "\n".join(f"  {ranks_named(ranks)}: {value}" for value, ranks in values.items())
-            return f"ranks differ before {doing}, first in {key}:\n{lines}\nAll ranks must run the same step."
+            advice = _ADVICE.get(key, "All ranks must run the same step.")
+            return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."
 
 

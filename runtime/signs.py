@@ -48,11 +48,13 @@ class Sign:
         doing: what it is doing, or was when it failed.
         failed: what it failed with, in a line; None: it has not.
         lost: the ranks that it says it has lost, if that is why.
+        agreed: how often all ranks had agreed on what to do next, when it failed.
     """
 
     doing: str
     failed: str | None = None
     lost: tuple[int, ...] = ()
+    agreed: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,21 @@ class Answers:
 
 @dataclass(eq=False)
 class Signs:
-    """One rank's part in this; see the module. Of a job of one, or of simulated ranks, nobody asks (``store`` None)."""
+    """One rank's part in this; see the module. Of a job of one, or of simulated ranks, nobody asks (``store`` None).
+
+    Attributes:
+        keeper: the rank in whose process the store is; None: it is in none of theirs.
+        agreed: how often all ranks have agreed on what to do next.
+        broke_off: where in a step this rank went no further, after which some of its exchanges may be left unfinished;
+            empty: all that it began it has ended.
+    """
 
     rank: int
     size: int
     store: Any = None
     keeper: int | None = None
+    agreed: int = 0
+    broke_off: str = ""
     _doing: dict[int, str] = field(default_factory=dict)
     _behind: str = "outside of the graph, which has done nothing yet"
     _noted: Sign | None = None
@@ -137,7 +148,7 @@ class Signs:
     def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
         """Leave word of what this rank failed with: the others may only see that it is no longer there."""
         first = (str(error).strip().splitlines() or [""])[0]
-        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost))
+        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost), self.agreed)
         self._post(self._noted)
         if self.keeper == self.rank:
             # The store may go with this process in a moment: let all look, and find the note.
@@ -149,6 +160,14 @@ class Signs:
         if self._noted is not None:
             self._noted = None
             self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
+
+    def failed(self, rank: int) -> bool:
+        """Whether that rank has left word that it failed with what all last agreed to do, and so will not go on."""
+        key = f"last/{rank}"
+        sign = self._in_time(
+            lambda: _read(self.store.get(key)) if self.store.check([key]) else None, _LOOKS * self._interval
+        )
+        return sign is not None and sign.failed is not None and sign.agreed == self.agreed
 
     def ask(self) -> Answers:
         """What the others are doing; takes as long as a living one may need to answer, some seconds, and no longer."""
@@ -321,12 +340,12 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _written(sign: Sign) -> str:
-    return json.dumps([sign.doing, sign.failed, sign.lost])
+    return json.dumps([sign.doing, sign.failed, sign.lost, sign.agreed])
 
 
 def _read(text: bytes) -> Sign:
-    doing, failed, lost = json.loads(text)
-    return Sign(doing, failed, tuple(lost))
+    doing, failed, lost, agreed = json.loads(text)
+    return Sign(doing, failed, tuple(lost), agreed)
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx
 
 import zerograph as zg
 from tests.faults.ranks import Answer, note_time, noted_time, run
@@ -192,37 +191,6 @@ def test_a_lost_rank_is_an_error_by_name_on_every_other(
     verb = "comes with another shape" if case.fault == "other shape" else case.fault
     tally(f"a rank {verb}: {case.phase}").add(seconds < allowed, seconds=seconds)
     assert seconds < allowed
-
-
-class Tokens(zg.ZeroGraph):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 3)
-        self.add_optimizer(torch.optim.SGD(self.embedding.parameters(), lr=0.1))
-        self.config.enable_zero(stage=3)
-
-    def build(self, tokens: Tensor) -> Tensor:
-        loss = self.embedding(tokens).square().mean()
-        loss.backward()
-        return loss
-
-
-def token_out_of_range() -> tuple[str, str]:
-    step = Tokens()
-    step(torch.arange(4))
-    try:
-        step(torch.arange(4) + 8 * zg.rank())
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() -> None:
-    (other, told), (mine, message) = (answer.value for answer in run(2, 1, token_out_of_range))
-    assert (other, mine) == ("CommunicationError", "OperatorError")
-    assert "embedding.default in the forward of embedding failed in step 2 on rank 1" in message
-    assert "lost rank 1" in told
-    assert "index out of range in self" in told
 
 
 def agreed(case: Case) -> bool:

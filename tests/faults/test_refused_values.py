@@ -1,0 +1,96 @@
+"""A value that an operator refuses, on one rank or on all, and what becomes of those that go on behind the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.faults.ranks import run
+
+GOOD, BAD = torch.arange(4), torch.arange(4) + 8
+# Of the two kinds in which ranks of one host exchange, memory and sockets, only the first can look at who has failed.
+TIMEOUT = 120.0
+
+
+def embedding() -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(11, 3)
+
+
+def loss_of(model: nn.Embedding, tokens: Tensor) -> Tensor:
+    return model(tokens).square().mean()
+
+
+class Tokens(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = embedding()
+        self.add_optimizer(torch.optim.SGD(self.embedding.parameters(), lr=0.1))
+        self.config.enable_zero(stage=3)
+        self.config.timeout = TIMEOUT
+
+    def build(self, tokens: Tensor) -> Tensor:
+        loss = loss_of(self.embedding, tokens)
+        loss.backward()
+        return loss
+
+
+def told(work: Callable[[], object]) -> tuple[str, str]:
+    """What it raises, and with which words."""
+    try:
+        work()
+    except zg.ZeroGraphError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def refuses_on_one_rank(ends: bool) -> list[tuple[str, str]]:
+    step = Tokens()
+    step(GOOD)
+    found = [told(lambda: step(BAD if zg.rank() == 1 else GOOD))]
+    return found if ends else [*found, told(lambda: step(GOOD)), told(lambda: step(GOOD))]
+
+
+def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() -> None:
+    ((other, others_words),), ((mine, words),) = (answer.value for answer in run(2, 1, refuses_on_one_rank, True))
+    assert (other, mine) == ("CommunicationError", "OperatorError")
+    assert "embedding.default in the forward of embedding failed in step 2 on rank 1" in words
+    assert "lost rank 1" in others_words
+    assert "index out of range in self" in others_words
+
+
+def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for() -> None:
+    one, two = (answer.value for answer in run(2, 1, refuses_on_one_rank, False))
+    assert [kind for kind, _ in one] == ["CommunicationError", "RankMismatchError", "RankMismatchError"]
+    assert [kind for kind, _ in two] == ["OperatorError", "RankMismatchError", "RankMismatchError"]
+    _, words = one[0]
+    assert "rank 1 has failed" in words
+    assert "index out of range in self" in words
+    for _, words in (*one[1:], *two[1:]):
+        assert "differ before step 2, first in where the step before broke off" in words
+        assert "rank 1: step 2, at embedding" in words
+        assert "from the last checkpoint" in words
+
+
+def refuses_on_all() -> tuple[str, Tensor]:
+    step = Tokens()
+    step(GOOD)
+    kind, _ = told(lambda: step(BAD))
+    step(GOOD)
+    return kind, step.state_dict()["modules"]["embedding"]["weight"]
+
+
+def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
+    plain = embedding()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(plain, torch.cat([GOOD, GOOD])).backward()
+        optimizer.step()
+    for answer in run(2, 1, refuses_on_all):
+        kind, weight = answer.value
+        assert kind == "OperatorError"
+        torch.testing.assert_close(weight, plain.weight.detach())
