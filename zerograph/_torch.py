@@ -81,6 +81,7 @@ __all__ = [
     "returns",
     "schema_arguments",
     "single_process_store",
+    "step_hooks",
     "storage_key",
     "tensor_without_data",
     "total_norm_by",
@@ -547,6 +548,14 @@ def _taking_the_same(operator: OpOverload, name: str) -> Iterator[OpOverload]:
 def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that the update ran: they warn when they are stepped before the optimizer."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What is to run before ``step()``, and behind it, of this optimizer and of all: no public name leads to it."""
+    ours, everybodys = vars(optimizer), vars(sys.modules[torch.optim.Optimizer.__module__])
+    before = [*everybodys["_global_optimizer_pre_hooks"].values(), *ours["_optimizer_step_pre_hooks"].values()]
+    behind = [*ours["_optimizer_step_post_hooks"].values(), *everybodys["_global_optimizer_post_hooks"].values()]
+    return before, behind
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

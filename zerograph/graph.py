@@ -20,7 +20,7 @@ from zerograph.checkpoint.save import Saver
 from zerograph.compiled import CompiledStep, Prepared
 from zerograph.compiler import Compiler
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError, SplitParameterError
+from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
 from zerograph.inspected import Inspected
 from zerograph.inspection import logs
 from zerograph.inspection import trace as tracing
@@ -32,10 +32,10 @@ from zerograph.nonfinite import explained
 from zerograph.recompiles import Recompiles
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
-from zerograph.runtime.state import holds_state_of
 from zerograph.sharded_init import is_recording
 from zerograph.stateful import Stateful
 from zerograph.step_graph import output_nodes
+from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.update import refuse_unsupported
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
@@ -105,7 +105,8 @@ class ZeroGraph(Inspected, Stateful):
         """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
 
         ``ReduceLROnPlateau`` is stepped with the first 0-d tensor that ``build()`` returns: its value is then read in
-        each step, which waits for the device.
+        each step, which waits for the device. Hooks of ``optimizer.register_step_post_hook()`` run behind each update
+        of the graph, before schedulers are stepped; those before ``step()`` are refused when the graph is called.
 
         Raises:
             ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
@@ -121,7 +122,7 @@ class ZeroGraph(Inspected, Stateful):
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
-        _guard(optimizer)
+        guard(optimizer, building)
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
         """``"distributed_split"``, or ``"non_distributed"``, with stage 1, 2 or 3; or ``"off"``.
@@ -329,6 +330,7 @@ class ZeroGraph(Inspected, Stateful):
                 check()
             members = self._adopted()
             self._check_usable(members)
+            refuse_hooks_before(self._optimizers)
             plain = self.config.batch_on(job.mesh.dims)
             batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
             self._compiler.updates.lift_changed(self.config)
@@ -397,8 +399,10 @@ class ZeroGraph(Inspected, Stateful):
         for store in step.updated:
             store.fresh = False
         self.steps_done += 1
-        for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+        for optimizer in self._optimizers:
             _torch.mark_step_called(optimizer)
+            run_hooks_behind(optimizer)
+        for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(_metric(step, values))
             elif scheduler is not None:
@@ -462,23 +466,3 @@ def _metric(step: CompiledStep, values: Sequence[Tensor]) -> float:
     traced = output_nodes(step.captured.graph.graph)
     value = next(value for value, node in zip(values, traced, strict=False) if node.meta["val"].dim() == 0)
     return float(value.item() if value.dim() == 0 else value.double().mean().item())
-
-
-def _guard(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer refuse what would act on state that it no longer holds, or happen twice."""
-
-    def refuse(what: str) -> None:
-        if _building.get() is not None:
-            raise CaptureError(
-                f"build() calls {type(optimizer).__name__}.{what}: leave it out, the graph makes the update itself"
-            )
-        if holds_state_of(optimizer):
-            raise SplitParameterError(
-                f"{type(optimizer).__name__}.{what}: the optimizer's state lives in the graph now\n"
-                "Call the graph to update; save with its state_dict(), load a plain state with its "
-                'load_state_dict({"optimizers": [state]}).'
-            )
-
-    optimizer.register_step_pre_hook(lambda *_: refuse("step()"))
-    optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()"))

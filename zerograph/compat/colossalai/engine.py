@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from zerograph.compat.colossalai.program import Program, Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
+from zerograph.step_hooks import Guard
 
 # So often backward() without a step is more likely a step that was forgotten.
 _MANY = 64
@@ -59,7 +61,7 @@ class Engine:
             self._preview, self._preview_of_update = (
                 Preview(self.graph, criterion, whole=one) for one in (False, True)
             )
-            optimizer.register_step_pre_hook(_refuse_by_hand)
+            optimizer.register_step_pre_hook(Guard(functools.partial(_refuse_by_hand, optimizer)))
         config = self.graph.config
         if config.gradient_accumulation_steps > 1:
             config.accumulation_outputs = "packed"
@@ -277,7 +279,7 @@ class Engine:
             warnings.warn(message, stacklevel=source.levels_to_user())
 
 
-def _refuse_by_hand(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_by_hand(optimizer: torch.optim.Optimizer) -> None:
     raise CaptureError(f"{type(optimizer).__name__}.step() was called by hand: engine.step() makes the update")
 
 
