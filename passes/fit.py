@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload
 from zerograph.errors import MemoryBudgetError, VerificationError
 from zerograph.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.passes.context import Context
-from zerograph.step_graph import Boxing, bucket_behind
+from zerograph.step_graph import Boxing, bucket_behind, is_view
 from zerograph.transfers import CARRY, FETCH
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
@@ -232,7 +231,7 @@ def _join_views(graph: fx.Graph, source: fx.Node) -> None:
     known: dict[str, fx.Node] = {}
     # In the graph's order: the first is there for all.
     for user in sorted(source.users):
-        if not isinstance(user.target, OpOverload) or not user.target.is_view:
+        if not is_view(user):
             continue
         same = known.setdefault(f"{user.target} {user.args} {user.kwargs}", user)
         if same is not user:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.passes.context import Context
 from zerograph.passes.edit import drop_unused, emit, in_place_of, occurrences
-from zerograph.step_graph import origin, viewed, writes
+from zerograph.step_graph import base_of, is_view, origin, viewed, writes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -85,7 +85,7 @@ _OUT: dict[Any, OpOverload] = {
 def _maker(gradient: fx.Node) -> fx.Node | None:
     """The operator that could make the gradient in the bucket: nobody else reads it, and its elements lie as there."""
     node = gradient
-    while isinstance(node.target, OpOverload) and node.target.is_view:
+    while is_view(node):
         source = node.all_input_nodes[0]
         if len(source.users) > 1 or source.meta["val"].numel() != node.meta["val"].numel():
             return None
@@ -101,8 +101,7 @@ def _reduce_in_place(start: fx.Node, in_place: OpOverload) -> None:
     assert isinstance(source, fx.Node)
     if "gradient" not in source.meta and "accumulated" not in source.meta:
         return
-    while isinstance(source.target, OpOverload) and source.target.is_view:
-        source = source.all_input_nodes[0]
+    source = base_of(source)
     if source.op != "placeholder" and all(reader <= start for reader in _readers(source)):
         start.target = in_place
 

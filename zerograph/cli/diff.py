@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -52,13 +52,6 @@ def diff(
             typer.echo("no difference", err=True)
     if differing:
         raise typer.Exit(DIFFERS)
-
-
-def _changed(found: Diff) -> dict[str, Any]:
-    """What differs alone."""
-    changes = [asdict(one) for one in found.changes if one.kind != " "]
-    counts = {"removed": found.removed, "added": found.added, "moved": found.moved}
-    return {"before": found.before, "after": found.after, **counts, "changes": changes}
 
 
 def _of_stages(
