@@ -1,4 +1,4 @@
-"""What a graph is called with and what it gives back: any nesting of tensors, plain or global."""
+"""What a graph is called with and what it gives back: any nesting of tensors, plain or global, and of constants."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from zerograph.errors import InputError, PlacementError
 from zerograph.mesh import Mesh, pieces
 from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor, whole
 
+# What build() is given as it is: it cannot change while the step runs, and says by its text what it is.
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -27,8 +30,10 @@ class Batch:
         specs: global shape, dtype and device of each.
         sbp: how each is placed.
         cut: whether each is cut into micro-batches along dimension 0.
-        tree: arranges them into ``(args, kwargs)``.
-        names: what each is called in messages, such as ``args[0]['ids']``.
+        tree: arranges ``leaves`` into ``(args, kwargs)``.
+        leaves: the constants among the arguments, and the class ``Tensor`` where the next of ``tensors`` goes.
+        names: what each tensor is called in messages, such as ``args[0]['ids']``.
+        constants: what each constant is called, and what it is.
         mesh: the placement of the global tensors among them; None if all are plain.
     """
 
@@ -36,13 +41,25 @@ class Batch:
     specs: tuple[TensorSpec, ...]
     sbp: tuple[NdSbp, ...]
     tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
     names: tuple[str, ...]
+    constants: tuple[tuple[str, str], ...]
     mesh: DeviceMesh | None
     cut: tuple[bool, ...]
 
     def key(self) -> tuple[Any, ...]:
-        """What makes a step compile again: nesting, global shapes, dtypes, devices, placements."""
-        return self.tree, self.specs, self.sbp, self.mesh is None
+        """What makes a step compile again: its kind, and what constants are."""
+        return self.kind(), self.constants
+
+    def kind(self) -> tuple[Any, ...]:
+        """Nesting, global shapes, dtypes, devices, placements, and where constants are."""
+        where = tuple(leaf is Tensor for leaf in self.leaves)
+        return self.tree, where, self.specs, self.sbp, self.mesh is None
+
+    def arranged(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Other tensors in the places of these, among the same constants, as ``(args, kwargs)``."""
+        args, kwargs = _arranged(tensors, self.leaves, self.tree)
+        return args, kwargs
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, in words."""
@@ -50,7 +67,8 @@ class Batch:
             f"input {name}": f"local shape {tuple(tensor.shape)}, {tensor.dtype}, {show(sbp)}"
             for name, tensor, sbp in zip(self.names, self.tensors, self.sbp, strict=True)
         }
-        return {"the nesting of the inputs": str(self.tree), **found}
+        constants = {f"input {name}": text for name, text in self.constants}
+        return {"the nesting of the inputs": str(self.tree), **constants, **found}
 
 
 def read_batch(
@@ -72,18 +90,20 @@ def read_batch(
         meta: the device that tensors on the meta device stand for.
 
     Raises:
-        InputError: something that is not a tensor, or that wants a gradient, or cannot be cut into micro-batches.
+        InputError: something that is no tensor and no constant, wants a gradient, or cannot be cut into micro-batches.
         PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
     """
-    leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
-    names = tuple(_name(path) for path, _ in leaves)
-    read = [_read(leaf, name, mesh, grid, plain) for (_, leaf), name in zip(leaves, names, strict=True)]
+    given, tree = pytree.tree_flatten_with_path((args, kwargs))
+    constants = [(_name(path), f"{type(leaf).__qualname__} {leaf!r}") for path, leaf in given if _is_constant(leaf)]
+    inputs = [(_name(path), leaf) for path, leaf in given if not _is_constant(leaf)]
+    names = tuple(name for name, _ in inputs)
+    read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (not isinstance(leaf, DTensor) or Split(0) in sbp)
-        for (_, leaf), (tensor, _, sbp) in zip(leaves, read, strict=True)
+        for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
     _check_micro_batches([tensor for tensor, _, _ in read], names, cut, micro_batches)
-    meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
+    meshes = [leaf.device_mesh for _, leaf in inputs if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
         tuple(
@@ -92,10 +112,16 @@ def read_batch(
         ),
         tuple(sbp for _, _, sbp in read),
         tree,
+        tuple(leaf if _is_constant(leaf) else Tensor for _, leaf in given),
         names,
+        tuple(constants),
         meshes[0] if meshes else None,
         cut,
     )
+
+
+def _is_constant(leaf: Any) -> bool:
+    return isinstance(leaf, _CONSTANTS)
 
 
 def _check_micro_batches(
@@ -119,8 +145,8 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
     if not isinstance(leaf, Tensor):
         raise InputError(
             f"{name} is {leaf!r:.60}, not a tensor\n"
-            "A graph takes tensors, in lists, tuples and dicts. Make it a tensor (torch.tensor(...)), or, if it never "
-            "changes, an attribute of the graph."
+            "A graph takes tensors, numbers, strings and None, in lists, tuples and dicts. Make it a tensor "
+            "(torch.tensor(...)), or, if it never changes, an attribute of the graph."
         )
     if leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, which a graph does not return: give {name}.detach()")
@@ -173,11 +199,16 @@ def give_back(
         values: the tensors, this rank's part of each; ``sbp`` and global ``shapes`` of the same.
         returned: one entry for each leaf of ``tree``: the class ``Tensor`` where the next of ``values`` goes.
     """
-    tensors = iter(
+    tensors = [
         _as_global(value, one, shape, mesh) if mesh is not None and shape else value
         for value, one, shape in zip(values, sbp, shapes, strict=True)
-    )
-    return pytree.tree_unflatten([next(tensors) if leaf is Tensor else leaf for leaf in returned], tree)
+    ]
+    return _arranged(tensors, returned, tree)
+
+
+def _arranged(tensors: Sequence[Tensor], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
+    following = iter(tensors)
+    return pytree.tree_unflatten([next(following) if leaf is Tensor else leaf for leaf in leaves], tree)
 
 
 def _as_global(value: Tensor, sbp: NdSbp, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:

@@ -56,7 +56,7 @@ def capture(
     buffers: Mapping[str, TensorSpec],
     aliases: Mapping[str, str],
     inputs: Sequence[TensorSpec],
-    input_spec: pytree.TreeSpec,
+    arrange: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
     *,
     train: bool,
     ranks: int,
@@ -75,7 +75,7 @@ def capture(
         parameters: each distinct parameter of ``root`` by qualified name; the graph's first inputs.
         buffers: likewise, its next inputs.
         aliases: further names of the same tensors (tied weights), to the name above.
-        inputs: the flat tensors that ``input_spec`` arranges into ``(args, kwargs)``.
+        inputs: the flat tensors that ``arrange`` makes ``(args, kwargs)`` of.
         train: optimizers are registered, so some parameter must get a gradient.
         ranks: into how many parts the batch is cut, on ranks beside each other or micro-batches one after another;
             only local regions depend on it.
@@ -127,7 +127,7 @@ def capture(
         drawn.seed, *given = tensors[len(own) :]
         loss_scale = given.pop(0) if scaled else None
         backward = Backward(device.type, loss_scale, backwards[-1], [own[name] for name in parameters])
-        args, kwargs = pytree.tree_unflatten(given, input_spec)
+        args, kwargs = arrange(given)
         with (
             replaced(own),
             _swapped_groups(groups, own),

@@ -327,7 +327,7 @@ class Compiler:
                 dict(zip(members.buffers, traced(members.specs(members.buffers).values()), strict=True)),
                 members.aliases,
                 traced(batch.specs),
-                batch.tree,
+                batch.arranged,
                 train=bool(self.optimizers),
                 ranks=parts,
                 groups=_groups(members, self.optimizers),

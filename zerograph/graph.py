@@ -139,7 +139,8 @@ class ZeroGraph(Inspected, Stateful):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on this rank's part of the batch: tensors in any nesting of lists, tuples and dicts.
 
-        Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Returns what
+        Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Numbers, strings,
+        dtypes, devices and None are constants of the step: for others it is compiled again. Returns what
         ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks (with several
         micro-batches as ``config.accumulation_outputs`` says).
 
@@ -352,7 +353,9 @@ class ZeroGraph(Inspected, Stateful):
         assert batch is not None
         assert members is not None
         if step is None:
-            self._recompiles.note((batch.key(), self.config.key()), self._shown(known), self._doing())
+            self._recompiles.note(
+                (batch.kind(), self.config.key()), {**dict(batch.constants), **self._shown(known)}, self._doing()
+            )
             step = self._compiler.compile(job, members, batch, capture_key, self._doing())
             if self._seed is None:
                 self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)

@@ -21,8 +21,8 @@ class Recompiles:
         """One more; warns once, at the eighth for equal inputs, of the ``facts`` that are not as they were before.
 
         Args:
-            inputs: equal for inputs, and a configuration, that one compiled step could take.
-            facts: what the step depends on besides, by what messages call it.
+            inputs: equal for inputs, and a configuration, that one compiled step could take, but for constants.
+            facts: what the step depends on besides, and constants, by what messages call it.
             doing: names the step.
         """
         before, self._latest[inputs] = self._latest.get(inputs, {}), facts
@@ -32,7 +32,7 @@ class Recompiles:
             what = ", ".join(changed) or "where parameters lie, which another graph changes in between"
             warnings.warn(
                 f"{doing} is compiled for the {MANY}th time for inputs of one kind; since the last time this has "
-                f"changed: {what}\nWhat changes in every step belongs into an input or a buffer; what build() does not "
-                "need, into an object that is no module.",
+                f"changed: {what}\nWhat changes in every step belongs into a tensor that is given, or a buffer; what "
+                "build() does not need, into an object that is no module.",
                 stacklevel=2,
             )
