@@ -48,13 +48,13 @@ class Sign:
         doing: what it is doing, or was when it failed.
         failed: what it failed with, in a line; None: it has not.
         lost: the ranks that it says it has lost, if that is why.
-        agreed: how often all ranks had agreed on what to do next, when it failed.
+        broke_off: if that was in the middle of a step, how often all ranks had agreed on what to do next by then.
     """
 
     doing: str
     failed: str | None = None
     lost: tuple[int, ...] = ()
-    agreed: int = 0
+    broke_off: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class Signs:
     def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
         """Leave word of what this rank failed with: the others may only see that it is no longer there."""
         first = (str(error).strip().splitlines() or [""])[0]
-        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost), self.agreed)
+        broke_off = self.agreed if self.broke_off else None
+        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost), broke_off)
         self._post(self._noted)
         if self.keeper == self.rank:
             # The store may go with this process in a moment: let all look, and find the note.
@@ -162,12 +163,12 @@ class Signs:
             self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
 
     def failed(self, rank: int) -> bool:
-        """Whether that rank has left word that it failed with what all last agreed to do, and so will not go on."""
+        """Whether that rank has left word that it broke off in the step that all last agreed to make."""
         key = f"last/{rank}"
         sign = self._in_time(
             lambda: _read(self.store.get(key)) if self.store.check([key]) else None, _LOOKS * self._interval
         )
-        return sign is not None and sign.failed is not None and sign.agreed == self.agreed
+        return sign is not None and sign.broke_off == self.agreed
 
     def ask(self) -> Answers:
         """What the others are doing; takes as long as a living one may need to answer, some seconds, and no longer."""
@@ -340,12 +341,12 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _written(sign: Sign) -> str:
-    return json.dumps([sign.doing, sign.failed, sign.lost, sign.agreed])
+    return json.dumps([sign.doing, sign.failed, sign.lost, sign.broke_off])
 
 
 def _read(text: bytes) -> Sign:
-    doing, failed, lost, agreed = json.loads(text)
-    return Sign(doing, failed, tuple(lost), agreed)
+    doing, failed, lost, broke_off = json.loads(text)
+    return Sign(doing, failed, tuple(lost), broke_off)
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
