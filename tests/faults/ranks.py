@@ -30,17 +30,21 @@ class Answer:
     raised: str = ""
 
 
-def run(ranks: int, lost: int, function: Callable[..., Any], *args: Any, store: str = "file") -> list[Answer]:
+def run(ranks: int, lost: int | None, function: Callable[..., Any], *args: Any, store: str = "file") -> list[Answer]:
     """``function(*args)`` on every rank; waits for all but ``lost``, of which only an answer that is there is taken.
 
     Args:
-        store: ``"file"``, or ``"tcp"``: one that rank 0 keeps in its own process.
+        lost: None: none is, all are waited for.
+        store: ``"file"``, or ``"tcp"``: one that rank 0 keeps in its own process; or ``"launcher"``: one that this
+            process keeps, named in the environment as torchrun does, for the ranks to meet there themselves.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.faults.warm"])
     children = []
     with tempfile.TemporaryDirectory() as folder:
         where = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder}/store"
+        kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store == "launcher" else None
+        where = where if kept is None else f"launcher://127.0.0.1:{kept.port}"
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             child = context.Process(target=_serve, args=(theirs, rank, ranks, where, function, args), daemon=True)
@@ -49,7 +53,7 @@ def run(ranks: int, lost: int, function: Callable[..., Any], *args: Any, store: 
             children.append((child, ours))
         try:
             answers = [_answer(ours, 0 if rank == lost else PATIENCE) for rank, (_, ours) in enumerate(children)]
-            if answers[lost] == Answer():
+            if lost is not None and answers[lost] == Answer():
                 answers[lost] = _answer(children[lost][1], 0)
         finally:
             for child, ours in children:
@@ -80,8 +84,14 @@ def _serve(
     connection: Connection, rank: int, ranks: int, where: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.pop("RANK", None)
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    kind, _, address = where.partition("://")
+    if kind == "launcher":
+        host, port = address.split(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    else:
+        os.environ.pop("RANK", None)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     try:
         answer = Answer(function(*args))
     except BaseException:

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.faults.ranks import run
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph import cache
 from zerograph.checkpoint.export import export
 
 LISTEN = "0A"
 
-TRAINS = """
-import os
-import sys
-from tests.faults.test_exposure import listening
-from tests.models import TrainStep, adamw, batches, make, part
-from zerograph.checkpoint.export import export
 
-model = make("mlp")
-step = TrainStep(model, adamw(model), 2, backend="eager")
-x, y = batches("mlp", 1)[0]
-step.compile(part(x), part(y))
-step(part(x), part(y))
-step.save(sys.argv[1], asynchronous=True)
-step.wait_for_save()
-# All groups there are listen where gloo was told to, wherever the host's name leads.
-assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-print("listens", *listening())
-"""
+def trained(folder: str) -> list[str]:
+    """Does all that makes groups, and yields what this rank listens on then."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, backend="eager")
+    x, y = batches("mlp", 1)[0]
+    step.compile(part(x), part(y))
+    step(part(x), part(y))
+    step.save(folder, asynchronous=True)
+    step.wait_for_save()
+    # All groups there are listen where gloo was told to, wherever the host's name leads.
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    return listening()
 
 
 def listening() -> list[str]:
@@ -53,35 +46,13 @@ def listening() -> list[str]:
     return found
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 def test_ranks_of_one_machine_listen_on_it_alone(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINS)
-    root = str(Path(__file__).parents[2])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [
-        *launcher,
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        free_port(),
-        str(script),
-        str(tmp_path / "checkpoint"),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("listens")]
-    assert len(found) == 2
-    for address in (one for rank in found for one in rank):
-        # 127.x.x.x, little-endian, and ::1.
-        assert address.endswith("7F") or address == "0" * 24 + "01000000", address
+    found = run(2, None, trained, str(tmp_path / "checkpoint"), store="launcher")
+    for answer in found:
+        assert answer.value, answer.raised
+        for address in answer.value:
+            # 127.x.x.x, little-endian, and ::1.
+            assert address.endswith("7F") or address == "0" * 24 + "01000000", address
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o027])
