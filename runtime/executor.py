@@ -189,6 +189,8 @@ def _place(traceback: TracebackType | None) -> str:
     """Where a step was when an exception came: ranks at the same place have begun and awaited the same exchanges."""
     found, inside_node = [], 0
     for frame, line in walk_tb(traceback):
+        if frame.f_code.co_filename == __file__:
+            continue
         node = _node_of_line(frame, line)
         if frame.f_code is Loop.forward.__code__:
             found.append(f"micro-batch {frame.f_locals['number']}")
@@ -196,7 +198,7 @@ def _place(traceback: TracebackType | None) -> str:
             found.append(node or f"{Path(frame.f_code.co_filename).name}:{line}")
         if node is not None:
             inside_node = len(found)
-    return " > ".join(found[: inside_node or None])
+    return " > ".join(found[: inside_node or None]) or "its end"
 
 
 def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:

@@ -67,4 +67,4 @@ def run_hooks_behind(optimizer: torch.optim.Optimizer) -> None:
     """Run what was registered to run behind ``step()``, as that does when it is called without arguments."""
     _, behind = _torch.step_hooks(optimizer)
     for hook in behind:
-        hook(optimizer, (), {})
+        hook(optimizer, (optimizer,), {})

@@ -11,7 +11,7 @@ import zerograph as zg
 from tests.faults.ranks import run
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
-# Of the two kinds in which ranks of one host exchange, memory and sockets, only the first can look at who has failed.
+# Nobody is to wait so long.
 TIMEOUT = 120.0
 
 
@@ -55,7 +55,7 @@ def refuses_on_one_rank(ends: bool) -> list[tuple[str, str]]:
 
 
 def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() -> None:
-    ((other, others_words),), ((mine, words),) = (answer.value for answer in run(2, 1, refuses_on_one_rank, True))
+    ((other, others_words),), ((mine, words),) = (answer.value for answer in run(2, None, refuses_on_one_rank, True))
     assert (other, mine) == ("CommunicationError", "OperatorError")
     assert "embedding.default in the forward of embedding failed in step 2 on rank 1" in words
     assert "lost rank 1" in others_words
@@ -63,7 +63,7 @@ def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() 
 
 
 def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for() -> None:
-    one, two = (answer.value for answer in run(2, 1, refuses_on_one_rank, False))
+    one, two = (answer.value for answer in run(2, None, refuses_on_one_rank, False))
     assert [kind for kind, _ in one] == ["CommunicationError", "RankMismatchError", "RankMismatchError"]
     assert [kind for kind, _ in two] == ["OperatorError", "RankMismatchError", "RankMismatchError"]
     _, words = one[0]
@@ -75,12 +75,12 @@ def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for() -> None:
         assert "from the last checkpoint" in words
 
 
-def refuses_on_all() -> tuple[str, Tensor]:
+def refuses_on_all() -> tuple[str, list[list[float]]]:
     step = Tokens()
     step(GOOD)
     kind, _ = told(lambda: step(BAD))
     step(GOOD)
-    return kind, step.state_dict()["modules"]["embedding"]["weight"]
+    return kind, step.state_dict()["modules"]["embedding"]["weight"].tolist()
 
 
 def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
@@ -90,7 +90,7 @@ def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
         optimizer.zero_grad()
         loss_of(plain, torch.cat([GOOD, GOOD])).backward()
         optimizer.step()
-    for answer in run(2, 1, refuses_on_all):
+    for answer in run(2, None, refuses_on_all):
         kind, weight = answer.value
         assert kind == "OperatorError"
-        torch.testing.assert_close(weight, plain.weight.detach())
+        torch.testing.assert_close(torch.tensor(weight), plain.weight.detach())

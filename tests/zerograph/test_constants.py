@@ -46,10 +46,10 @@ class Step(zg.ZeroGraph):
         self.add_optimizer(torch.optim.SGD(made.parameters(), lr=0.01))
         self.set_zero_mode("distributed_split", stage=2)
         self.config.backend = "eager"
-        self.builds = 0
+        self.builds: list[Any] = []
 
     def build(self, x: Tensor, **given: Any) -> Tensor:
-        self.builds += 1
+        self.builds.append(given)
         loss = loss_of(self.model, x, **given)
         loss.backward()
         return loss
@@ -85,7 +85,7 @@ def test_each_value_is_compiled_for_once_whatever_equals_it() -> None:
     step, (x,) = Step(model()), inputs([8])
     for power, builds in [(2, 1), (2.0, 2), (2, 2), (3, 3), (2.0, 3), (True, 4), (1, 5)]:
         step(x, mask=None, how={"power": power, "name": "mean"})
-        assert step.builds == builds
+        assert len(step.builds) == builds
 
 
 def test_one_that_changes_in_every_step_is_named() -> None:
