@@ -98,13 +98,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 # Optimizer, what it computes in, stage.
 Case = tuple[str, str, int]
-SHORT: list[Case] = [
-    ("adamw", "fp32", 0),
-    ("fused adamw", "bf16", 1),
-    ("momentum", "fp16", 2),
-    ("adafactor", "accumulation", 3),
-    ("muon", "fp16", 3),
-]
+SHORT: list[Case] = [("fused adamw", "bf16", 1), ("adafactor", "accumulation", 3), ("muon", "fp16", 3)]
 LONG: list[Case] = [
     *(("adamw", precision, stage) for precision in PRECISIONS for stage in range(4)),
     *((name, "fp32", 1 + at % 3) for at, name in enumerate(OPTIMIZERS)),

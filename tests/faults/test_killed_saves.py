@@ -150,7 +150,7 @@ def kill(pair: WarmPair, expected: Told, folder: Path, way: str, tries: int, cou
     assert told[0].words("parameters") == expected.words("parameters")
 
 
-@pytest.mark.parametrize("way", ["synchronous", "asynchronous", "keeping two"])
+@pytest.mark.parametrize("way", ["asynchronous", "keeping two"])
 def test_a_rank_killed_while_saving_leaves_a_whole_checkpoint(
     pair: WarmPair, expected: Told, folder: Path, tally: Callable[[str], Tally], way: str
 ) -> None:
