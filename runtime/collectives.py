@@ -8,6 +8,7 @@ memory (``direct``), others send and receive over gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from zerograph.runtime.direct import Line
 
 # Up to so many bytes gloo's own sum is about as fast.
 _SMALL = 2**18
+# So often whoever waits for gloo looks whether the others go on.
+_LOOK_EVERY = timedelta(seconds=1)
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
 
@@ -74,10 +77,12 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """The same in the contiguous tensor's own memory."""
     line = direct.line(group_name)
-    if line is None or total.nbytes <= _SMALL:
-        work = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
+    if line is not None and total.nbytes > _SMALL:
+        work: dist.Work = _SumOfPieces(line, total.view(-1))
     else:
-        work = _SumOfPieces(line, total.view(-1))
+        started = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
+        assert started is not None
+        work = started if line is None else _Watched(line, started)
     _torch.register_works(total, [work])
     return total
 
@@ -139,6 +144,26 @@ class _SumOfPieces(dist.Work):
     def wait(self, timeout: object = None) -> bool:
         """Return when the others have read, too."""
         return self._adding.wait() and _Reading(self._line, self._own, self._pieces).wait()
+
+
+class _Watched(dist.Work):
+    """A collective of gloo's, which would wait for a rank that has failed and lives as long as for one that is slow."""
+
+    def __init__(self, line: Line, work: dist.Work) -> None:
+        super().__init__()
+        self._line, self._work = line, work
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when it is done. Its own time limit holds."""
+        while True:
+            try:
+                return self._work.wait(_LOOK_EVERY)
+            except RuntimeError:
+                if self._work.is_completed():
+                    # Failed; or done a moment after all.
+                    return self._work.wait()
+            for _, peer in self._line.others():
+                peer.check_going_on()
 
 
 def _defined(

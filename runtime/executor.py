@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
-from zerograph.errors import OperatorError, VerificationError, ZeroGraphError
+from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
 from zerograph.loop import Loop, loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
@@ -59,7 +59,7 @@ class Executor:
             CommunicationError: a collective failed, which is named.
             OperatorError: an operator failed on this rank, which is named with the user's line.
         """
-        with noted(self.job, doing):
+        with noted(self.job, doing), self._breaking_off(doing):
             for name, tensor in self.numbers.items():
                 tensor.fill_(numbers[name])
             self.seed.fill_(seed)
@@ -85,14 +85,20 @@ class Executor:
                 if "DefaultCPUAllocator" in str(error):
                     # The CPU's way to be out of memory, which says how much was asked for.
                     raise
-                raise self._explained(error, doing) from error
+                told = self._explained(error, doing)
+                if isinstance(told, CommunicationError):
+                    # Each rank may have left another part of the exchange undone.
+                    self.job.signs.broke_off += f", rank {self.job.rank}"
+                raise told from error
 
     @contextlib.contextmanager
     def _breaking_off(self, doing: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.job.signs.broke_off = f"{doing}, at {_place(error.__traceback__)}"
+            # Not again further out, where it may have become another.
+            if not self.job.signs.broke_off:
+                self.job.signs.broke_off = f"{doing}, at {_place(error.__traceback__)}"
             raise
 
     def _explained(self, error: Exception, doing: str) -> ZeroGraphError:
@@ -187,18 +193,19 @@ def _node_of_line(frame: FrameType, line: int) -> str | None:
 
 def _place(traceback: TracebackType | None) -> str:
     """Where a step was when an exception came: ranks at the same place have begun and awaited the same exchanges."""
-    found, inside_node = [], 0
+    found, inside_node, here = [], 0, ""
     for frame, line in walk_tb(traceback):
         if frame.f_code.co_filename == __file__:
+            here = f"{Path(__file__).name}:{line}"
             continue
         node = _node_of_line(frame, line)
         if frame.f_code is Loop.forward.__code__:
-            found.append(f"micro-batch {frame.f_locals['number']}")
+            found.append(f"micro-batch {frame.f_locals.get('number', 'none')}")
         else:
             found.append(node or f"{Path(frame.f_code.co_filename).name}:{line}")
         if node is not None:
             inside_node = len(found)
-    return " > ".join(found[: inside_node or None]) or "its end"
+    return " > ".join(found[: inside_node or None]) or here
 
 
 def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ _WORD = 8
 # the longer it takes, the less a look too late matters beside the time of whoever computes.
 _SPINS = 200
 _NAP, _SHORTEST, _LONGEST = 0.02, 50e-6, 1e-3
-# A process that has ended is seen after so many seconds; of one that has failed and lives the store must be asked.
+# A process that has ended is seen after so many seconds; of one that has failed and lives others must ask the store.
 _LOOK_AFTER = 0.02
 _ASK_AFTER = 1.0
 
@@ -45,7 +45,7 @@ class Peer:
     Attributes:
         rank: of the job.
         inbox: what it writes: where its tensors lie, and which of this rank's it has read.
-        failed: whether it has left word that it will not go on; slow.
+        failed: whether it is known not to go on with this step; asking makes it known, if it is so, within a second.
     """
 
     def __init__(self, rank: int, timeout: float, failed: Callable[[], bool]) -> None:
@@ -129,6 +129,16 @@ class Peer:
             self._until(lambda: self.inbox[_READ + number % _SLOTS] >= number)
             del self._kept[number]
 
+    def check_going_on(self) -> None:
+        """Raise if what it has not done by now it will not do.
+
+        Raises:
+            RuntimeError: the other rank has ended or failed.
+        """
+        self._check_alive()
+        if self.failed():
+            raise RuntimeError(f"rank {self.rank} has failed")
+
     def _write(self, value: int, word: int) -> None:
         self._check_alive()
         source = ctypes.c_int64(value)
@@ -143,7 +153,7 @@ class Peer:
             if ready():
                 return
             os.sched_yield()
-        began = looked = asked = time.monotonic()
+        began = looked = time.monotonic()
         while not ready():
             now = time.monotonic()
             if now - looked > _LOOK_AFTER:
@@ -151,10 +161,8 @@ class Peer:
                 # What it wrote before it ended may have come since.
                 if self._ended.poll(0) and not ready():
                     self._check_alive()
-                if now - asked > _ASK_AFTER:
-                    asked = now
-                    if self.failed() and not ready():
-                        raise RuntimeError(f"rank {self.rank} has failed")
+                if now - began > _ASK_AFTER and self.failed() and not ready():
+                    self.check_going_on()
                 if now - began > self.timeout:
                     raise RuntimeError(f"timed out after {self.timeout:g} seconds, waiting for rank {self.rank}")
             time.sleep(min(max(_NAP * (now - began), _SHORTEST), _LONGEST))

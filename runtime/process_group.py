@@ -340,7 +340,7 @@ def differing(
             return None
         reports: list[Any] = [None] * job.size
         shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        told = {} if problems.any() else {_DOING: doing, _BROKE_OFF: broke_off or "nowhere", **facts()}
+        told = {} if problems.any() else {_BROKE_OFF: broke_off or "nowhere", _DOING: doing, **facts()}
         dist.all_gather_object(reports, (shown, told), group=job.control)
     if problem is not None:
         raise problem

@@ -48,13 +48,11 @@ class Sign:
         doing: what it is doing, or was when it failed.
         failed: what it failed with, in a line; None: it has not.
         lost: the ranks that it says it has lost, if that is why.
-        broke_off: if that was in the middle of a step, how often all ranks had agreed on what to do next by then.
     """
 
     doing: str
     failed: str | None = None
     lost: tuple[int, ...] = ()
-    broke_off: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,8 @@ class Signs:
     _behind: str = "outside of the graph, which has done nothing yet"
     _noted: Sign | None = None
     _gone: bool = False
+    _asked_after: set[int] = field(default_factory=set)
+    _broken_off: dict[int, int] = field(default_factory=dict)
     _asked: int = 0
     _answered_at: float = -math.inf
     _keepers: Sign | None = None
@@ -148,9 +148,10 @@ class Signs:
     def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
         """Leave word of what this rank failed with: the others may only see that it is no longer there."""
         first = (str(error).strip().splitlines() or [""])[0]
-        broke_off = self.agreed if self.broke_off else None
-        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost), broke_off)
+        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost))
         self._post(self._noted)
+        if self.broke_off:
+            self._in_time(lambda: self.store.set(f"broke off/{self.rank}", str(self.agreed)), self._interval * 2)
         if self.keeper == self.rank:
             # The store may go with this process in a moment: let all look, and find the note.
             self._in_time(lambda: self.store.add("asked", 1), self._interval)
@@ -163,12 +164,12 @@ class Signs:
             self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
 
     def failed(self, rank: int) -> bool:
-        """Whether that rank has left word that it broke off in the step that all last agreed to make."""
-        key = f"last/{rank}"
-        sign = self._in_time(
-            lambda: _read(self.store.get(key)) if self.store.check([key]) else None, _LOOKS * self._interval
-        )
-        return sign is not None and sign.broke_off == self.agreed
+        """Whether that rank is known to have broken off in the step that all last agreed to make.
+
+        Who goes on asking learns of it within two looks.
+        """
+        self._asked_after.add(rank)
+        return self._broken_off.get(rank) == self.agreed
 
     def ask(self) -> Answers:
         """What the others are doing; takes as long as a living one may need to answer, some seconds, and no longer."""
@@ -276,6 +277,10 @@ class Signs:
                 return
 
     def _look(self, store: Any) -> None:
+        for rank in tuple(self._asked_after):
+            self._asked_after.discard(rank)
+            if store.check([f"broke off/{rank}"]):
+                self._broken_off[rank] = int(store.get(f"broke off/{rank}"))
         if store.check(["asked"]):
             number = int(store.get("asked"))
             # Ranks that asked at the same moment wait for an answer each.
@@ -341,12 +346,12 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _written(sign: Sign) -> str:
-    return json.dumps([sign.doing, sign.failed, sign.lost, sign.broke_off])
+    return json.dumps([sign.doing, sign.failed, sign.lost])
 
 
 def _read(text: bytes) -> Sign:
-    doing, failed, lost, broke_off = json.loads(text)
-    return Sign(doing, failed, tuple(lost), broke_off)
+    doing, failed, lost = json.loads(text)
+    return Sign(doing, failed, tuple(lost))
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

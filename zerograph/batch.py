@@ -18,7 +18,7 @@ from zerograph.mesh import Mesh, pieces
 from zerograph.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor, whole
 
 # What build() is given as it is: it cannot change while the step runs, and says by its text what it is.
-_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Batch:
             f"input {name}": f"local shape {tuple(tensor.shape)}, {tensor.dtype}, {show(sbp)}"
             for name, tensor, sbp in zip(self.names, self.tensors, self.sbp, strict=True)
         }
-        constants = {f"input {name}": text for name, text in self.constants}
-        return {"the nesting of the inputs": str(self.tree), **constants, **found}
+        return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **found}
 
 
 def read_batch(
@@ -94,7 +93,9 @@ def read_batch(
         PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
     """
     given, tree = pytree.tree_flatten_with_path((args, kwargs))
-    constants = [(_name(path), f"{type(leaf).__qualname__} {leaf!r}") for path, leaf in given if _is_constant(leaf)]
+    constants = [
+        (f"input {_name(path)}", f"{type(leaf).__name__} {leaf!r}") for path, leaf in given if _is_constant(leaf)
+    ]
     inputs = [(_name(path), leaf) for path, leaf in given if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
@@ -121,7 +122,8 @@ def read_batch(
 
 
 def _is_constant(leaf: Any) -> bool:
-    return isinstance(leaf, _CONSTANTS)
+    # Those of a subclass may be more than their text.
+    return type(leaf) in _CONSTANTS
 
 
 def _check_micro_batches(

@@ -140,7 +140,7 @@ class ZeroGraph(Inspected, Stateful):
         """One step on this rank's part of the batch: tensors in any nesting of lists, tuples and dicts.
 
         Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Numbers, strings,
-        dtypes, devices and None are constants of the step: for others it is compiled again. Returns what
+        dtypes and None are constants of the step: for others it is compiled again. Returns what
         ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks (with several
         micro-batches as ``config.accumulation_outputs`` says).
 
@@ -252,6 +252,7 @@ class ZeroGraph(Inspected, Stateful):
             )
         if device not in ("cpu", "cuda", "meta"):
             raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
+        refuse_hooks_before(self._optimizers)
         members = replace(self._members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.faults.ranks import run
@@ -25,11 +28,12 @@ def loss_of(model: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 class Tokens(zg.ZeroGraph):
-    def __init__(self) -> None:
+    def __init__(self, stage: int = 3) -> None:
         super().__init__()
         self.embedding = embedding()
         self.add_optimizer(torch.optim.SGD(self.embedding.parameters(), lr=0.1))
-        self.config.enable_zero(stage=3)
+        if stage:
+            self.config.enable_zero(stage=stage)
         self.config.timeout = TIMEOUT
 
     def build(self, tokens: Tensor) -> Tensor:
@@ -47,8 +51,8 @@ def told(work: Callable[[], object]) -> tuple[str, str]:
     return "nothing", ""
 
 
-def refuses_on_one_rank(ends: bool) -> list[tuple[str, str]]:
-    step = Tokens()
+def refuses_on_one_rank(ends: bool, stage: int = 3) -> list[tuple[str, str]]:
+    step = Tokens(stage)
     step(GOOD)
     found = [told(lambda: step(BAD if zg.rank() == 1 else GOOD))]
     return found if ends else [*found, told(lambda: step(GOOD)), told(lambda: step(GOOD))]
@@ -62,17 +66,75 @@ def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() 
     assert "index out of range in self" in others_words
 
 
-def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for() -> None:
-    one, two = (answer.value for answer in run(2, None, refuses_on_one_rank, False))
+# Without ZeRO what is waited for is a small sum, which goes over gloo.
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for(stage: int) -> None:
+    one, two = (answer.value for answer in run(2, None, refuses_on_one_rank, False, stage))
     assert [kind for kind, _ in one] == ["CommunicationError", "RankMismatchError", "RankMismatchError"]
     assert [kind for kind, _ in two] == ["OperatorError", "RankMismatchError", "RankMismatchError"]
     _, words = one[0]
     assert "rank 1 has failed" in words
     assert "index out of range in self" in words
     for _, words in (*one[1:], *two[1:]):
-        assert "differ before step 2, first in where the step before broke off" in words
+        assert "first in where the step before broke off" in words
         assert "rank 1: step 2, at embedding" in words
         assert "from the last checkpoint" in words
+
+
+def is_slow(stage: int) -> list[float]:
+    step = Tokens(stage)
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        def run(*arguments: Any) -> Any:
+            if zg.rank() == 1:
+                time.sleep(2.5)
+            return graph.forward(*arguments)
+
+        return run
+
+    step.config.backend = backend
+    return [float(step(GOOD + zg.rank())) for _ in range(2)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_slow_is_waited_for(stage: int) -> None:
+    plain = embedding()
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(plain, torch.cat([GOOD, GOOD + 1]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for answer in run(2, None, is_slow, stage):
+        assert answer.value == pytest.approx(losses, rel=1e-6), answer.raised
+
+
+def fails_behind_the_last_exchange() -> list[tuple[str, str]]:
+    step, calls = Tokens(), []
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        def run(*arguments: Any) -> Any:
+            found = graph.forward(*arguments)
+            calls.append(len(calls))
+            if len(calls) == 2 and zg.rank() == 1:
+                raise ValueError("it has been so good")
+            return found
+
+        return run
+
+    step.config.backend = backend
+    step(GOOD)
+    return [told(lambda: step(GOOD)), told(lambda: step(GOOD))]
+
+
+def test_a_rank_that_fails_behind_its_last_exchange_is_named_in_the_next_step() -> None:
+    one, two = (answer.value for answer in run(2, None, fails_behind_the_last_exchange))
+    assert [kind for kind, _ in one] == ["nothing", "RankMismatchError"]
+    assert [kind for kind, _ in two] == ["OperatorError", "RankMismatchError"]
+    for _, words in (one[1], two[1]):
+        assert "rank 0: nowhere" in words
+        assert "rank 1: step 2, at test_refused_values.py:" in words
 
 
 def refuses_on_all() -> tuple[str, list[list[float]]]:

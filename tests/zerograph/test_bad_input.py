@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.loop import Loop
 
 
 class Step(zg.ZeroGraph):
@@ -378,6 +379,18 @@ def test_memory_that_there_is_not_is_told_as_torch_tells_it() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
         step(X)
     assert not isinstance(raised.value, zg.ZeroGraphError)
+
+
+def test_memory_that_there_is_not_in_front_of_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Tokens(2)
+    step(*GOOD)
+
+    def much(loop: Loop) -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(Loop, "make_results", much)
+    with pytest.raises(torch.OutOfMemoryError, match="there is none"):
+        step(*GOOD)
 
 
 @pytest.mark.parametrize(
