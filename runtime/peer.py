@@ -158,10 +158,9 @@ class Peer:
             now = time.monotonic()
             if now - looked > _LOOK_AFTER:
                 looked = now
+                over = self._ended.poll(0) or (now - began > _ASK_AFTER and self.failed())
                 # What it wrote before it ended may have come since.
-                if self._ended.poll(0) and not ready():
-                    self._check_alive()
-                if now - began > _ASK_AFTER and self.failed() and not ready():
+                if over and not ready():
                     self.check_going_on()
                 if now - began > self.timeout:
                     raise RuntimeError(f"timed out after {self.timeout:g} seconds, waiting for rank {self.rank}")

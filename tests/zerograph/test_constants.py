@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.models import part
 from tests.plainly import inputs, model
 from tests.pool import Pool
 
@@ -55,14 +56,10 @@ class Step(zg.ZeroGraph):
         return loss
 
 
-def part(value: Any) -> Any:
-    return value.chunk(zg.world_size())[zg.rank()] if isinstance(value, Tensor) else value
-
-
 def trained() -> tuple[list[Tensor], Any]:
     step = Step(model())
     losses = [
-        step(part(x), **{name: part(value) for name, value in given.items()})
+        step(part(x), **{name: part(value) if isinstance(value, Tensor) else value for name, value in given.items()})
         for x, given in zip(inputs(SIZES), GIVEN, strict=True)
     ]
     return losses, step.state_dict()["modules"]["model"]

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zerograph as zg
+from tests.models import part
 from tests.plainly import inputs, model
 from tests.pool import Pool
 
@@ -60,7 +61,7 @@ def clamped(stage: int) -> tuple[list[Any], Any]:
         step.set_zero_mode("distributed_split", stage=stage)
         trained.opened = step.full_parameters
     for x in inputs(SIZES):
-        step(x.chunk(zg.world_size())[zg.rank()])
+        step(part(x))
     return trained.seen, step.state_dict()["modules"]["model"]
 
 
