@@ -14,7 +14,7 @@ from zerograph.grad_scaler import GradScaler
 from zerograph.mesh import Mesh
 from zerograph.passes.rules.factors import Signature
 from zerograph.sbp import NdSbp, Split, broadcast
-from zerograph.update import UpdateProgram
+from zerograph.update_program import UpdateProgram
 from zerograph.zero import ZeroPolicy
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from zerograph.buckets import Bucket, Slot
 from zerograph.passes.context import BucketUpdate
-from zerograph.update import UpdateProgram
+from zerograph.update_program import UpdateProgram
 
 aten = torch.ops.aten
 

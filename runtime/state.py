@@ -25,7 +25,7 @@ from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.sbp import NdSbp, Split
 from zerograph.step_graph import nbytes
-from zerograph.update import StateSpec
+from zerograph.update_program import StateSpec
 
 PlainState = dict[str, Tensor]
 

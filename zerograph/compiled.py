@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.hyperparameters import Path
 from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.step import Inspection
 from zerograph.layout import Planned
@@ -19,6 +18,7 @@ from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
 from zerograph.sbp import NdSbp, Sbp
 from zerograph.step_graph import Captured, Role
+from zerograph.update_program import Path
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,11 +18,10 @@ from torch import Tensor, fx
 from zerograph import source
 from zerograph._torch import pytree
 from zerograph.step_graph import placeholders
+from zerograph.update_program import Path
 
 aten = torch.ops.aten
 
-# Where a number stands in an optimizer's group: ("momentum",), or ("betas", 0).
-Path = tuple[Any, ...]
 LR: Path = ("lr",)
 
 

@@ -21,7 +21,7 @@ from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import broadcast, show
 from zerograph.step_graph import Captured, placeholders, role
-from zerograph.update import StateSpec, UpdateProgram
+from zerograph.update_program import StateSpec, UpdateProgram
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from zerograph.memory import Memory, MemoryKind, profile
 from zerograph.mesh import local_shape
 from zerograph.sbp import NdSbp, show
 from zerograph.step_graph import output_nodes, placeholders, role
-from zerograph.update import UpdateProgram
+from zerograph.update_program import UpdateProgram
 
 if TYPE_CHECKING:
     from zerograph.inspection.step import Inspection

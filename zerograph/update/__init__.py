@@ -5,13 +5,11 @@ compared with other parameters' (``keying``).
 """
 
 from zerograph.update.known import Programs, programs_of
-from zerograph.update.program import StateSpec, UpdateProgram, refuse_unsupported, trace_update
+from zerograph.update.program import refuse_unsupported, trace_update
 from zerograph.update.proofs import check_separate
 
 __all__ = [
     "Programs",
-    "StateSpec",
-    "UpdateProgram",
     "check_separate",
     "programs_of",
     "refuse_unsupported",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerograph.update.program import UpdateProgram
+from zerograph.update_program import UpdateProgram
 
 
 @dataclass

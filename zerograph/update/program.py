@@ -11,7 +11,6 @@ is good for whole parameters of that shape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from torch import Tensor, fx
 from zerograph import hyperparameters
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
-from zerograph.hyperparameters import Lift, Path, Watched
+from zerograph.hyperparameters import Lift, Watched
 from zerograph.mutation import without_mutation
 from zerograph.step_graph import placeholders
 from zerograph.update.keying import initial_value, key_of
 from zerograph.update.proofs import mixing, refuse_random
 from zerograph.update.sampling import Sample, StateTensor, both, width
+from zerograph.update_program import Path, StateSpec, UpdateProgram
 
 aten = torch.ops.aten
 
@@ -33,50 +33,6 @@ UNSUPPORTED = {
     "LBFGS": "it evaluates the loss several times per step, each time depending on values",
     "SparseAdam": "it needs sparse gradients, which have no placement",
 }
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """One entry of an optimizer's state: shaped as the parameter, or a 0-d tensor.
-
-    ``initial`` is its value before the first update where that is a constant; None where the first update itself
-    makes it (SGD's momentum is the first gradient). ``plain_dtype`` is what the optimizer itself would hold.
-    """
-
-    scalar: bool
-    dtype: torch.dtype
-    initial: float | None
-    plain_dtype: torch.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateProgram:
-    """An update as a functional graph: placeholders param, grad, state and numbers by name; writes as ``copy_`` nodes.
-
-    ``first`` is the graph of the very first update where it differs from the later ones. ``fused`` is the update as
-    the optimizer's own fused operators make it, in place, where its group asks for them (``fused=True``) and they can
-    stand for every update. ``key`` is equal for equal programs; it says nothing about the shape of an elementwise one.
-
-    Attributes:
-        mixes: the operator that makes it not elementwise, and where it is called; None if there is none.
-        any_shape: parameters of any shape have this program: it is elementwise, and the optimizer asked for no size.
-        shapes: of the state's entries, where ``mixes``.
-        numbers: the hyperparameters that are inputs, by name: where they stand in the group.
-        thresholds: numbers with which the optimizer compared those, by name.
-    """
-
-    optimizer: str
-    key: str
-    graph: fx.GraphModule
-    first: fx.GraphModule | None
-    fused: fx.GraphModule | None
-    state: Mapping[str, StateSpec]
-    operators: int
-    mixes: str | None
-    any_shape: bool
-    shapes: Mapping[str, tuple[int, ...]]
-    numbers: Mapping[str, Path]
-    thresholds: Mapping[str, set[float]]
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
