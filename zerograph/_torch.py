@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import graph as autograd_graph
+from torch.distributed import distributed_c10d
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -72,6 +73,7 @@ __all__ = [
     "module_hooks",
     "negated",
     "no_modes",
+    "objects_sent_by",
     "overloads",
     "plain_tensors",
     "preserved_metadata",
@@ -562,6 +564,11 @@ def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Shards end to end into ``whole``: torch 2.13 renamed the function and warns about the old name."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(whole, shard, group=group)
+
+
+def objects_sent_by(refuse: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replace the function by which every collective of Python objects begins: their names may be imported anywhere."""
+    return patch.object(distributed_c10d, "_object_to_tensor", refuse)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

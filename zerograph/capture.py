@@ -18,6 +18,7 @@ from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
+from zerograph.refused_calls import refused_calls
 from zerograph.region import Region
 from zerograph.step_graph import (
     Captured,
@@ -31,7 +32,7 @@ from zerograph.step_graph import (
     writes,
 )
 from zerograph.substitutes import substituted
-from zerograph.tracing_modes import ONE_GRAPH, NoDataAssignment, Recorder, module_paths
+from zerograph.tracing_modes import NoDataAssignment, Recorder, explained, module_paths
 
 aten = torch.ops.aten
 
@@ -183,9 +184,10 @@ def capture(
         _torch.without_onednn(),
         _torch.checkpoints_kept(),
         substituted(),
+        refused_calls(),
         _torch.compiling(),
         _torch.preserved_metadata(),
-        _explained(),
+        explained(),
     ):
         traced = traced_anew()
         if scaled and gradients and not backwards[-1]:
@@ -297,24 +299,6 @@ def _one_node(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> 
         )
     # Of other orders torch has special cases: those it computes itself.
     return TOTAL_NORM(list(tensors), p) if p > 0 else None
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Torch's errors about what cannot be traced, in the user's terms."""
-    try:
-        yield
-    except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
-        line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
-    except RuntimeError as error:
-        if "grad can be implicitly created only for scalar outputs" not in str(error):
-            raise
-        line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(
-            f"backward() was called on a tensor that is not a scalar\n  {line}   {code}\n"
-            "Reduce the loss first, with .mean() or .sum()."
-        ) from None
 
 
 def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:

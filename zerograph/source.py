@@ -30,7 +30,8 @@ _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 @functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's, nor ours, nor the standard library's; installed models are the user's."""
-    if filename.startswith("<") or filename.startswith(_NOT_USER):
+    # The last wraps functions that torch has deprecated.
+    if filename.startswith("<") or filename.startswith(_NOT_USER) or filename.endswith(os.sep + "typing_extensions.py"):
         return False
     return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch, source
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
+from zerograph.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
 from zerograph.step_graph import Origin
 
 aten = torch.ops.aten
@@ -41,6 +42,8 @@ class Recorder(_torch.TorchDispatchMode):
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
+        if isinstance(func, _torch.OpOverload) and func.namespace in COLLECTIVE_NAMESPACES:
+            raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
         if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
             _refuse_writes_outside(func, args, kwargs or {})
         with _torch.annotated(self._noted(func)):
@@ -150,3 +153,24 @@ def module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | No
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Translate torch's errors about what cannot be traced into the user's terms."""
+    try:
+        yield
+    except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
+    except RuntimeError as error:
+        if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
+            # Of torch.distributed.nn, under names that a user's module has imported.
+            raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None
+        if "grad can be implicitly created only for scalar outputs" not in str(error):
+            raise
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(
+            f"backward() was called on a tensor that is not a scalar\n  {line}   {code}\n"
+            "Reduce the loss first, with .mean() or .sum()."
+        ) from None
