@@ -1,4 +1,4 @@
-"""What compiling a step gives: prepared before the backend, then bound to the state that it updates."""
+"""The results of the compiler: a step after all passes, a prepared step, and a step bound to its state."""
 
 from __future__ import annotations
 
@@ -8,52 +8,82 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.inspection.placements import planned_placements
-from zerograph.inspection.step import Inspection
 from zerograph.layout import Planned
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
-from zerograph.sbp import NdSbp, Sbp
+from zerograph.sbp import NdSbp
 from zerograph.step_graph import Captured, Role
 from zerograph.update_program import Path
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledStep(Inspection):
-    """A step bound to the state that it updates, and everything that led to it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RewrittenStep:
+    """A step after all passes, before or after the backend.
 
     Attributes:
-        captured: what ``build()`` was traced to.
+        captured: the graph that ``build()`` was traced to.
         passes: the graph after every pass.
-        context: what the passes were told.
-        backend: name of what compiled the last graph.
-        executor: runs it.
-        stores: the bucket at rest behind each of ``context.buckets``, by name.
-        numbers: the optimizer group, and the place in it, behind each hyperparameter that is an input.
-        outputs: SBP and global shape of each tensor that it returns.
-        lookups: finds what rests in no store, for each run.
-        aliases: further names of tied parameters, each with the first.
-        warnings: what was said while it was compiled.
+        context: the input of the passes.
+        aliases: further names of tied parameters, each with the first name.
+        warnings: messages of the compilation.
     """
 
     captured: Captured
     passes: tuple[PassRecord, ...]
     context: Context
+    aliases: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+    @property
+    def emitted(self) -> fx.Graph:
+        """The graph that a rank runs, with zerograph's metadata in ``node.meta``."""
+        return self.passes[-1].graph.graph
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedStep(RewrittenStep):
+    """A step before the backend: it is bound to no state and to no process group.
+
+    Attributes:
+        layout: the buckets, in order of first use.
+        update_seconds: seconds that tracing the optimizers' updates took; 0 if all were cached.
+    """
+
+    layout: tuple[Planned, ...]
+    update_seconds: float
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph that a rank runs, as a module."""
+        return self.passes[-1].graph
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompiledStep(RewrittenStep):
+    """A step bound to the state that it updates.
+
+    Attributes:
+        backend: name of the backend that compiled the last graph.
+        executor: runs the compiled graph.
+        stores: the state of each of ``context.buckets``, by bucket name.
+        numbers: the optimizer group, and the path in it, of each hyperparameter that is an input.
+        outputs: SBP and global shape of each tensor that the step returns.
+        lookups: find the tensors that are in no store, at each run.
+    """
+
     backend: str
     executor: Executor
     stores: Mapping[str, Store]
     numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
     lookups: Mapping[Role, Lookup]
-    aliases: Mapping[str, str]
-    warnings: tuple[str, ...]
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Names of the 0-d tensors that the graph returns behind the user's."""
+        """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
         return tuple(found.name for found in roles if found.kind != "output")
 
@@ -70,35 +100,3 @@ class CompiledStep(Inspection):
         """
         held = (one for store in self.stores.values() for one in extents(store).values())
         check(dict.fromkeys(one.file for one in held))
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared(Inspection):
-    """A step after everything before the backend: it has met no state and no process group.
-
-    Attributes:
-        captured: what ``build()`` was traced to.
-        passes: the graph after every pass.
-        context: what the passes were told.
-        layout: the buckets, in order of first use.
-        update_seconds: what tracing the optimizers' updates took; 0 where all were known.
-        aliases: further names of tied parameters, each with the first.
-        warnings: what was said on the way.
-    """
-
-    captured: Captured
-    passes: tuple[PassRecord, ...]
-    context: Context
-    layout: tuple[Planned, ...]
-    update_seconds: float
-    aliases: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """What a rank runs."""
-        return self.passes[-1].graph
-
-    def placements(self) -> dict[str, Sbp | NdSbp]:
-        """SBP between steps of every parameter and entry of optimizer state, by qualified name."""
-        return planned_placements(self.layout, self.context.mesh.dims)

@@ -7,8 +7,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,13 +22,12 @@ from zerograph.batch import Batch
 from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
-from zerograph.compiled import CompiledStep, Prepared
+from zerograph.compiled import CompiledStep, PreparedStep
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
 from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
-from zerograph.inspection import dump, logs
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers
 from zerograph.mesh import Mesh
@@ -46,6 +46,19 @@ from zerograph.updates import Updates
 from zerograph.zero import OFF
 
 
+class Observer(Protocol):
+    """Follows a compilation, to log or dump it."""
+
+    def started(self) -> None:
+        """Called before anything is traced."""
+
+    def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> AbstractContextManager[None]:
+        """Return a context for one run of the passes; it sees an exception of a pass."""
+
+    def prepared(self, step: PreparedStep, rank: int) -> None:
+        """Called once the step is prepared."""
+
+
 @dataclass
 class Compiler:
     """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
@@ -57,6 +70,7 @@ class Compiler:
     build: Callable[..., Any]
     optimizers: Optimizers
     config: Config
+    observer: Observer
     reads_metric: bool = False
     accumulates: bool = False
     updates: Updates = field(init=False)
@@ -79,7 +93,7 @@ class Compiler:
             ZeroGraphError: on every rank, whichever rank found the problem.
         """
         problem: Exception | None = None
-        prepared: Prepared | None = None
+        prepared: PreparedStep | None = None
         exchanges = wire.exchanges(job)
         try:
             with job.signs.busy(f"tracing and rewriting {doing}"):
@@ -104,7 +118,7 @@ class Compiler:
         key: Hashable,
         exchanges: Mapping[str, OpOverload] | None = None,
         rank: int | None = None,
-    ) -> Prepared:
+    ) -> PreparedStep:
         """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
 
         Args:
@@ -115,7 +129,7 @@ class Compiler:
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
-        logs.configure()
+        self.observer.started()
         number = mesh.place if rank is None else rank
         self._check(members)
         captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
@@ -145,9 +159,9 @@ class Compiler:
         blocks = self._blocks(members) if captured.gradients else ()
 
         # Several sizes of buckets may lay the parameters out alike.
-        known: dict[tuple[Any, ...], Prepared | MemoryBudgetError] = {}
+        known: dict[tuple[Any, ...], PreparedStep | MemoryBudgetError] = {}
 
-        def lay(bucket_size: int | None, forgone: int, spills: bool) -> Prepared:
+        def lay(bucket_size: int | None, forgone: int, spills: bool) -> PreparedStep:
             layout = self._layout(mesh, zero_dim, members, captured, updates, bucket_size)
             key = tuple(one.bucket for one in layout), forgone, spills
             if key not in known:
@@ -161,16 +175,24 @@ class Compiler:
                 raise found
             return found
 
-        def run(layout: tuple[Planned, ...], forgone: int, spills: bool) -> Prepared:
+        def run(layout: tuple[Planned, ...], forgone: int, spills: bool) -> PreparedStep:
             facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
             told: dict[str, None] = {}
             context = self._context(*facts, spills=spills, told=told)
-            with dump.failures(captured.graph, context, number):
+            with self.observer.passes(captured.graph, context, number):
                 passes = run_pipeline(captured.graph, context, seconds)
             layout = with_rooms(layout, passes[-1].graph.graph)
-            return Prepared(captured, passes, context, layout, update_seconds, members.aliases, tuple(told))
+            return PreparedStep(
+                captured=captured,
+                passes=passes,
+                context=context,
+                aliases=members.aliases,
+                warnings=tuple(told),
+                layout=layout,
+                update_seconds=update_seconds,
+            )
 
-        def sized(forgone: int, spills: bool) -> Prepared:
+        def sized(forgone: int, spills: bool) -> PreparedStep:
             if self.config.memory_budget is None or self.config.bucket_size is not None:
                 return lay(self.config.bucket_size, forgone, spills)
             # What must be given up lacks at the smallest buckets: larger ones lack more, most likely.
@@ -184,8 +206,7 @@ class Compiler:
         else:
             may_spill = not spills and any(members.device(one).type != "cpu" for one in members.parameters.values())
             found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
-        if dump.wanted():
-            dump.dump(captured.graph, found.context, number, found.describe())
+        self.observer.prepared(found, number)
         return found
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
@@ -385,7 +406,7 @@ class Compiler:
         self,
         job: Job,
         members: Members,
-        prepared: Prepared,
+        prepared: PreparedStep,
         backend: str,
         function: backends.Compiled,
         stores: Mapping[str, Store],
@@ -414,17 +435,17 @@ class Compiler:
         returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
         outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
-            prepared.captured,
-            prepared.passes,
-            prepared.context,
-            backend,
-            executor,
-            stores,
-            numbers,
-            outputs,
-            lookups,
-            prepared.aliases,
-            prepared.warnings,
+            captured=prepared.captured,
+            passes=prepared.passes,
+            context=prepared.context,
+            aliases=prepared.aliases,
+            warnings=prepared.warnings,
+            backend=backend,
+            executor=executor,
+            stores=stores,
+            numbers=numbers,
+            outputs=outputs,
+            lookups=lookups,
         )
 
 

@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from zerograph import _torch, finite, hyperparameters, replicas
 from zerograph.batch import Batch, give_back, read_batch
 from zerograph.checkpoint.save import Saver
-from zerograph.compiled import CompiledStep, Prepared
+from zerograph.compiled import CompiledStep
 from zerograph.compiler import Compiler
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
 from zerograph.inspected import Inspected
-from zerograph.inspection import logs
+from zerograph.inspection import Inspection, Prepared, logs
 from zerograph.inspection import trace as tracing
+from zerograph.inspection.observer import EnvironmentObserver
 from zerograph.inspection.trace import Trace
 from zerograph.layout import Planned
 from zerograph.members import Members, adopt_global, capture_facts, find_members, has_global, layout_facts
@@ -66,7 +67,7 @@ class ZeroGraph(Inspected, Stateful):
         self.steps_skipped = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
-        self._compiler = Compiler(self._traced_build, self._optimizers, Config())
+        self._compiler = Compiler(self._traced_build, self._optimizers, Config(), EnvironmentObserver())
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
         self._recompiles = Recompiles()
@@ -228,7 +229,7 @@ class ZeroGraph(Inspected, Stateful):
         members, batch, key = self._standing_in(mesh, args, kwargs, device)
         found = self._compiler.prepare(mesh, members, batch, key)
         logs.tell(found, type(self).__name__)
-        return found
+        return Prepared(found)
 
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
         """The buckets of what :meth:`prepare` would make for the same arguments: what rests where, at a capture's cost.
@@ -262,7 +263,7 @@ class ZeroGraph(Inspected, Stateful):
 
     def __repr__(self) -> str:
         """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
-        return "\n".join([*self._heading(), *([] if self._latest is None else [self._latest.page()])])
+        return "\n".join([*self._heading(), *([] if self._latest is None else [Inspection(self._latest).page()])])
 
     def describe(self) -> str:
         """The step compiled last in full: every input, output, parameter, collective, warning and pass, a line each.
@@ -270,8 +271,7 @@ class ZeroGraph(Inspected, Stateful):
         Raises:
             ConfigError: nothing compiled yet.
         """
-        step = self._compiled()
-        return "\n".join([*self._heading(), step.describe()])
+        return "\n".join([*self._heading(), Inspection(self._compiled()).describe()])
 
     def _heading(self) -> list[str]:
         zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name

@@ -1,4 +1,4 @@
-"""What can be seen of the step that a graph compiled last: asked of the graph itself."""
+"""Views of the step that a graph compiled last, as methods of the graph."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from torch import fx
 from zerograph import inspection, report
 from zerograph.compiled import CompiledStep
 from zerograph.members import Members
-from zerograph.memory import Memory
-from zerograph.passes.pipeline import PassRecord
 from zerograph.planner.machine import Machine
 from zerograph.sbp import NdSbp, Sbp
 
 if TYPE_CHECKING:
-    import networkx
+    pass
 
 
-class Inspected:
-    """The part of :class:`zerograph.ZeroGraph` that looks at its step, and changes nothing."""
+class Inspected(inspection.Views):
+    """The read-only part of :class:`zerograph.ZeroGraph`."""
 
     steps_done: int
 
@@ -30,78 +28,18 @@ class Inspected:
     def _members(self) -> Members:
         raise NotImplementedError
 
+    def _inspected(self) -> CompiledStep:
+        return self._compiled()
+
     def graph(self, name: str | None = None) -> fx.GraphModule:
-        """The graph after the pass of that name, or the last one, of the step compiled last.
+        """Return the graph after a pass, or after the last one, of the step compiled last.
 
-        That of one micro-batch, where there are several, is ``graph().micro_batches.body``.
-
-        Raises:
-            ConfigError: no such pass, or nothing compiled yet.
-        """
-        return self._compiled().graph_after(name)
-
-    @property
-    def passes(self) -> tuple[PassRecord, ...]:
-        """Name, summary, graph, number of nodes and seconds of each pass of the step compiled last."""
-        return self._compiled().passes
-
-    def collectives(self) -> list[inspection.Collective]:
-        """The collectives of the step compiled last: kind, bytes, tensors, phase; each as often as it runs."""
-        return self._compiled().collectives()
-
-    def text(self, pass_name: str | None = None, module: str | None = None) -> str:
-        """The graph after a pass, or what is run, one node a line: module path and name, operator, dtype, SBP, global
-        shape and this rank's, source line. See :mod:`zerograph.inspection.text`.
-
-        Args:
-            module: the qualified name of a module: only what belongs to it.
+        With accumulation the graph of one micro-batch is ``graph().micro_batches.body``.
 
         Raises:
-            ConfigError: nothing compiled yet, no such pass, or nothing belongs to such a module.
+            ConfigError: nothing is compiled yet, or there is no such pass.
         """
-        return self._compiled().text(pass_name, module)
-
-    def diff(self, before: str, after: str, module: str | None = None) -> inspection.Diff:
-        """What happened to the graph from behind one pass to behind another: ``print(step.diff("place", "box"))``.
-
-        A unified diff of :meth:`text`, in which lines that only moved say so; coloured in a terminal.
-
-        Raises:
-            ConfigError: nothing compiled yet, no such pass, or nothing belongs to such a module.
-        """
-        return self._compiled().diff(before, after, module)
-
-    def explain(self, name: str) -> inspection.Life:
-        """The life of one tensor through the step: where it is stored, gathered, used and freed, its gradient made and
-        reduced, and where it is updated, with source lines.
-
-        Args:
-            name: the qualified name of a parameter, of an entry of its optimizer state (``model.fc.weight.exp_avg``) or
-                of a buffer; ``"input0"``; a node of :meth:`text`; or a module, for what it yields.
-
-        Raises:
-            ConfigError: nothing compiled yet, or no such tensor; the message has names that are close.
-        """
-        return self._compiled().explain(name)
-
-    def to_networkx(self, pass_name: str | None = None) -> networkx.MultiDiGraph[str]:
-        """The graph after a pass, or what is run; its attributes are those of
-        :class:`zerograph.inspection.nodes.NodeFacts`, and all of them numbers and text.
-
-        Raises:
-            ConfigError: nothing compiled yet, or no such pass.
-        """
-        return self._compiled().to_networkx(pass_name)
-
-    def to_graphviz(
-        self, module: str | None = None, pass_name: str | None = None, svg: str | os.PathLike[str] | None = None
-    ) -> str:
-        """A module's part of the graph, or all of it, in Graphviz's language DOT; ``svg`` is a file to draw it into.
-
-        Raises:
-            ConfigError: nothing compiled yet; no such pass or module; to draw, Graphviz's program ``dot`` is missing.
-        """
-        return self._compiled().to_graphviz(module, pass_name, svg)
+        return inspection.Inspection(self._compiled()).graph_after(name)
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write memory, traffic and the graph into ``folder`` for TensorBoard, at the number of steps done so far.
@@ -111,15 +49,7 @@ class Inspected:
         Raises:
             ConfigError: nothing compiled yet, or tensorboard is not installed.
         """
-        self._compiled().to_tensorboard(folder, self.steps_done)
-
-    @property
-    def memory(self) -> Memory:
-        """The most bytes that the step compiled last holds on this rank, what they are, and where in the step.
-
-        Foretold from the graph, and exact within some percent where its nodes run one by one (backend ``"eager"``).
-        """
-        return self._compiled().memory
+        inspection.Inspection(self._compiled()).to_tensorboard(folder, self.steps_done)
 
     def report(self, path: str | os.PathLike[str], machine: str | os.PathLike[str] | Machine | None = None) -> None:
         """Write one HTML page of the step compiled last, which needs no network: to be opened in a browser.
@@ -135,7 +65,7 @@ class Inspected:
         Raises:
             ConfigError: nothing is compiled yet, there is no such machine, or the file cannot be written.
         """
-        report.write(self._compiled(), path, title=type(self).__name__, machine=machine)
+        report.write(inspection.Inspection(self._compiled()), path, title=type(self).__name__, machine=machine)
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name.

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from zerograph.buckets import Bucket
-from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError
+from zerograph.inspection.step import Prepared
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import line
 from zerograph.passes import spill

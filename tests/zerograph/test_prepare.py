@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
-from zerograph.compiled import Prepared
+from zerograph.inspection.step import Prepared
 from zerograph.mesh import Mesh, line
 from zerograph.runtime import process_group
 from zerograph.update import trace_update

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import Gpt
 from zerograph import report
-from zerograph.compiled import Prepared
+from zerograph.inspection.step import Prepared
 from zerograph.memory import profile
 from zerograph.mesh import line
 from zerograph.report.page import runs

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.zerograph.test_report import HOSTILE, Hostile, Small, prepared
 from zerograph import report
-from zerograph.compiled import Prepared
+from zerograph.inspection.step import Prepared
 from zerograph.memory import profile
 from zerograph.mesh import line
 

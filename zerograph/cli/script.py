@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from zerograph import _torch, source
-from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.names import close_to
+from zerograph.inspection.step import Prepared
 from zerograph.mesh import Mesh
 
 _HELP = (

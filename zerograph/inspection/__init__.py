@@ -4,6 +4,18 @@ from zerograph.inspection.collectives import Collective
 from zerograph.inspection.diff import Change, Diff, compare
 from zerograph.inspection.life import Event, Life
 from zerograph.inspection.placements import owners, placements
-from zerograph.inspection.step import Inspection
+from zerograph.inspection.step import Inspection, Prepared, Views
 
-__all__ = ["Change", "Collective", "Diff", "Event", "Inspection", "Life", "compare", "owners", "placements"]
+__all__ = [
+    "Change",
+    "Collective",
+    "Diff",
+    "Event",
+    "Inspection",
+    "Life",
+    "Prepared",
+    "Views",
+    "compare",
+    "owners",
+    "placements",
+]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from zerograph.buckets import Bucket, Slot
+from zerograph.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
-from zerograph.inspection.summary import Placed, Summary
+from zerograph.inspection.summary import Placed, Summary, summary
 from zerograph.memory import show_bytes
 from zerograph.sbp import show
 from zerograph.step_graph import placeholders, role
 
-if TYPE_CHECKING:
-    from zerograph.inspection.step import Inspection
 
-
-def description(step: Inspection) -> str:
+def description(step: RewrittenStep) -> str:
     """The step section by section."""
-    found = step.summary
+    found = summary(step)
     parts = [
         _section("inputs", [f"{one.name} {one}" for one in found.inputs]),
         _section("outputs", [f"{one.name} {one}" for one in found.outputs]),
@@ -36,7 +33,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join([f"  {title}:", *(f"    {line}" for line in lines or ["none"])])
 
 
-def _parameters(step: Inspection, found: Summary) -> list[str]:
+def _parameters(step: RewrittenStep, found: Summary) -> list[str]:
     lines = []
     for bucket, placed in zip(step.context.buckets, found.buckets, strict=True):
         lines.append(_bucket(bucket, placed))
@@ -64,7 +61,7 @@ def _cut(bucket: Bucket, slot: Slot) -> str:
     return "" if slot.split is None else f" {show(bucket.sbp_of(slot))}"
 
 
-def _collectives(step: Inspection, found: Summary) -> list[str]:
+def _collectives(step: RewrittenStep, found: Summary) -> list[str]:
     lines = [
         f"{one}{f', {times} times' if times > 1 else ''}"
         for one, times in collectives(step.emitted, step.context.buckets)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.buckets import Bucket, Slot
+from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.life import Event, Life, TensorKind
 from zerograph.inspection.names import boxing_of, close_to, is_wait, labels, within
@@ -22,14 +23,11 @@ from zerograph.sbp import NdSbp, Split, show
 from zerograph.step_graph import Boxing, origin, role
 from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
-if TYPE_CHECKING:
-    from zerograph.inspection.step import Inspection
-
 aten = torch.ops.aten
 
 
-def explain(step: Inspection, asked: str) -> Life:
-    """The life of the tensor of that name; see :meth:`zerograph.inspection.step.Inspection.explain`."""
+def explain(step: RewrittenStep, asked: str) -> Life:
+    """The life of the tensor of that name; see :meth:`zerograph.inspection.step.Views.explain`."""
     name = step.aliases.get(asked, asked)
     finder = _Finder(step, asked)
     for bucket in step.context.buckets:
@@ -50,7 +48,7 @@ def explain(step: Inspection, asked: str) -> Life:
 class _Finder:
     """Looks one name up in the emitted graph and tells its life."""
 
-    def __init__(self, step: Inspection, asked: str) -> None:
+    def __init__(self, step: RewrittenStep, asked: str) -> None:
         self.step, self.asked = step, asked
         self.graph = step.emitted
         self.spots = Spots(self.graph)
@@ -381,7 +379,7 @@ def _is_form(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _COPIES)
 
 
-def _slots(step: Inspection, flat: fx.Node) -> Sequence[Slot]:
+def _slots(step: RewrittenStep, flat: fx.Node) -> Sequence[Slot]:
     return next(bucket.slots for bucket in step.context.buckets if bucket.name == flat.meta["role"].name)
 
 

@@ -20,15 +20,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.diff import compare
 from zerograph.inspection.names import close_to, labels
+from zerograph.inspection.step import Inspection
 from zerograph.memory import profile, show_bytes
-
-if TYPE_CHECKING:
-    from zerograph.inspection.step import Inspection
 
 VARIABLE = "ZEROGRAPH_LOGS"
 NAMES = ("passes", "placement", "collectives", "memory")
@@ -111,7 +109,7 @@ class _State:
 _state = _State()
 
 
-def tell(step: Inspection, name: str, rank: int | None = None) -> None:
+def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:
     """Say of a step what the loggers are enabled for.
 
     Args:
@@ -126,7 +124,7 @@ def tell(step: Inspection, name: str, rank: int | None = None) -> None:
     ):
         logger = logging.getLogger(f"zerograph.{topic}")
         if logger.isEnabledFor(logging.INFO):
-            for level, text in says(step, more=logger.isEnabledFor(logging.DEBUG)):
+            for level, text in says(Inspection(step), more=logger.isEnabledFor(logging.DEBUG)):
                 logger.log(level, "%s: %s", name, text, extra={"rank": rank})
 
 

@@ -1,4 +1,4 @@
-"""Inspection: what can be asked of a step, whether it is compiled or only prepared."""
+"""Views of a step, compiled or only prepared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from zerograph.compiled import PreparedStep, RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection import tensorboard
 from zerograph.inspection.collectives import Collective, collectives
@@ -19,144 +20,190 @@ from zerograph.inspection.exports import to_graphviz, to_networkx
 from zerograph.inspection.life import Life
 from zerograph.inspection.names import close_to
 from zerograph.inspection.page import page
+from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.summary import Summary, summary
 from zerograph.inspection.text import Line, lines, show_text
+from zerograph.layout import Planned
 from zerograph.memory import Memory, profile
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord, stages
+from zerograph.sbp import NdSbp, Sbp
 from zerograph.step_graph import Captured
 
 if TYPE_CHECKING:
     import networkx
 
 
-class Inspection:
-    """A step to be looked at: what it was traced to, and the graph after every pass.
+class Views:
+    """Read-only views of a step: text, diffs, the life of a tensor, memory, traffic, exports.
 
-    Attributes:
-        captured: what ``build()`` was traced to.
-        passes: the graph after every pass.
-        context: what the passes were told.
-        aliases: further names of tied parameters, each with the first.
-        warnings: what was said while it was compiled.
+    ``ZeroGraph`` shows the step that it compiled last, :class:`Inspection` the step that it was made with.
     """
 
-    captured: Captured
-    passes: tuple[PassRecord, ...]
-    context: Context
-    aliases: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-    @property
-    def emitted(self) -> fx.Graph:
-        """What a rank runs, with everything that zerograph knows of it in ``node.meta``."""
-        return self.passes[-1].graph.graph
-
-    def graph_after(self, name: str | None = None) -> fx.GraphModule:
-        """The graph after the pass of that name, or the last one; only that one is made again.
+    def _inspected(self) -> RewrittenStep:
+        """Return the step to look at.
 
         Raises:
-            ConfigError: no such pass.
+            ConfigError: nothing is compiled yet.
         """
-        found = self._pass(name)
-        return next(record for record in self.passes if record.name == found).graph
+        raise NotImplementedError
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """Name, summary, graph, number of nodes and seconds of each pass."""
+        return self._inspected().passes
 
     @property
     def memory(self) -> Memory:
-        """The most bytes that a step holds on this rank, what they are, and where in the step; foretold."""
-        return profile(self.emitted).memory()
+        """Peak memory of this rank in bytes: its parts, and where in the step it is reached.
+
+        Predicted from the graph; exact within some percent if nodes run one by one (backend ``"eager"``).
+        """
+        return profile(self._inspected().emitted).memory()
 
     def collectives(self) -> list[Collective]:
-        """The collectives of the emitted graph in order; one that runs for each micro-batch as often."""
-        return [one for one, times in collectives(self.emitted, self.context.buckets) for _ in range(times)]
-
-    @property
-    def summary(self) -> Summary:
-        """What :meth:`page` says, as data."""
-        return summary(self)
-
-    def page(self) -> str:
-        """The step on a screen, however deep the model: what was traced, buckets, collectives, memory, warnings."""
-        return page(self.summary)
-
-    def describe(self) -> str:
-        """The step in full: every input, output, parameter, collective and pass."""
-        return description(self)
+        """List the collectives in order: kind, bytes, tensors, phase. A collective appears once per run."""
+        step = self._inspected()
+        return [one for one, times in collectives(step.emitted, step.context.buckets) for _ in range(times)]
 
     def text(self, pass_name: str | None = None, module: str | None = None) -> str:
-        """The graph after a pass, or what is run, one node a line; see :mod:`zerograph.inspection.text`.
+        """Show a graph, one node per line: module path and name, operator, dtype, SBP, global and local shape, source.
 
         Args:
-            module: the qualified name of a module: only what belongs to it.
+            pass_name: show the graph after this pass; default: the graph that runs. See
+                :mod:`zerograph.inspection.text`.
+            module: qualified name of a module: show only its nodes.
 
         Raises:
-            ConfigError: no such pass, or nothing belongs to such a module.
+            ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
         """
-        (found,) = self._lines_after(self._pass(pass_name))
-        return show_text(found, module)
+        step = self._inspected()
+        (shown,) = _lines_after(step, _pass(step, pass_name))
+        return show_text(shown, module)
 
     def diff(self, before: str, after: str, module: str | None = None) -> Diff:
-        """What happened to the graph from behind one pass to behind another, as a unified diff of its text.
+        """Compare the graphs after two passes: ``print(step.diff("place", "box"))``.
 
-        What only stands at another place is marked as moved. ``str()`` is coloured in a terminal.
+        Returns a unified diff of :meth:`text`. Lines that only moved are marked as moved. ``str()`` is coloured in a
+        terminal.
 
         Args:
-            before, after: names of passes; ``"capture"`` is what was traced.
-            module: the qualified name of a module: only what belongs to it.
+            before, after: names of passes; ``"capture"`` is the traced graph.
+            module: qualified name of a module: compare only its nodes.
 
         Raises:
-            ConfigError: no such pass, or nothing belongs to such a module.
+            ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
         """
-        old, new = self.texts(before, after, module=module)
+        old, new = texts(self._inspected(), before, after, module=module)
         return compare(old, new, (before, after))
 
-    def texts(self, *names: str, module: str | None = None) -> list[list[str]]:
-        """The lines of :meth:`text` behind each of several passes, for one walk through all of them.
-
-        Raises:
-            ConfigError: no such pass, or nothing belongs to such a module.
-        """
-        found = self._lines_after(*map(self._pass, names))
-        return [show_text(one, module).splitlines() for one in found]
-
     def explain(self, name: str) -> Life:
-        """The life of one tensor through the step: where it is stored, gathered, used, freed, reduced, updated.
+        """Tell the life of one tensor: where it is stored, gathered, used and freed, its gradient computed and reduced,
+        and where it is updated, with source lines.
 
         Args:
-            name: the qualified name of a parameter, of an entry of its optimizer state (``fc.weight.exp_avg``) or of a
-                buffer; ``input0``; a node's name, with its module (``fc:addmm_2``) or without; or the qualified name of
-                a module, for what it yields.
+            name: qualified name of a parameter, of an entry of its optimizer state (``model.fc.weight.exp_avg``) or of
+                a buffer; ``"input0"``; a node of :meth:`text`, with its module (``fc:addmm_2``) or without; or a
+                module, for its output.
 
         Raises:
-            ConfigError: the step has no such tensor; the message has names that are close.
+            ConfigError: nothing is compiled yet, or there is no such tensor; the message lists close names.
         """
-        return explain(self, name)
+        return explain(self._inspected(), name)
 
     def to_networkx(self, pass_name: str | None = None) -> networkx.MultiDiGraph[str]:
-        """The graph after a pass, or what is run; attributes are listed at :func:`zerograph.inspection.exports`.
+        """Export the graph after a pass, or the graph that runs.
+
+        Its attributes are those of :class:`zerograph.inspection.nodes.NodeFacts`; all are numbers and strings.
 
         Raises:
-            ConfigError: no such pass.
+            ConfigError: nothing is compiled yet, or there is no such pass.
         """
-        return to_networkx(self.graph_after(pass_name).graph, self.context)
+        step = self._inspected()
+        return to_networkx(_graph_after(step, pass_name).graph, step.context)
 
     def to_graphviz(
         self, module: str | None = None, pass_name: str | None = None, svg: str | os.PathLike[str] | None = None
     ) -> str:
-        """A drawing of a module's part of the graph, or of all of it, in Graphviz's language DOT.
+        """Draw the graph, or a module's part of it, in Graphviz's language DOT.
 
         Args:
-            module: the qualified name of a module.
-            pass_name: the pass behind which to look; default: what is run.
-            svg: a file to draw it into, with the program ``dot`` of Graphviz.
+            module: qualified name of a module.
+            pass_name: draw the graph after this pass; default: the graph that runs.
+            svg: file to draw into, with Graphviz's program ``dot``.
 
         Raises:
-            ConfigError: no such pass or module; there is no ``dot`` on this machine, or it failed.
+            ConfigError: nothing is compiled yet; there is no such pass or module; or ``dot`` is missing or failed.
         """
-        return to_graphviz(self.graph_after(pass_name).graph, self.context, module, svg)
+        step = self._inspected()
+        return to_graphviz(_graph_after(step, pass_name).graph, step.context, module, svg)
+
+
+class Inspection(Views):
+    """Views of one step."""
+
+    def __init__(self, step: RewrittenStep) -> None:
+        self.step = step
+
+    def _inspected(self) -> RewrittenStep:
+        return self.step
+
+    @property
+    def captured(self) -> Captured:
+        """The graph that ``build()`` was traced to."""
+        return self.step.captured
+
+    @property
+    def context(self) -> Context:
+        """The input of the passes."""
+        return self.step.context
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied parameters, each with the first name."""
+        return self.step.aliases
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Messages of the compilation."""
+        return self.step.warnings
+
+    @property
+    def emitted(self) -> fx.Graph:
+        """The graph that a rank runs, with zerograph's metadata in ``node.meta``."""
+        return self.step.emitted
+
+    def graph_after(self, name: str | None = None) -> fx.GraphModule:
+        """Return the graph after the pass of that name, or after the last one.
+
+        Raises:
+            ConfigError: there is no such pass.
+        """
+        return _graph_after(self.step, name)
+
+    @property
+    def summary(self) -> Summary:
+        """The content of :meth:`page` as data."""
+        return summary(self.step)
+
+    def page(self) -> str:
+        """Show the step on one screen: the traced program, buckets, collectives, memory, warnings."""
+        return page(self.summary)
+
+    def describe(self) -> str:
+        """Show the step in full: every input, output, parameter, collective and pass."""
+        return description(self.step)
+
+    def texts(self, *names: str, module: str | None = None) -> list[list[str]]:
+        """Return the lines of :meth:`text` after each of several passes; the pipeline runs once for all of them.
+
+        Raises:
+            ConfigError: there is no such pass, or the module has no nodes.
+        """
+        return texts(self.step, *names, module=module)
 
     def to_tensorboard(self, folder: str | os.PathLike[str], step: int = 0) -> Path:
-        """Write memory, traffic and the emitted graph where TensorBoard finds them; returns the folder.
+        """Write memory, traffic and the emitted graph for TensorBoard; return the folder.
 
         Args:
             step: the number on TensorBoard's axis.
@@ -164,26 +211,71 @@ class Inspection:
         Raises:
             ConfigError: tensorboard is not installed.
         """
-        return tensorboard.write(self, folder, step)
+        return tensorboard.write(self.step, folder, step)
 
-    def _pass(self, name: str | None) -> str:
-        """The name of a pass that there is; of the last one where none is given."""
-        known = [record.name for record in self.passes]
-        if name is None:
-            return known[-1]
-        if name not in known:
-            raise ConfigError(f"there is no pass {name!r}{close_to(name, known)}\nThere are {', '.join(known)}")
-        return name
 
-    def _lines_after(self, *names: str) -> list[list[Line]]:
-        """The lines behind each of the passes, in one walk through the pipeline."""
-        last = self.passes[-1].name
-        found = {last: lines(self.emitted, self.context)} if last in names else {}
-        missing = set(names) - set(found)
-        for name, module in stages(self.captured.graph, self.context) if missing else ():
-            if name in missing:
-                found[name] = lines(module.graph, self.context)
-                missing.discard(name)
-            if not missing:
-                break
-        return [found[name] for name in names]
+class Prepared(Inspection):
+    """A prepared step and its views, as ``ZeroGraph.prepare()`` returns it."""
+
+    step: PreparedStep
+
+    def __init__(self, step: PreparedStep) -> None:
+        super().__init__(step)
+
+    @property
+    def layout(self) -> tuple[Planned, ...]:
+        """The buckets, in order of first use."""
+        return self.step.layout
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds that tracing the optimizers' updates took; 0 if all were cached."""
+        return self.step.update_seconds
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph that a rank runs, as a module."""
+        return self.step.graph
+
+    def placements(self) -> dict[str, Sbp | NdSbp]:
+        """Return the SBP between steps of every parameter and entry of optimizer state, by qualified name."""
+        return planned_placements(self.layout, self.context.mesh.dims)
+
+
+def texts(step: RewrittenStep, *names: str, module: str | None = None) -> list[list[str]]:
+    """Return the lines of a step's text after each of several passes; the pipeline runs once for all of them.
+
+    Raises:
+        ConfigError: there is no such pass, or the module has no nodes.
+    """
+    shown = _lines_after(step, *(_pass(step, name) for name in names))
+    return [show_text(one, module).splitlines() for one in shown]
+
+
+def _graph_after(step: RewrittenStep, name: str | None) -> fx.GraphModule:
+    asked = _pass(step, name)
+    return next(record for record in step.passes if record.name == asked).graph
+
+
+def _pass(step: RewrittenStep, name: str | None) -> str:
+    """Check the name of a pass; None means the last pass."""
+    known = [record.name for record in step.passes]
+    if name is None:
+        return known[-1]
+    if name not in known:
+        raise ConfigError(f"there is no pass {name!r}{close_to(name, known)}\nThere are {', '.join(known)}")
+    return name
+
+
+def _lines_after(step: RewrittenStep, *names: str) -> list[list[Line]]:
+    """Return the lines after each of the passes; run the pipeline at most once."""
+    last = step.passes[-1].name
+    shown = {last: lines(step.emitted, step.context)} if last in names else {}
+    missing = set(names) - set(shown)
+    for name, module in stages(step.captured.graph, step.context) if missing else ():
+        if name in missing:
+            shown[name] = lines(module.graph, step.context)
+            missing.discard(name)
+        if not missing:
+            break
+    return [shown[name] for name in names]

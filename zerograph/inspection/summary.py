@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from zerograph.buckets import Bucket
+from zerograph.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.recompute import made_again
 from zerograph.inspection.text import dtype_name
@@ -17,9 +18,6 @@ from zerograph.mesh import local_shape
 from zerograph.sbp import NdSbp, show
 from zerograph.step_graph import output_nodes, placeholders, role
 from zerograph.update_program import UpdateProgram
-
-if TYPE_CHECKING:
-    from zerograph.inspection.step import Inspection
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Summary:
         return asdict(self)
 
 
-def summary(step: Inspection) -> Summary:
+def summary(step: RewrittenStep) -> Summary:
     """The numbers of a step, read off its graphs."""
     context, emitted = step.context, step.emitted
     whole = profile(emitted)
@@ -161,7 +159,7 @@ def _by_phase(entry: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
     return ("forward", "backward", "update").index(phase), kind
 
 
-def inputs(step: Inspection) -> tuple[Value, ...]:
+def inputs(step: RewrittenStep) -> tuple[Value, ...]:
     """The tensors of the batch."""
     # The captured graph is the last one in global shapes.
     nodes = placeholders(step.captured.graph.graph, "input")
@@ -183,7 +181,7 @@ def outputs(emitted: fx.Graph) -> tuple[Value, ...]:
     )
 
 
-def bytes_here(bucket: Bucket, step: Inspection) -> int:
+def bytes_here(bucket: Bucket, step: RewrittenStep) -> int:
     """Of the bucket's parameters on this rank between steps."""
     count = 1
     for size in local_shape(bucket.shape, bucket.sbp, step.context.mesh):
@@ -191,7 +189,7 @@ def bytes_here(bucket: Bucket, step: Inspection) -> int:
     return count * bucket.dtype.itemsize
 
 
-def _placed(bucket: Bucket, step: Inspection) -> Placed:
+def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
     update = step.context.updates.get(bucket.name)
     target: NdSbp = bucket.split_sbp if bucket.one_by_one else bucket.sbp
     state = {} if update is None else {name: show(one.sbp) for name, one in update.layouts.items()}

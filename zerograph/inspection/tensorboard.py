@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.nodes import NodeFacts, facts
-
-if TYPE_CHECKING:
-    from zerograph.inspection.step import Inspection
+from zerograph.inspection.summary import summary
 
 
-def write(step: Inspection, folder: str | os.PathLike[str], number: int) -> Path:
+def write(step: RewrittenStep, folder: str | os.PathLike[str], number: int) -> Path:
     """Write scalars and the emitted graph into one event file in ``folder``.
 
     One, since TensorBoard goes on reading only the last of a folder: beside a writer that is still open, its own.
@@ -41,9 +40,9 @@ def write(step: Inspection, folder: str | os.PathLike[str], number: int) -> Path
     return Path(folder)
 
 
-def scalars(step: Inspection) -> dict[str, float]:
+def scalars(step: RewrittenStep) -> dict[str, float]:
     """What is written, by tag: bytes of memory by kind, bytes sent and collectives by phase and kind, nodes."""
-    found = step.summary
+    found = summary(step)
     memory = {
         "zerograph/memory/peak": found.memory.peak,
         "zerograph/memory/at rest": found.memory.at_rest,
@@ -59,7 +58,7 @@ def tree_names(nodes: list[NodeFacts]) -> dict[str, str]:
     return {one.id: "/".join([*(one.module or one.phase or one.kind).split("."), one.id]) for one in nodes}
 
 
-def _graph(step: Inspection) -> Any:
+def _graph(step: RewrittenStep) -> Any:
     from tensorboard.compat.proto import attr_value_pb2, graph_pb2, node_def_pb2, versions_pb2
 
     nodes, edges = facts(step.emitted, step.context)

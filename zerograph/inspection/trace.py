@@ -17,10 +17,10 @@ from torch import fx
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
+from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.names import boxing_of, is_wait, labels
-from zerograph.inspection.step import Inspection
 from zerograph.loop import Loop, loop_of
 from zerograph.memory import show_bytes
 from zerograph.step_graph import Boxing
@@ -106,7 +106,7 @@ def named(function: Function, graph: fx.Graph) -> Function:
     return _Interpreter(module, graph).run
 
 
-def measure(steps: int, run: Callable[[], object], about: Inspection, path: Path) -> Trace:
+def measure(steps: int, run: Callable[[], object], about: RewrittenStep, path: Path) -> Trace:
     """Run ``run()`` so often under ``torch.profiler``, and write what it saw."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -182,7 +182,7 @@ class _Interpreter(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def _read(trace: dict[str, Any], about: Inspection) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
+def _read(trace: dict[str, Any], about: RewrittenStep) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
     """The steps and collectives of a trace, which gets an event for each collective from its start to its end."""
     events = trace["traceEvents"]
     spans: dict[str, list[dict[str, Any]]] = defaultdict(list)

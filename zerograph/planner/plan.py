@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zerograph.compiled import Prepared
 from zerograph.graph import ZeroGraph
+from zerograph.inspection.step import Prepared
 from zerograph.loop import loop_of
 from zerograph.memory import Memory, Profile, Storage, profile
 from zerograph.mesh import Mesh

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zerograph.compiled import CompiledStep, Prepared
 from zerograph.errors import ConfigError
+from zerograph.inspection.step import Inspection
 from zerograph.planner import machine as machines
 from zerograph.planner.machine import Machine
 from zerograph.report.data import collect
@@ -21,7 +21,7 @@ from zerograph.report.page import page
 
 
 def write(
-    step: CompiledStep | Prepared,
+    step: Inspection,
     path: str | os.PathLike[str],
     *,
     title: str,

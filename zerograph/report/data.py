@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
-from zerograph.compiled import CompiledStep, Prepared
+from zerograph.inspection.step import Inspection
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import Mesh
@@ -156,7 +156,7 @@ class Report:
     turns: Mapping[int, int]
 
 
-def collect(step: CompiledStep | Prepared, title: str, machine: Machine | None) -> Report:
+def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
     """Gather what a report shows. Runs every pass once more.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from zerograph.compiled import Prepared
+from zerograph.inspection.step import Prepared
 from zerograph.mesh import line
 
 

@@ -13,11 +13,11 @@ import pytest
 from torch import fx
 
 from tests.zerograph.inspection.models import prepared
-from zerograph.compiled import Prepared
 from zerograph.errors import ConfigError
 from zerograph.inspection import tensorboard
 from zerograph.inspection.life import Life
 from zerograph.inspection.names import labels
+from zerograph.inspection.step import Prepared
 
 
 @pytest.fixture(scope="module")
