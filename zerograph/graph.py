@@ -37,6 +37,7 @@ from zerograph.sharded_init import is_recording
 from zerograph.stateful import Stateful
 from zerograph.step_graph import output_nodes
 from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
+from zerograph.threads import check_refused, one_thread
 from zerograph.update import refuse_unsupported
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
@@ -151,10 +152,12 @@ class ZeroGraph(Inspected, Stateful):
             NonFiniteError: likewise, if a loss or gradient is not finite and ``config.on_nonfinite`` is ``"raise"``.
             OperatorError: an operator refused its values on this rank, as an embedding an index out of range.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
+            InputError: among several ranks, another thread is using a graph; in one process alone it is waited for.
         """
-        step, batch = self._ready(args, kwargs)
-        self._check_replicas()
-        return self._run(step, step.executor, batch)
+        with one_thread("a call of the graph"):
+            step, batch = self._ready(args, kwargs)
+            self._check_replicas()
+            return self._run(step, step.executor, batch)
 
     def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
@@ -175,6 +178,7 @@ class ZeroGraph(Inspected, Stateful):
         shapes = [shape for _, shape in step.outputs]
         return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
 
+    @one_thread("compile()")
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile for inputs like these without running: parameters are split, but nothing is updated.
 
@@ -183,6 +187,7 @@ class ZeroGraph(Inspected, Stateful):
         """
         self._ready(args, kwargs)
 
+    @one_thread("profile()")
     def profile(self, steps: int, *args: Any, path: str | os.PathLike[str], **kwargs: Any) -> Trace:
         """Make that many steps on these inputs under ``torch.profiler``, and write a trace for Perfetto or Chrome.
 
@@ -212,6 +217,7 @@ class ZeroGraph(Inspected, Stateful):
         executor = replace(step.executor, function=tracing.named(step.executor.function, step.emitted))
         return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
+    @one_thread("prepare()", collective=False)
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
         """What one rank of ``mesh`` would run for inputs like these: everything before the backend, and nothing else.
 
@@ -231,6 +237,7 @@ class ZeroGraph(Inspected, Stateful):
         logs.tell(found, type(self).__name__)
         return Prepared(found)
 
+    @one_thread("lay_out()", collective=False)
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
         """The buckets of what :meth:`prepare` would make for the same arguments: what rests where, at a capture's cost.
 
@@ -328,6 +335,7 @@ class ZeroGraph(Inspected, Stateful):
             return {**batch.facts(), **self._shown(known), **there, **self._counts()}
 
         try:
+            check_refused()
             if check is not None:
                 check()
             members = self._adopted()

@@ -19,6 +19,7 @@ from zerograph.members import Members
 from zerograph.runtime.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, open_whole, store_of, stores_of
 from zerograph.step_graph import nbytes
+from zerograph.threads import one_thread
 
 
 class Stateful:
@@ -50,6 +51,7 @@ class Stateful:
         plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 
+    @one_thread("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
         ``grad_scaler``.
@@ -70,6 +72,7 @@ class Stateful:
             },
         }
 
+    @one_thread("load_state_dict()")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
 
@@ -114,6 +117,7 @@ class Stateful:
         if "random" in state:
             self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]
 
+    @one_thread("save()")
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int | None = None) -> None:
         """Write a checkpoint: each rank its part, in parallel. Every rank must call it, with a folder that all share.
 
@@ -151,6 +155,7 @@ class Stateful:
         """
         self._saver.wait()
 
+    @one_thread("load()")
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
 
@@ -179,15 +184,17 @@ class Stateful:
 
         Every rank must enter it, and make the same changes.
         """
-        stores = self._stores(self._adopted())
-        opened = [store for store in stores if not store.opened]
-        for store in opened:
-            open_whole(store)
+        with one_thread("full_parameters()"):
+            stores = self._stores(self._adopted())
+            opened = [store for store in stores if not store.opened]
+            for store in opened:
+                open_whole(store)
         try:
             yield
         finally:
-            for store in opened:
-                close_whole(store)
+            with one_thread("the end of full_parameters()", collective=False):
+                for store in opened:
+                    close_whole(store)
 
     def _check_closed(self) -> None:
         if any(store.opened for store in self._stores()):
