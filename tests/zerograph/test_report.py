@@ -38,10 +38,10 @@ class Hostile(nn.Module):
 
 
 class TrainGpt(zg.ZeroGraph):
-    def __init__(self, turns: int = 1) -> None:
+    def __init__(self, turns: int = 1, layers: int = 2) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.model = Gpt(tied=False)
+            self.model = Gpt(tied=False, layers=layers)
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
         self.config.enable_zero(True, stage=3, shard_min_size=1)
         self.config.bucket_size = 16384
@@ -64,9 +64,9 @@ class Small(zg.ZeroGraph):
         return self.model(x).sum()
 
 
-def prepared(turns: int) -> Prepared:
+def prepared(turns: int, layers: int = 2) -> Prepared:
     tokens = torch.zeros(2 * turns, 12, dtype=torch.int64, device="meta")
-    return TrainGpt(turns).prepare(line(4, 0, "ranks"), tokens, tokens)
+    return TrainGpt(turns, layers).prepare(line(4, 0, "ranks"), tokens, tokens)
 
 
 def read(page: str) -> Any:

@@ -204,11 +204,11 @@ def _facts(context: Context, graph: fx.Graph) -> list[tuple[str, str]]:
     policy = "no ZeRO" if context.policy.name == "off" else f"ZeRO {context.policy.name}"
     runs = collective_runs(graph)
     sent = sum(node.meta["boxing"].sent * times for node, times in runs)
-    found = [("placement", policy if context.updates else "no update"), ("ranks", grid), ("seen by rank", place)]
+    found = [("placement", policy if context.updates else "no update"), ("ranks", grid), ("rank", place)]
     if context.micro_batches > 1:
         found.append(("micro-batches", str(context.micro_batches)))
     found.append(("collectives", str(sum(times for _, times in runs))))
-    found.append(("sent by each rank", str(round(sent))))
+    found.append(("sent per rank", str(round(sent))))
     return found
 
 

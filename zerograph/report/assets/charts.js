@@ -1,7 +1,9 @@
-// Memory over the step, stacked by kind, and below it what computes and what is on the wire: one axis for both.
+// Memory over the step, stacked by kind; below it compute and communication, on the same axis.
 "use strict";
 
-const STREAMS = ["compute", "communication", "host", "files"];
+const STREAMS = ["compute", "communication", "host", "files", "cpu"];
+const STREAM_NAMES = { communication: "collectives", host: "host copies", cpu: "CPU update" };
+const PHASES = ["forward", "recomputed", "backward", "update", "waits"], KINDS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "slice"];
 const STREAM_HEIGHT = 24, AXIS_HEIGHT = 20, SIDE = 84;
 
 class Charts {
@@ -73,18 +75,22 @@ class Charts {
 
   head() {
     const axis = document.getElementById("axis");
-    axis.replaceChildren(...[["time", "foretold time"], ["nodes", "nodes in order"]].map(([over, label]) => {
+    axis.replaceChildren(...[["time", "predicted time"], ["nodes", "node order"]].map(([over, label]) => {
       const button = make("button", { type: "button", textContent: label });
       button.setAttribute("role", "radio");
       button.setAttribute("aria-checked", String(over === this.over));
       button.disabled = over === "time" && !this.time;
-      if (button.disabled) button.title = "Give report() a machine, and time is foretold too.";
+      if (button.disabled) button.title = "Times are predicted when report() is given a machine.";
       button.addEventListener("click", () => { this.over = over; this.whole(); this.head(); this.draw(); });
       return button;
     }), make("button", { type: "button", className: "whole", textContent: "whole step", onclick: () => { this.whole(); this.draw(); } }));
     const key = (color, label, extra = "") => make("span", { className: `key ${extra}` }, swatch(color), label);
     const shown = this.memory.kinds.map((kind) => key(memoryColor(kind), kind));
-    document.getElementById("kinds").replaceChildren(make("b", { textContent: "Memory" }), ...shown.reverse());
+    const used = new Set([...this.byNodes, ...this.byTime].map(eventColor));
+    const keys = (names, labels = {}) => names.filter((name) => used.has(`--${name}`)).map((name) => key(`--${name}`, labels[name] || name));
+    const group = (title, all) => (all.length ? [make("span", { className: "group" }, make("b", { textContent: title }), ...all)] : []);
+    document.getElementById("kinds").replaceChildren(...group("Memory", shown.reverse()), ...group("Compute", keys(PHASES, { waits: "waiting" })),
+      ...group("Communication", keys([...KINDS, "transfer"], { transfer: "host and files" })));
   }
 
   listen() {
@@ -240,14 +246,14 @@ class Charts {
     pen.textAlign = "right";
     pen.textBaseline = "middle";
     pen.fillStyle = colors("--dim");
-    pen.fillText(stream === "communication" ? "on the wire" : stream, SIDE - 8, top + STREAM_HEIGHT / 2);
+    pen.fillText(STREAM_NAMES[stream] || stream, SIDE - 8, top + STREAM_HEIGHT / 2);
     pen.fillStyle = colors("--lane");
     pen.fillRect(SIDE, top + 2, this.plotWidth, STREAM_HEIGHT - 4);
     pen.save();
     pen.beginPath();
     pen.rect(SIDE, top, this.plotWidth, STREAM_HEIGHT);
     pen.clip();
-    // Collectives that are on their way together lie in lines of their own.
+    // Collectives that run at the same time are drawn in separate lines.
     const lines = [];
     for (const event of this.events) {
       if (event.stream !== stream) continue;
@@ -269,7 +275,7 @@ class Charts {
       pen.fillRect(from, y, wide > 4 ? wide - 0.7 : wide, thick - (count > 1 ? 1 : 0));
       if (wide > 26 && count === 1) {
         const { op, tensor, boxing } = event.node;
-        const text = (event.waits ? ["waits"] : boxing ? [`${op} of ${tensor}`, op, tensor] : [op]).find((one) => pen.measureText(one).width < wide - 8);
+        const text = (event.waits && stream === "compute" ? ["waits"] : boxing ? [`${op} of ${tensor}`, op, tensor] : [op]).find((one) => pen.measureText(one).width < wide - 8);
         if (!text) continue;
         pen.fillStyle = colors(event.waits ? "--dim" : "--on-event");
         pen.textAlign = "left";
@@ -287,7 +293,7 @@ class Charts {
     pen.restore();
   }
 
-  /** (from, to, turns) of the time in which the turns of a loop behind the first run. */
+  /** (from, to, turns) of the time in which the turns of a loop after the first run. */
   loops() {
     if (this.over !== "time") return [];
     if (!this._loops) {
@@ -303,7 +309,7 @@ class Charts {
     return this._loops;
   }
 
-  /** Where only the first turn of a loop is shown, memory is not that of the others: they are as the first. */
+  /** Dim the memory of all turns of a loop but the first: only that is drawn. */
   veilLoops() {
     const { pen, colors } = this;
     for (const [start, end, turns] of this.loops()) {
@@ -316,7 +322,7 @@ class Charts {
       if (to - from < 160) continue;
       pen.fillStyle = colors("--dim");
       pen.textAlign = "center";
-      pen.fillText(`${turns - 1} more micro-batches, each as the first`, (from + to) / 2, this.memoryHeight / 2);
+      pen.fillText(`${turns - 1} more micro-batches, each like the first`, (from + to) / 2, this.memoryHeight / 2);
     }
   }
 
@@ -399,18 +405,18 @@ class Charts {
       if (held) lines.push([`${showBytes(held)}  ${kind}`, "kind", kind]);
     }
     lines.push(["largest", "head"]);
-    for (const one of this.model.contributors(at, 6)) lines.push([`${showBytes(one.bytes)}  ${this.model.title(one.node)}`, "kind", one.kind]);
+    for (const one of this.model.contributors(at, 6)) lines.push([[`${showBytes(one.bytes)}  ${this.model.title(one.node)}`, `${one.node.phase} ${this.model.path(one.node.row)}`.trim()].join(" · "), "kind", one.kind]);
     return lines;
   }
 
   eventTip(event) {
     const lines = nodeTip(this.model, event.node);
     if (this.over === "time") {
-      const what = event.waits ? "waits" : "takes";
+      const what = event.waits && event.stream === "compute" ? "waits" : "takes";
       lines.splice(1, 0, [`${what} ${showTime(event.end - event.start)}, from ${showTime(event.start)}`]);
       const times = this.model.times(event.node);
       if (times > 1) lines.splice(2, 0, [`${times} times in a step; the first is shown`, "dim"]);
-    } else if (event.stream === "communication") lines.splice(1, 0, [`on its way while ${event.end - event.start} nodes run`]);
+    } else if (event.stream === "communication") lines.splice(1, 0, [`in flight while ${event.end - event.start} nodes run`]);
     return lines;
   }
 }
@@ -442,7 +448,8 @@ function memoryColor(kind) {
 }
 
 function eventColor(event) {
-  if (event.stream === "compute") return event.waits ? "--waits" : `--${event.node.phase || "forward"}`;
+  if (event.stream === "compute") return event.waits ? "--waits" : event.node.flags & RECOMPUTED ? "--recomputed" : `--${event.node.phase || "forward"}`;
+  if (event.stream === "cpu") return "--update";
   if (event.stream !== "communication") return "--transfer";
   return `--${event.node.boxing ? event.node.boxing[0] : "all-gather"}`;
 }

@@ -1,8 +1,10 @@
-// The graph: rows are modules, as the model nests them, lanes the phases of the step. What is closed is one box a lane.
+// The graph: rows are modules, as the model nests them; lanes are the phases of the step. A closed row is one box in each lane.
 "use strict";
 
 const PILL = { width: 158, height: 34, x: 172, y: 46 };
 const ROW = { closed: 38, head: 30, foot: 8, box: 28, indent: 14 };
+// Height of the bar of lanes, and pixels that all indents of the tree take together at most.
+const BAR = 26, INDENTS = 70;
 const LANE = { least: 148, wire: 132, gap: 22, pad: 10 };
 
 // Operators that compute nothing new.
@@ -35,14 +37,15 @@ class GraphView {
     this.fit();
   }
 
-  /** Open modules from outside in, while all rows still fit on some screens. */
+  /** Open modules from the outside in while all rows fit on some screens. Equal layers stay folded. */
   openFirst() {
     let level = [...this.model.roots];
     let rows = level.length;
     while (level.length) {
-      const next = level.flatMap((row) => this.model.rows[row].children);
+      const inner = level.filter((row) => this.model.rows[row].kind !== "fold");
+      const next = inner.flatMap((row) => this.model.rows[row].children);
       if (!next.length || rows + next.length > 80) break;
-      for (const row of level) if (this.model.rows[row].children.length) this.open.add(row);
+      for (const row of inner) if (this.model.rows[row].children.length) this.open.add(row);
       rows += next.length;
       level = next;
     }
@@ -59,9 +62,13 @@ class GraphView {
     });
     this.cy.on("mouseout", "node, edge", () => { this.element.style.cursor = "grab"; this.near(null); hideTip(); });
     this.cy.on("pan zoom", hideTip);
+    // Dragged by hand, the picture stays within its bounds too.
+    this.cy.on("dragpan", () => this.pan(0, 0));
     const panel = document.getElementById("graph");
     panel.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.tree.addEventListener("keydown", (event) => this.key(event));
+    // The row that has the keyboard is the row that keys act on, however it got it.
+    this.tree.addEventListener("focusin", (event) => { this.focused = +event.target.closest("[data-row]").dataset.row; });
     this.tree.addEventListener("click", (event) => {
       const row = event.target.closest("[data-row]");
       if (row) { this.focused = +row.dataset.row; this.toggle(this.focused); }
@@ -83,9 +90,9 @@ class GraphView {
   pan(x, y) {
     const { zoom, pan } = { zoom: this.cy.zoom(), pan: this.cy.pan() };
     const height = this.element.clientHeight, width = this.element.clientWidth;
-    const least = Math.min(30, height - this.height * zoom - 70);
+    const least = Math.min(BAR + 2, height - this.height * zoom - 40);
     const left = Math.min(10, width - this.width * zoom - 10);
-    this.cy.pan({ x: Math.max(left, Math.min(10, pan.x + x)), y: Math.max(least, Math.min(28, pan.y + y)) });
+    this.cy.pan({ x: Math.max(left, Math.min(10, pan.x + x)), y: Math.max(least, Math.min(BAR + 2, pan.y + y)) });
   }
 
   zoom(factor, at) {
@@ -95,8 +102,10 @@ class GraphView {
   }
 
   fit() {
-    this.cy.zoom(Math.max(0.45, Math.min(1.15, (this.element.clientWidth - 16) / this.width)));
-    this.cy.pan({ x: 8, y: 28 });
+    // On a narrow screen text that can be read matters more than the whole width.
+    const least = this.element.clientWidth < 400 ? 0.75 : 0.45;
+    this.cy.zoom(Math.max(least, Math.min(1.15, (this.element.clientWidth - 16) / this.width)));
+    this.cy.pan({ x: 8, y: BAR + 2 });
     this.overlay();
   }
 
@@ -106,7 +115,7 @@ class GraphView {
     if (this.selected !== null) this.mark(this.selected);
   }
 
-  /** Where the picture changes, what is at the top stays there. */
+  /** Change the picture, and keep the row at the top where it is. */
   keep(change, row) {
     const before = row === undefined ? this.visible.find((one) => this.y(one.top) > 20) : this.places.get(row);
     const anchor = before && before.row, at = before && this.y(before.top);
@@ -132,14 +141,14 @@ class GraphView {
   collapse() {
     this.open.clear();
     this.draw();
-    this.cy.pan({ x: this.cy.pan().x, y: 28 });
+    this.cy.pan({ x: this.cy.pan().x, y: BAR + 2 });
     this.overlay();
   }
 
   key(event) {
-    const at = this.visible.findIndex((one) => one.row === this.focused);
-    const one = this.visible[at];
+    const one = this.places.get(this.focused) || this.visible[0];
     if (!one) return;
+    const at = this.visible.indexOf(one);
     const moves = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: this.visible.length - 1 };
     if (event.key in moves) this.focus(this.visible[Math.max(0, Math.min(this.visible.length - 1, moves[event.key]))].row, true);
     else if (event.key === "ArrowRight") { if (this.open.has(one.row)) this.focus((this.visible[at + 1] || one).row, true); else this.toggle(one.row, true); }
@@ -154,8 +163,8 @@ class GraphView {
     this.focused = row;
     const place = this.places.get(row);
     if (scroll && place) {
-      const y = this.y(place.top), height = this.element.clientHeight;
-      if (y < 34) this.pan(0, 40 - y);
+      const y = this.y(place.top), height = this.element.clientHeight, head = ROW.head * this.cy.zoom();
+      if (y < BAR + head + 6) this.pan(0, BAR + head + 14 - y);
       else if (y > height - 60) this.pan(0, height - 70 - y);
     }
     this.overlay();
@@ -332,7 +341,9 @@ class GraphView {
       if (text) return shown < texts.length ? `${short(text, 17)} +${texts.length - shown}` : text;
       return summary.count === 1 ? this.graph.nodes[members[0]].op : `${summary.count} views`;
     }
-    return lane === REST ? `${summary.count} tensor${summary.count > 1 ? "s" : ""}` : `${summary.count} node${summary.count > 1 ? "s" : ""}`;
+    const { times } = this.model.rows[place.row], each = times && summary.count % times === 0 ? summary.count / times : 0;
+    const what = lane === REST ? "tensor" : "node";
+    return each ? `${times} × ${each} ${what}${each > 1 ? "s" : ""}` : `${summary.count} ${what}${summary.count > 1 ? "s" : ""}`;
   }
 
   edges(positions) {
@@ -343,16 +354,18 @@ class GraphView {
         if (from === to) continue;
         const key = `${from}>${to}`;
         const one = counted.get(key);
-        if (one) one.count++;
-        else counted.set(key, { from, to, count: 1 });
+        const constant = this.graph.constants.has(input);
+        if (one) { one.count++; one.constant &&= constant; }
+        else counted.set(key, { from, to, count: 1, constant });
       }
     const made = [];
-    for (const [key, { from, to, count }] of counted) {
+    for (const [key, { from, to, count, constant }] of counted) {
       const source = positions.get(from), target = positions.get(to);
       if (!source || !target) continue;
       const wire = source.classes.includes("boxing") || target.classes.includes("boxing");
+      const quiet = constant ? " constant" : "";
       made.push({ group: "edges", data: { id: key, source: from, target: to, count, width: 1 + Math.min(2, Math.log10(count)), shade: Math.abs(source.position.y - target.position.y) > 260 ? 0.22 : 0.6, ...curve(source, target) },
-                  classes: wire ? "wire" : "" });
+                  classes: `${wire ? "wire" : ""}${quiet}` });
     }
     return made;
   }
@@ -363,6 +376,7 @@ class GraphView {
     if (!this.places || !this.cy) return;
     const zoom = this.cy.zoom(), pan = this.cy.pan(), height = this.element.clientHeight, width = this.element.clientWidth;
     const offset = this.element.offsetLeft;
+    if (!this.places.has(this.focused)) this.focused = this.visible.length ? this.visible[0].row : undefined;
     this.lanesBar.replaceChildren(...this.lanes.map((lane) => {
       const { left, width: wide } = this.x.get(lane);
       const bar = make("div", { className: `lane${lane === FORWARD_WIRE || lane === BACKWARD_WIRE || lane === UPDATE_WIRE ? " wire" : ""}` });
@@ -376,36 +390,39 @@ class GraphView {
     const bands = [], items = [];
     const font = Math.max(8, Math.min(12.5, 13 * zoom + 2));
     const on = this.visible.filter((place) => this.y(place.top + place.height) > 0 && this.y(place.top) < height);
+    // The innermost open row whose head is above the picture: its head stays in sight, and says all of its name.
+    const pinned = on.findLast((place) => place.open && this.y(place.top) < BAR && this.y(place.top + place.height) > BAR);
+    const indent = Math.min(ROW.indent, INDENTS / Math.max(1, ...on.map((place) => this.model.rows[place.row].depth)));
     for (const place of on) {
       const row = this.model.rows[place.row];
-      const top = this.y(place.top);
+      const top = this.y(place.top), pin = place === pinned;
       const band = make("div", { className: `band${place.open ? " open" : ""}${row.depth % 2 ? " odd" : ""}` });
       band.style.top = `${top}px`;
       band.style.height = `${place.height * zoom}px`;
       bands.push(band);
-      // The head of a long open row stays in sight.
       const head = (place.open ? ROW.head : ROW.closed) * zoom;
       const item = this.items.get(row.id) || make("div");
-      item.className = `row ${row.kind}${place.open ? " open" : ""}`;
+      item.className = `row ${row.kind}${place.open ? " open" : ""}${pin ? " pinned" : ""}`;
       item.dataset.row = row.id;
       item.setAttribute("role", "treeitem");
       item.setAttribute("aria-level", row.depth + 1);
       item.setAttribute("aria-expanded", String(place.open));
       item.tabIndex = row.id === this.focused ? 0 : -1;
-      item.style.top = `${top}px`;
+      item.style.top = `${pin ? Math.min(BAR, this.y(place.top + place.height) - head) : top}px`;
       item.style.height = `${head}px`;
       item.style.fontSize = `${font}px`;
-      item.style.paddingLeft = `${8 + Math.min(row.depth, 12) * ROW.indent}px`;
+      item.style.paddingLeft = `${8 + (pin ? 0 : row.depth * indent)}px`;
       item.title = `${row.title}${row.source && row.source !== row.title ? `\n${row.source}` : ""}${this.model.code(row.source) ? `\n${this.model.code(row.source)}` : ""}`;
-      item.replaceChildren(make("i", { textContent: place.open ? "▾" : "▸" }), make("span", { className: "name", textContent: row.label }));
-      if (row.source && zoom > 0.6) item.append(make("small", { textContent: row.kind === "line" ? row.source.replace(/.*:/, ":") : row.source.split("/").at(-1) }));
+      item.replaceChildren(make("i", { textContent: place.open ? "▾" : "▸" }), make("span", { className: "name", textContent: pin && row.kind !== "line" ? tail(this.model.path(row.id), 34) : row.label }));
+      if (row.kind === "fold") item.append(make("b", { className: "times", textContent: `×${row.times}` }));
+      else if (row.source && zoom > 0.6 && !pin) item.append(make("small", { textContent: row.kind === "line" ? row.source.replace(/.*:/, ":") : row.source.split("/").at(-1) }));
       items.push(item);
     }
-    if (!on.some((place) => place.row === this.focused) && items.length) items[0].tabIndex = 0;
+    if (!on.some((place) => place.row === this.focused) && items.length) (items.find((item) => parseFloat(item.style.top) >= BAR) || items[0]).tabIndex = 0;
     const had = this.tree.contains(document.activeElement);
     this.bands.replaceChildren(...bands);
     this.items = new Map(items.map((item) => [+item.dataset.row, item]));
-    // A row that stays is not put in anew: it may be under a press that has not ended.
+    // A row that stays is not inserted again: it may be under a press that has not ended.
     for (const item of [...this.tree.children]) if (!items.includes(item)) item.remove();
     items.forEach((item, at) => { if (this.tree.children[at] !== item) this.tree.insertBefore(item, this.tree.children[at] || null); });
     if (had) this.tree.querySelector(`[data-row="${this.focused}"]`)?.focus({ preventScroll: true });
@@ -463,12 +480,14 @@ class GraphView {
     if (element.data("node") !== undefined) return nodeTip(this.model, this.graph.nodes[element.data("node")]);
     const { row, lane } = element.data();
     const summary = this.graph.summary.get(cellKey(row, lane));
-    const lines = [[this.model.path(row), "b"], [`${LANES[lane]}: ${summary.count} nodes${summary.recomputed ? `, ${summary.recomputed} computed again` : ""}`]];
+    const lines = [[this.model.path(row), "b"], [`${LANES[lane]}: ${summary.count} nodes${summary.recomputed ? `, ${summary.recomputed} recomputed` : ""}`]];
+    const { times } = this.model.rows[row];
+    if (times) lines[0][0] += `: ${times} equal layers`;
     for (const [kind, count] of summary.boxings) lines.push([`${count} × ${kind}`, "boxing"]);
     if (summary.sent) lines.push([`${showBytes(summary.sent)} sent by each rank`]);
-    for (const [sbp, count] of summary.sbp) lines.push([`${count} × ${sbp || "not placed"}`, "sbp", sbp]);
+    for (const [sbp, count] of summary.sbp) lines.push([`${count} × ${sbp || "not placed yet"}`, "sbp", sbp]);
     if (this.model.rows[row].source) lines.push([this.model.rows[row].source, "dim"], [this.model.code(this.model.rows[row].source), "code"]);
-    lines.push(["click to open", "dim"]);
+    lines.push([times ? "click to unfold" : "click to open", "dim"]);
     return lines;
   }
 
@@ -495,6 +514,7 @@ class GraphView {
         "curve-style": "unbundled-bezier", "control-point-distances": "data(distances)", "control-point-weights": "data(weights)", "edge-distances": "endpoints",
         "source-endpoint": "data(leaves)", "target-endpoint": "data(enters)", opacity: "data(shade)", "overlay-opacity": 0 } },
       { selector: "edge.wire", style: { "line-color": css("--boxing"), "target-arrow-color": css("--boxing") } },
+      { selector: "edge.constant", style: { opacity: 0, events: "no", "line-style": "dotted" } },
       { selector: "edge.near", style: { opacity: 1, "line-color": css("--accent"), "target-arrow-color": css("--accent"), "z-index": 9 } },
       { selector: "edge.before, edge.behind", style: { opacity: 1, width: 2.5, "line-color": css("--accent"), "target-arrow-color": css("--accent"), "z-index": 10 } },
       { selector: "edge.behind", style: { "line-style": "dashed" } },
@@ -503,7 +523,7 @@ class GraphView {
   }
 }
 
-/** How an edge bends: through the gaps between lanes, and past its own lane's boxes. */
+/** Bend an edge through the gaps between lanes, and past its own lane's boxes. */
 function curve(source, target) {
   const a = source.position, b = target.position;
   const half = (one) => ({ x: one.data.width / 2, y: one.data.height / 2 });
@@ -546,7 +566,7 @@ function curve(source, target) {
 function boxLabel(summary) {
   const [[kind, count], ...others] = [...summary.boxings].sort((a, b) => b[1] - a[1]);
   const more = others.reduce((sum, one) => sum + one[1], 0);
-  return `${count > 1 ? `${count} ` : ""}${kind}${more ? ` +${more}` : ""}\n${showBytes(summary.sent)}`;
+  return `${count > 1 ? `${count} ` : ""}${kind}\n${showBytes(summary.sent)}${more ? ` · +${more}` : ""}`;
 }
 
 /** The variable that holds an SBP's colour. */
@@ -566,6 +586,11 @@ function sbpRank(sbp) {
 
 function short(text, most) {
   return text.length > most ? `${text.slice(0, Math.ceil(most * 0.6))}…${text.slice(-Math.floor(most * 0.35))}` : text;
+}
+
+/** The end of a qualified name says most. */
+function tail(text, most) {
+  return text.length > most ? `…${text.slice(1 - most)}` : text;
 }
 
 function make(tag, properties = {}, ...children) {

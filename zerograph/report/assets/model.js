@@ -1,10 +1,12 @@
 // What the page knows of a step: tables, the nodes after each pass, and memory over them. Draws nothing.
 "use strict";
 
-const LANES = ["at rest", "boxing", "forward", "backward", "boxing", "update", "boxing"];
+const LANES = ["inputs, state", "boxing", "forward", "backward", "boxing", "update", "boxing"];
 const REST = 0, FORWARD_WIRE = 1, FORWARD = 2, BACKWARD = 3, BACKWARD_WIRE = 4, UPDATE = 5, UPDATE_WIRE = 6;
 const VIEW = 1, BOXING = 2, WAITS = 4, RECOMPUTED = 8, RETURNED = 16, REPEATED = 32, IN_PLACE = 64;
-// From the bottom of the picture up: what rests lies below what comes and goes.
+// As many equal layers in a row are shown as one; the readers of a constant in as many rows are shown only on demand.
+const FOLDED = 3, FAN = 4;
+// From the bottom of the picture up: what stays over the step, then what is made in it.
 const MEMORY_KINDS = ["parameters", "optimizer state", "buffers", "inputs", "gathered", "gradients", "activations", "update", "temporary"];
 
 /** Base64 of gzipped JSON as a value. */
@@ -20,16 +22,16 @@ class Model {
     this.data = data;
     this.rows = data.rows.map(([label, title, parent, kind, source], id) =>
       ({ id, label, title, parent, kind, source, children: [], depth: 0 }));
-    for (const row of this.rows) if (row.parent >= 0) {
-      this.rows[row.parent].children.push(row.id);
-      row.depth = this.rows[row.parent].depth + 1;
-    }
+    for (const row of this.rows) if (row.parent >= 0) this.rows[row.parent].children.push(row.id);
     this.roots = this.rows.filter((row) => row.parent < 0).map((row) => row.id);
     this.starts = [0];
     for (const count of data.records.reads) this.starts.push(this.starts.at(-1) + count);
     this.orders = [];
     this.arranged = [];
     this.decode();
+    this.fold();
+    const settle = (row, depth) => { this.rows[row].depth = depth; for (const child of this.rows[row].children) settle(child, depth + 1); };
+    for (const row of this.roots) settle(row, 0);
     this.graphs = new Map();
     this.last = data.passes.length - 1;
     this.bucketOf = new Map();
@@ -55,6 +57,41 @@ class Model {
       this.arranged.push(cells);
       before = order;
     }
+  }
+
+  /** Put runs of equal numbered modules, the layers of a model, into a row of their own: "blocks.0 … 23", 24 times. */
+  fold() {
+    const { records, kinds, wheres } = this.data;
+    const forward = this.rows.map(() => []);
+    for (const record of this.orders[0]) {
+      const [row, lane] = wheres[records.where[record]], [op, , , shape] = kinds[records.kind[record]];
+      if (lane === FORWARD) forward[row].push(`${op} ${shape}`);
+    }
+    // Equal are modules of equal parts whose forward has the same operators on the same shapes.
+    const inside = (row) => this.rows[row].children.map((child) => `${this.relative(child, row)}(${inside(child)})`).join() + forward[row].join();
+    const number = (row) => (this.rows[row].kind === "module" && /(^|\.)\d+$/.test(this.rows[row].title) ? this.rows[row].title.split(".").at(-1) : null);
+    for (const { id, children } of [...this.rows]) {
+      const looks = children.map((child) => (number(child) === null ? null : inside(child)));
+      const kept = [];
+      for (let first = 0, last; first < children.length; first = last) {
+        last = first + 1;
+        while (looks[first] !== null && looks[last] === looks[first]) last++;
+        if (last - first < FOLDED) { kept.push(...children.slice(first, last)); continue; }
+        const members = children.slice(first, last), [one, other] = [members[0], members.at(-1)];
+        const row = { id: this.rows.length, label: `${this.rows[one].label} … ${number(other)}`, title: `${this.rows[one].title} … ${number(other)}`,
+                      parent: id, kind: "fold", source: "", children: members, depth: 0, times: members.length };
+        for (const member of members) this.rows[member].parent = row.id;
+        this.rows.push(row);
+        kept.push(row.id);
+      }
+      this.rows[id].children = kept;
+    }
+  }
+
+  /** What a row is called inside of the one around it. */
+  relative(row, around) {
+    const { kind, title, label } = this.rows[row];
+    return kind === "module" ? title.slice(this.rows[around].title.length) : kind === "line" ? title : label;
   }
 
   /** The graph after a pass: its nodes in order, who reads whom, and what lies in which cell. */
@@ -86,7 +123,18 @@ class Model {
       cells.get(key).push(node.index);
     }
     const byText = new Map(nodes.map((node) => [node.name, node.index]));
-    return { nodes, cells, byText, summary: this.summarize(nodes) };
+    return { nodes, cells, byText, summary: this.summarize(nodes), constants: this.constants(nodes) };
+  }
+
+  /** Indices of constants that many modules read: hyperparameters, masks, positions, what is made of no parameter. */
+  constants(nodes) {
+    const fixed = new Uint8Array(nodes.length), found = new Set();
+    for (const node of nodes) {
+      if (node.lane === REST) fixed[node.index] = !["parameter", "bucket", "state"].includes(node.op);
+      else fixed[node.index] = !node.boxing && !(node.flags & (WAITS | IN_PLACE)) && !node.op.startsWith("empty") && node.inputs.every((input) => fixed[input]);
+      if (fixed[node.index] && new Set(node.users.map((user) => this.path(nodes[user].row))).size >= FAN) found.add(node.index);
+    }
+    return found;
   }
 
   /** Of each row and lane, all that is inside: counts of nodes by SBP, and of boxing nodes by kind. */
@@ -115,7 +163,7 @@ class Model {
     return node.flags & REPEATED ? this.turns.get(node.index) || 1 : 1;
   }
 
-  /** What a user calls a node: the parameters behind it, or its name. */
+  /** The name that a user knows a node by: that of its parameters, or its own. */
   title(node) {
     if (!node.tensor) return node.name;
     if (["input", "seed", "scaler", "turn"].includes(node.op)) return `${node.op} ${node.tensor}`.trim();
@@ -126,7 +174,7 @@ class Model {
     return names.length === 1 ? `${of}${names[0]}` : `${of}${bucket} (${names.length} parameters)`;
   }
 
-  /** The first and last parameter behind a node that stands for several. */
+  /** The first and last parameter of a node that stands for several. */
   span(node) {
     const names = this.parameters(node);
     return names.length > 1 ? `${names[0]} … ${names.at(-1)}` : "";

@@ -1,4 +1,4 @@
-// The page: what belongs to it as a whole, and what its parts tell each other.
+// The page as a whole, and what its parts tell each other.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
@@ -59,19 +59,19 @@ class Page {
 
   facts() {
     const { facts, peak, time } = this.model.data;
-    const shown = facts.map(([label, value]) => [label, label === "sent by each rank" ? showBytes(+value) : value]);
-    shown.push(["memory at the peak", showBytes(peak)]);
-    if (time) shown.push([`step, foretold for ${time.machine}`, showTime(time.seconds * 1e9)]);
+    const shown = facts.map(([label, value]) => [label, label === "sent per rank" ? showBytes(+value) : value]);
+    shown.push(["predicted peak memory", showBytes(peak)]);
+    if (time) shown.push([`predicted step on ${time.machine}`, showTime(time.seconds * 1e9)]);
     byId("facts").replaceChildren(...shown.map(([label, value]) => make("div", {}, make("dt", { textContent: label }), make("dd", { textContent: value }))));
   }
 
   legend() {
     const { kinds } = this.model.data;
     const used = new Set(kinds.map((kind) => sbpColor(kind[2])));
-    const all = [["--sbp-b", "B, broadcast"], ["--sbp-s0", "S(0), split"], ["--sbp-s1", "S(1) and on"], ["--sbp-mixed", "split on a mesh"], ["--sbp-p", "P, partial sum"], ["--sbp-local", "local"], ["--sbp-none", "no SBP yet"]];
+    const all = [["--sbp-b", "B, broadcast"], ["--sbp-s0", "S(0), split"], ["--sbp-s1", "S(1) and on"], ["--sbp-mixed", "split on a mesh"], ["--sbp-p", "P, partial sum"], ["--sbp-local", "local"], ["--sbp-none", "not placed yet"]];
     const keys = all.filter(([color]) => used.has(color)).map(([color, label]) => make("span", { className: "key" }, swatch(color), label));
-    keys.push(make("span", { className: "key" }, swatch("--boxing", "hex"), "boxing"), make("span", { className: "key" }, swatch("--canvas", "dashed"), "computed again"),
-              make("span", { className: "key" }, swatch("--canvas", "made"), "made by this pass"));
+    keys.push(make("span", { className: "key" }, swatch("--boxing", "hex"), "boxing"), make("span", { className: "key" }, swatch("--canvas", "dashed"), "recomputed"),
+              make("span", { className: "key" }, swatch("--canvas", "made"), "added by this pass"));
     byId("legend").replaceChildren(...keys);
   }
 
@@ -121,7 +121,7 @@ class Page {
 
   said() {
     const at = this.graph.pass, pass = this.model.data.passes[at], { made, gone, other, moved } = this.changes(at);
-    const parts = at === 0 ? [] : [made && `+${made}`, gone && `−${gone}`, other && `${other} changed`, !made && !gone && !other && (moved ? "order only" : "nothing to do here")].filter(Boolean);
+    const parts = at === 0 ? [] : [made && `+${made}`, gone && `−${gone}`, other && `${other} changed`, !made && !gone && !other && (moved ? "order only" : "no change")].filter(Boolean);
     byId("passname").textContent = `${at + 1}/${this.model.last + 1} ${pass.name}`;
     byId("passcount").textContent = [`${this.model.orders[at].length} nodes`, ...parts].join(" · ");
     byId("passsummary").textContent = pass.summary;
@@ -161,16 +161,22 @@ class Page {
     say("holds", node.shape && `${node.shape}${node.bytes ? `, ${showBytes(node.bytes)}` : ""}`);
     say("of global", node.whole);
     say("module", model.path(node.row));
-    say("phase", node.phase + (node.flags & RECOMPUTED ? ", computed again for backward" : ""));
+    say("phase", node.phase + (node.flags & RECOMPUTED ? ", recomputed for backward" : ""));
     if (node.source) say("line", make("div", { textContent: node.source }), model.code(node.source) ? make("code", { className: "line", textContent: model.code(node.source) }) : "");
     if (this.graph.pass === model.last) this.lasting(node, say);
     const parameters = model.parameters(node);
     if (parameters.length) say("parameters", list(parameters.map((name) => make("code", { textContent: name }))));
     say("reads", this.links(node.inputs));
     say("read by", this.links(node.users));
+    this.bring();
   }
 
-  /** What a module or a line holds, lane by lane. */
+  /** On a narrow screen the panel is below the graph: scroll to what a tap selected. */
+  bring() {
+    if (matchMedia("(max-width: 800px)").matches) byId("details").scrollIntoView({ block: "nearest" });
+  }
+
+  /** Show the contents of a module or a source line, lane by lane. */
   about(row) {
     const { model } = this, one = model.rows[row], table = make("dl");
     for (const lane of this.graph.lanes) {
@@ -183,12 +189,12 @@ class Page {
     if (one.source) byId("details").append(make("p", { className: "dim", textContent: one.source }), make("code", { className: "line", textContent: model.code(one.source) }));
   }
 
-  /** When it runs, and how long what it makes is held. */
+  /** Add when a node runs, and how long its result is kept. */
   lasting(node, say) {
     const { memory, charts } = { memory: this.model.memory(), charts: this.charts };
     if (charts && charts.time) {
       const event = charts.byTime.find((one) => one.node === node);
-      if (event) say("time", `${showTime(event.end - event.start)} from ${showTime(event.start)}, foretold`);
+      if (event) say("time", `${showTime(event.end - event.start)} from ${showTime(event.start)}, predicted`);
     }
     const { owners, bytes, born, dies } = memory.rows, nodes = this.model.graph(this.model.last).nodes;
     const at = owners.findIndex((owner, one) => owner === node.index && memory.rows.kinds[one] !== "temporary");
@@ -209,7 +215,7 @@ class Page {
 
   contributors() {
     const memory = this.model.memory(), panel = byId("contributors");
-    panel.replaceChildren(make("h2", { textContent: "At the peak of memory" }));
+    panel.replaceChildren(make("h2", { textContent: "Peak memory (predicted)" }));
     if (!memory.size || !memory.total[memory.peak]) {
       panel.append(make("p", { className: "dim", textContent: "The step holds nothing on this rank." }));
       return;
@@ -289,6 +295,7 @@ class Page {
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
     byId("hints").replaceChildren(...[["/", "find a tensor, module or source line"], ["[ and ]", "the pass before, the next pass"], ["arrows, Enter", "through the modules; right opens, left closes"],
+      ["hover", "the readers of an input, mask or constant; their edges are hidden otherwise"],
       ["wheel, drag", "move the graph; with Ctrl the wheel zooms"], ["in the chart", "wheel zooms, drag moves, P goes to the peak, arrows from node to node, 0 shows all"], ["Esc", "select nothing"]]
       .map(([key, what]) => make("div", {}, make("kbd", { textContent: key }), what)));
     byId("help").addEventListener("click", () => {
@@ -302,6 +309,8 @@ class Page {
       else if (event.key === "[") this.show(this.graph.pass - 1);
       else if (event.key === "]") this.show(this.graph.pass + 1);
       else if (event.key === "?") byId("help").click();
+      // Where nothing else has the keyboard, arrows go through the modules.
+      else if (event.target === document.body && /^Arrow|^Home$|^End$/.test(event.key)) this.graph.key(event);
       else if (event.key === "Escape") { this.graph.choose(null); byId("hints").hidden = true; hideTip(); }
       else return;
       event.preventDefault();
