@@ -129,11 +129,11 @@ class Stateful:
             path: the folder. With ``keep`` it holds checkpoints, ``step-00000010`` for instance, and a file ``latest``.
             asynchronous: return once everything is copied, and write while training goes on; the next save, or
                 :meth:`wait_for_save`, waits for it and raises what went wrong.
-            keep: how many checkpoints to keep in ``path``, the newest ones.
+            keep: how many checkpoints to keep in ``path``, those saved last, whatever the clock says.
 
         Raises:
-            CheckpointError: it cannot be written, on every rank, or ``path`` is a checkpoint and is to hold some, or
-                the other way round; what was there is still there.
+            CheckpointError: on every rank: it cannot be written, another job saves into ``path``, or ``path`` is a
+                checkpoint and is to hold some, or the other way round. What was there is still there.
             ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
         """
         self._check_closed()
@@ -159,6 +159,8 @@ class Stateful:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
 
+        If the file ``latest`` names a checkpoint that is not there, it is the newest whole one, with a warning.
+
         Compile the graph before, and each rank reads only what it is to hold; else parameters and state are whole until
         it is compiled.
 
@@ -170,6 +172,7 @@ class Stateful:
         self._saver.wait()
         counts = checkpoint.restore(self._join(), path, self._parts())
         self.steps_done, self._passes_done, self._seed = counts
+        self._saver.forget()
 
     def _parts(self) -> checkpoint.Parts:
         seed = self._seed if self.config.seed is None else self.config.seed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import math
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class Writer(StorageWriter):
     document: Mapping[str, Any]
     rank: int
     written: Callable[[], None]
+    # What ended this rank's part if it is no error: torch would make one of it.
+    interrupted: BaseException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -56,7 +59,21 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
+    @contextlib.contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.interrupted = error
+            raise
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._noting_interrupts():
+            return self._write_data(plan, planner)
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         items: list[tuple[WriteItem, Tensor]] = []
         for item in plan.items:
@@ -88,6 +105,10 @@ class Writer(StorageWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._noting_interrupts():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         for result in (one for rank in results for one in rank):
             chunks[result.index.fqn].append(result.storage_data)
@@ -96,7 +117,14 @@ class Writer(StorageWriter):
             assert isinstance(stored, Stored)
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = Entry(dtype, tuple(stored.size), tuple(chunks[name]))
-        index.write(self.folder, Index(self.data, tensors, self.document))
+        found = Index(self.data, tensors, self.document)
+        try:
+            Reader(self.folder, found).check_files()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nIt was written just now: another process has removed it, or ranks see different folders."
+            ) from error
+        index.write(self.folder, found)
         self.written()
 
     @classmethod
@@ -189,6 +217,19 @@ class Reader(StorageReader):
         if size < self._bytes[chunk.file]:
             raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, its tensors {self._bytes[chunk.file]:,}")
         return path
+
+    def check_files(self) -> None:
+        """Raise if a file is not there, or smaller than what the index says to be in it.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        seen: set[str] = set()
+        for name, entry in self.index.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.file not in seen:
+                    seen.add(chunk.file)
+                    self._file(name, chunk)
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor, put together from its boxes.

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
 from zerograph import state_dict
 from zerograph.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
-from zerograph.checkpoint.save import LATEST, folder_of
+from zerograph.checkpoint.folder import holds_checkpoints, latest
+from zerograph.checkpoint.save import folder_of, raise_interrupt
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.likeness import check_hyperparameters
 from zerograph.loadable import check_entries, check_groups
@@ -38,23 +38,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
         CheckpointError: there is none, or its index is damaged.
     """
     folder = folder_of(path)
-    if not (folder / index.NAME).exists() and (folder / LATEST).is_file():
-        folder = _latest(folder)
+    if holds_checkpoints(folder):
+        folder = latest(folder)
     return Reader(folder, index.read(folder))
-
-
-def _latest(folder: Path) -> Path:
-    """The checkpoint that the file ``latest`` names: one in the folder itself."""
-    try:
-        with open(index.inside(folder, LATEST), encoding="utf-8") as file:
-            name = index.plain_name(file.read(300).strip())
-        return index.inside(folder, name)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder / LATEST} names a checkpoint that is not there") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be followed: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint") from error
 
 
 @dataclass
@@ -262,6 +248,7 @@ def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
             group: dist.ProcessGroup | None = None if alone else job.control
             load_pieces(pieces, storage_reader=reader, planner=Loading(), process_group=group, no_dist=alone)
     except CheckpointException as error:
+        raise_interrupt(error, job.rank)
         rank, (cause, *_) = min(error.failures.items())
         raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import threading
+import traceback
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
-from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
+from zerograph import _torch
+from zerograph.checkpoint.folder import check_kind, next_number, numbered, point, prune, tidy
+from zerograph.errors import CheckpointError, CommunicationError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint.lock import FolderLock, lock
 from zerograph.runtime.checkpoint.pieces import Pieces, Saving, constant
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.process_group import Job, agree, digest, explained, noted
-
-LATEST = "latest"
 
 
 @dataclass(eq=False)
@@ -35,9 +36,12 @@ class Saver:
     """The saves of one graph, one after another; a save in the background has a process group of its own."""
 
     _group: dist.ProcessGroup | None = None
+    _ending: Callable[[], object] | None = None
     _world: Any = None
     _thread: threading.Thread | None = None
     _failed: list[BaseException] = field(default_factory=list)
+    # By folder: the number of the checkpoint that this graph saved there last. Rank 0 has it.
+    _numbers: dict[Path, int] = field(default_factory=dict)
 
     def save(
         self,
@@ -66,7 +70,7 @@ class Saver:
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
             target = folder_of(path).absolute()
-            _check_kind(target, keep)
+            check_kind(target, keep)
             target = target if keep is None else target / f"step-{steps_done:08d}"
             target.mkdir(parents=True, exist_ok=True)
             if not os.access(target, os.W_OK):
@@ -76,28 +80,28 @@ class Saver:
             problem = CheckpointError(f"{target} cannot be made: {error.strerror}")
         except Exception as error:
             problem = error
+        except BaseException as error:
+            job.signs.note(error)
+            raise
         facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
         agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
-        with explained(job, "beginning to save a checkpoint"):
-            group = self._own_group(job)
-            data = _name(job, group)
-
-        def written() -> None:
-            _tidy(target, data)
-            if keep is not None:
-                _point(target)
-                _prune(target.parent, keep)
-
-        writer = Writer(target, data, document, job.rank, written)
-        with noted(job, "saving a checkpoint"):
-            kept = _copied(pieces) if asynchronous else pieces
-        if not asynchronous:
-            _write(job, kept, writer, group)
-            return
-        self._thread = threading.Thread(
-            target=self._in_background, args=(job, kept, writer, group), name="zerograph checkpoint", daemon=False
-        )
-        self._thread.start()
+        with self._undisturbed(job):
+            self._renew_group(job)
+        root = target if keep is None else target.parent
+        begun = _Begun(target, root, keep)
+        with self._undisturbed(job, begun):
+            with explained(job, "beginning to save a checkpoint"):
+                begun.begin(job, self._group, self._numbers.get(root))
+            begun.writer = Writer(target, begun.data, begun.numbered(document), job.rank, begun.tidy)
+            with noted(job, "saving a checkpoint"):
+                kept = _copied(pieces) if asynchronous else pieces
+            if asynchronous:
+                self._thread = threading.Thread(
+                    target=self._in_background, args=(job, kept, begun), name="zerograph checkpoint", daemon=False
+                )
+                self._thread.start()
+                return
+            self._write(job, kept, begun)
 
     def wait(self) -> None:
         """Until the last save is done.
@@ -111,21 +115,145 @@ class Saver:
         if self._failed:
             raise self._failed.pop()
 
-    def _in_background(self, *args: Any) -> None:
+    def forget(self) -> None:
+        """Take what is in a folder as known: a checkpoint was loaded, and whoever wrote it is not another job now."""
+        self._numbers.clear()
+
+    def _in_background(self, job: Job, pieces: Mapping[str, Pieces], begun: _Begun) -> None:
         try:
-            _write(*args)
+            with self._undisturbed(job, begun):
+                self._write(job, pieces, begun)
         except BaseException as error:
             self._failed.append(error)
 
-    def _own_group(self, job: Job) -> dist.ProcessGroup | None:
+    def _write(self, job: Job, pieces: Mapping[str, Pieces], begun: _Begun) -> None:
+        _write(job, pieces, begun.writer, self._group)
+        if job.rank == 0:
+            self._numbers[begun.root] = begun.number
+        begun.end()
+
+    @contextlib.contextmanager
+    def _undisturbed(self, job: Job, begun: _Begun | None = None) -> Iterator[None]:
+        """Clear away after a save that failed or was interrupted inside; the error passes through as it is.
+
+        An exchange that this rank alone breaks off (Ctrl-C, ``sys.exit``) is one that the others would wait in. They
+        are told by the end of the group's connections, so the group is not used again.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):
+                # Frames that have ended may still hold the group.
+                for each in _chain(error):
+                    traceback.clear_frames(each.__traceback__)
+                self._end_group()
+            if begun is not None:
+                begun.fail(job)
+            if not isinstance(error, Exception):
+                job.signs.note(error)
+            raise
+
+    def _renew_group(self, job: Job) -> None:
+        """Make the group of saves if some rank has none: it ended after an interrupted save."""
         if job.size == 1:
-            return None
-        if self._group is None or self._world is not job.world:
+            return
+        with explained(job, "beginning to save a checkpoint"):
+            mine = torch.tensor([self._group is not None and self._world is job.world], device="cpu").int()
+            everybodys = torch.empty(job.size, dtype=mine.dtype, device="cpu")
+            _torch.all_gather(everybodys, mine, job.control)
+            if everybodys.all():
+                return
+            self._end_group()
             self._group = dist.new_group(timeout=timedelta(seconds=job.timeout), backend="gloo")
             self._world = job.world
             # It goes with the graph that saves: torch would keep its sockets and threads until the job ends.
-            weakref.finalize(self, _end, self._group).atexit = False
-        return self._group
+            ending = weakref.finalize(self, _end, self._group)
+            ending.atexit = False
+            self._ending = ending
+
+    def _end_group(self) -> None:
+        self._group, ending, self._ending = None, self._ending, None
+        if ending is not None:
+            ending()
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A save from its beginning to its end.
+
+    Attributes:
+        target: the checkpoint's folder.
+        root: the folder that is locked: it holds the checkpoint with ``keep``, else it is the same.
+        data: the name of its data, which no save had before; the same on all ranks.
+        number: its number among the checkpoints in ``root``, on rank 0.
+    """
+
+    target: Path
+    root: Path
+    keep: int | None
+    data: str = ""
+    number: int = 0
+    writer: Writer = field(init=False)
+    _lock: FolderLock | None = None
+
+    def begin(self, job: Job, group: dist.ProcessGroup | None, last: int | None) -> None:
+        """Lock the folder on rank 0, and share the name of the data.
+
+        Raises:
+            CheckpointError: on every rank: another job saves there, or has saved there since this one did.
+        """
+        told: list[tuple[str, str]] = [("", "")]
+        if job.rank == 0:
+            self.data = f"data-{uuid.uuid4().hex}"
+            try:
+                self._lock = lock(self.root, job.timeout)
+                self.number = next_number(self.root, last)
+                told = [(self.data, "")]
+            except CheckpointError as error:
+                told = [("", str(error))]
+            except OSError as error:
+                told = [("", f"{self.root} cannot be read: {error.strerror}")]
+        if group is not None:
+            dist.broadcast_object_list(told, group=group, group_src=0)
+        self.data, refused = told[0]
+        if refused:
+            raise CheckpointError(refused)
+
+    def numbered(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        return numbered(document, self.number)
+
+    def tidy(self) -> None:
+        """Do what comes after the index is there, on rank 0."""
+        tidy(self.target, self.data)
+        if self.keep is not None:
+            point(self.target)
+            prune(self.target, self.keep)
+
+    def end(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def fail(self, job: Job) -> None:
+        """Leave nothing of it. A rank other than 0 does not know whether the index will be replaced yet."""
+        if self.data and job.rank == 0:
+            drop(self.target, self.data)
+        self.end()
+        if job.rank == 0:
+            with contextlib.suppress(OSError):
+                # Of a folder that was made for it; another is not empty.
+                self.target.rmdir()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, and those that it was raised from or while handling."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and all(each is not other for other in seen):
+            seen.append(each)
+            waiting += [each.__cause__, each.__context__]
+            yield each
 
 
 def _end(group: dist.ProcessGroup) -> None:
@@ -146,32 +274,6 @@ def folder_of(path: object) -> Path:
     return Path(text)
 
 
-def _check_kind(folder: Path, keep: int | None) -> None:
-    """Raise if the folder is a checkpoint and is to hold some, or the other way round: it could be read as either.
-
-    Raises:
-        CheckpointError: it says which it is.
-    """
-    if keep is not None and (folder / index.NAME).exists():
-        raise CheckpointError(
-            f"{folder} is a checkpoint, saved without keep: with keep = {keep} it would hold others, and load() could "
-            "not tell which is meant\nGive a folder of their own to those, or leave keep out."
-        )
-    if keep is None and (folder / LATEST).is_file():
-        raise CheckpointError(
-            f"{folder} holds checkpoints, saved with keep: without it the folder would be one itself, and load() could "
-            "not tell which is meant\nGive another folder, or keep."
-        )
-
-
-def _name(job: Job, group: dist.ProcessGroup | None) -> str:
-    """A name that no save had before, the same on all ranks."""
-    name = [uuid.uuid4().hex]
-    if group is not None:
-        dist.broadcast_object_list(name, group=group, group_src=0)
-    return f"data-{name[0]}"
-
-
 def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
     """The same in memory of its own, on the CPU."""
     found = {}
@@ -184,6 +286,12 @@ def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
 
 
 def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.ProcessGroup | None) -> None:
+    """Write, and install the index.
+
+    Raises:
+        CheckpointError: a rank could not; the same on all.
+        BaseException: what interrupted this rank, as it is (Ctrl-C, ``sys.exit``).
+    """
     try:
         # Without a group torch warns that there is one process, which is so.
         with explained(job, "saving a checkpoint"), warnings.catch_warnings():
@@ -191,72 +299,44 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
             save_pieces(
                 dict(pieces), storage_writer=writer, planner=Saving(), process_group=group, no_dist=group is None
             )
-    except CheckpointException as error:
-        whole = _drop(writer)
-        raise CheckpointError(_told(error, writer, whole)) from error
+    except (CheckpointException, CommunicationError) as error:
+        if writer.interrupted is not None:
+            raise writer.interrupted from None
+        if isinstance(error, CommunicationError):
+            raise
+        raise_interrupt(error, job.rank)
+        raise CheckpointError(_told(error, writer)) from error
 
 
-def _drop(writer: Writer) -> bool:
-    """Remove what a failed save has written; but what the index speaks of by now is whole, and stays (True)."""
+def raise_interrupt(error: CheckpointException, rank: int) -> None:
+    """Raise what ended this rank's part if it is no error but an interrupt: torch makes one failure of both."""
+    own = error.failures.get(rank)
+    if own is not None and not isinstance(own[0], Exception):
+        raise own[0] from None
+
+
+def _installed(folder: Path, data: str) -> bool:
     try:
-        if index.read(writer.folder).data == writer.data:
-            return True
+        return index.read(folder).data == data
     except CheckpointError:
-        pass
-    shutil.rmtree(writer.folder / writer.data, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (writer.folder / f".{index.NAME}.{writer.data}").unlink()
-    with contextlib.suppress(OSError):
-        # Of a folder that was made for it; another is not empty.
-        writer.folder.rmdir()
-    return False
+        return False
 
 
-def _told(error: CheckpointException, writer: Writer, whole: bool) -> str:
+def drop(folder: Path, data: str) -> None:
+    """Remove what a failed save has written; but what the index speaks of by now is whole, and stays."""
+    if _installed(folder, data):
+        return
+    shutil.rmtree(folder / data, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / f".{index.NAME}.{data}").unlink()
+
+
+def _told(error: CheckpointException, writer: Writer) -> str:
     """What went wrong on the first rank that failed."""
     rank, (cause, *_) = min(error.failures.items())
-    said = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}"
-    if whole:
+    said = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    if _installed(writer.folder, writer.data):
         return f"the checkpoint in {writer.folder} is whole, but what comes after it failed, rank {rank}: {said}"
     return (
         f"the checkpoint in {writer.folder} could not be written, rank {rank}: {said}\nWhat was there before is kept."
     )
-
-
-def _tidy(folder: Path, data: str) -> None:
-    """What no index speaks of any more, of this and of interrupted saves."""
-    for other in folder.glob("data-*"):
-        # What somebody else calls so stays.
-        if other.name != data and re.fullmatch("data-[0-9a-f]{32}", other.name):
-            shutil.rmtree(other, ignore_errors=True)
-    for other in folder.glob(f".{index.NAME}.*"):
-        other.unlink(missing_ok=True)
-
-
-def _point(checkpoint: Path) -> None:
-    """Make ``latest`` say this one, at once."""
-    for interrupted in checkpoint.parent.glob(f".{LATEST}.*"):
-        interrupted.unlink(missing_ok=True)
-    beside = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(checkpoint.name)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, checkpoint.parent / LATEST)
-    index.sync_folder(checkpoint.parent)
-
-
-def _prune(folder: Path, keep: int) -> None:
-    """Leave the ``keep`` checkpoints that were written last, and nothing of saves that were interrupted.
-
-    By time, not by step: a job that went back to an earlier checkpoint keeps what it writes from there.
-    """
-    there = [one for one in folder.iterdir() if re.fullmatch(r"step-\d{8,}", one.name) and one.is_dir()]
-    valid = [one for one in there if (one / index.NAME).is_file()]
-    valid.sort(key=lambda one: ((one / index.NAME).stat().st_mtime_ns, one.name))
-    for old in valid[:-keep]:
-        # Without its index it is none, whatever is left of it when this is interrupted.
-        (old / index.NAME).unlink(missing_ok=True)
-    for old in set(there) - set(valid[-keep:]):
-        if all(one.name.startswith(("data-", f".{index.NAME}.")) for one in old.iterdir()):
-            shutil.rmtree(old, ignore_errors=True)
