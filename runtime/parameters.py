@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import _torch
 from zerograph.errors import SplitParameterError
+
+
+class GradientReader(Protocol):
+    """Answers reads and writes of ``parameter.grad`` while gradients exist inside a step only."""
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient, or None where the reader has none for this parameter."""
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Raise if a gradient that is set or deleted would be without effect."""
+
+
+# The descriptor of torch.
+_STORED: Any = inspect.getattr_static(Tensor, "grad")
+
+# Weakly: a reader refers to the parameters.
+_READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class _Grad:
+    """``grad`` of a parameter: the tensor that it holds, else the one that a reader has."""
+
+    def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
+        if parameter is None:
+            return _STORED
+        stored = _STORED.__get__(parameter)
+        if stored is not None:
+            return stored
+        values = (reader.read(parameter) for reader in _readers_of(parameter))
+        return next((value for value in values if value is not None), None)
+
+    def __set__(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        for reader in _readers_of(parameter):
+            reader.write(parameter, value)
+        _STORED.__set__(parameter, value)
+
+    def __delete__(self, parameter: nn.Parameter) -> None:
+        self.__set__(parameter, None)
+
+
+def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
+    return [reader for reference in _READERS.get(parameter, ()) if (reader := reference()) is not None]
+
+
+@functools.cache
+def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return a subclass of a parameter's class whose ``grad`` asks readers."""
+    if issubclass(kind, SplitParameter) or isinstance(kind.__dict__.get("grad"), _Grad):
+        return kind
+    names = {"grad": _Grad(), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    metaclass: Any = type(kind)
+    made: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
+    return made
+
+
+def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
+    """Let ``parameter.grad`` ask ``reader``, of which only a weak reference is kept, where it holds no tensor."""
+    readers = [one for one in _READERS.get(parameter, ()) if one() is not None]
+    if any(one() is reader for one in readers):
+        return
+    _READERS[parameter] = [*readers, weakref.ref(reader)]
+    if isinstance(parameter, SplitParameter):
+        plain = getattr(parameter, "_plain_class", nn.Parameter)
+        parameter._plain_class = _with_reader(plain)  # type: ignore[attr-defined]
+    else:
+        parameter.__class__ = _with_reader(type(parameter))
 
 
 class SplitParameter(nn.Parameter):
@@ -17,6 +87,8 @@ class SplitParameter(nn.Parameter):
     A parameter becomes one, and a plain one again, in place (``__class__``), so that modules and optimizers that
     hold it notice nothing. Its storage is one element, expanded.
     """
+
+    grad = _Grad()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +196,8 @@ def hide(parameter: nn.Parameter) -> None:
         return
     with torch.no_grad():
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    parameter.grad = None
+    # Past readers, which refuse what the user sets.
+    _STORED.__set__(parameter, None)
     parameter._plain_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = SplitParameter
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from zerograph import source
 from zerograph._torch import pytree
 from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, deferred_in
-from zerograph.compat.colossalai.graphs import Forward, Preview, Recorded, Step
+from zerograph.compat.colossalai.gradients import Reader
+from zerograph.compat.colossalai.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
 from zerograph.compat.colossalai.program import Program, Texts, program_of
 from zerograph.compat.colossalai.tape import Made, Tape
@@ -61,6 +62,7 @@ class Engine:
             self._preview, self._preview_of_update = (
                 Preview(self.graph, criterion, whole=one) for one in (False, True)
             )
+            self._graph_of_gradients = Gradients(self.graph, criterion)
             optimizer.register_step_pre_hook(Guard(functools.partial(_refuse_by_hand, optimizer)))
         config = self.graph.config
         if config.gradient_accumulation_steps > 1:
@@ -77,6 +79,10 @@ class Engine:
         self._pending: list[Tape] = []
         self._warned: set[str] = set()
         self._backwards = 0
+        self._reader = Reader(self)
+        # The losses that the gradients were read for, and these.
+        self._read_gradients: tuple[list[Made], Mapping[nn.Parameter, Tensor]] = ([], {})
+        self._stepped = False
 
     @property
     def model(self) -> nn.Module:
@@ -100,6 +106,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Take back each :meth:`backward` since the last update, but those of an accumulation's earlier calls."""
         self._tape.losses.clear()
+        self._stepped = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's part of the batch, in the nesting that the model returns.
@@ -152,6 +159,8 @@ class Engine:
             )
         if loss.made in self._tape.losses:
             raise InputError("engine.backward() was called twice with one loss: multiply it by 2 if that is meant")
+        if not self._tape.losses:
+            self._reader.watch(list(self.graph._adopted().parameters.values()))
         self._tape.losses.append(loss.made)
         self._backwards += 1
         if self._backwards == _MANY:
@@ -185,7 +194,8 @@ class Engine:
         try:
             self._make(self.graph, tapes)
         finally:
-            self._pending, self._tape = [], self._new_tape()
+            self._pending, self._tape, self._stepped = [], self._new_tape(), True
+            self._read_gradients = [], {}
         return self.graph.steps_done > done
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +222,62 @@ class Engine:
         """The model with whole parameters, to be used eagerly; see :meth:`zerograph.ZeroGraph.full_parameters`."""
         with self.graph.full_parameters():
             yield
+
+    def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
+        """Compute the gradients of all :meth:`backward` since the last update, of the whole batch. A collective.
+
+        They are what the update will use, before clipping, and equal on all ranks; ``parameter.grad`` returns them.
+        None without :meth:`backward`.
+
+        Raises:
+            InputError: with gradient accumulation, whose update is one graph of all its calls.
+        """
+        if not self.waits_for_step():
+            return None
+        calls = self.graph.config.gradient_accumulation_steps
+        if calls > 1:
+            line, code = source.running_line()
+            raise InputError(
+                f"parameter.grad was read between engine.backward() and engine.step()\n  {line}   {code}\n"
+                f"With gradient accumulation the {calls} calls that make an update are one graph, computed at the last "
+                "engine.step(), and no gradient exists before. Train without accumulation to look at gradients; "
+                "clip_grad in zero, or clip_grad_norm, clips them."
+            )
+        losses, gradients = self._read_gradients
+        if losses != self._tape.losses:
+            self._hint(
+                "a gradient was read before engine.step() has computed it, which takes a forward and a backward of "
+                "their own, and holds whole gradients on each rank until engine.step()"
+            )
+            program = program_of(self._tape, self._tape.losses, [], self._texts)
+            named = self._graph_of_gradients.of(program)
+            parameters = self.graph._members().parameters
+            gradients = {parameters[name]: gradient for name, gradient in named.items()}
+            self._read_gradients = list(self._tape.losses), gradients
+        return gradients
+
+    def waits_for_step(self) -> bool:
+        """Return whether a :meth:`backward` since the last update still counts."""
+        return bool(self._tape.losses or self._pending)
+
+    def zeroed_by(self, owner: object) -> bool:
+        """Call :meth:`zero_grad` for the ``zero_grad()`` of the engine's optimizer or model.
+
+        Returns:
+            Whether ``owner`` is one of them.
+        """
+        if owner is not self._optimizer and owner is not self._model:
+            return False
+        self.zero_grad()
+        return True
+
+    def warn_of_reading_late(self) -> None:
+        """Warn, once, of a gradient that is read after the step has used it up."""
+        if self._stepped:
+            self._warn(
+                "parameter.grad is None after engine.step(): gradients exist inside the step only\n"
+                "Read it between engine.backward() and engine.step()."
+            )
 
     def __repr__(self) -> str:
         return repr(self.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ _ADVICE = "(what is computed from this rank's part must be computed in the step:
 _UNEVEN = "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
 # Name of the fact that ranks compare first.
 _HELD = "what engine.step() returns"
+_EARLY_GRADIENTS = (
+    "A gradient that is read before engine.step(), which all ranks must read or none, is computed by a call of its own."
+)
 _EARLY = "A value that is asked for before engine.step(), which all ranks must ask for or none, is a call of its own."
 
 
@@ -49,6 +53,9 @@ class Recorded(ZeroGraph):
 
     def build(self, *tensors: Tensor) -> Any:
         """Run the program, and ``backward()`` from its losses if it has any."""
+        return self._computed(*tensors)
+
+    def _computed(self, *tensors: Tensor) -> Any:
         assert self._program is not None
         losses, outputs = self._program.run(tensors, lambda name: _at(self, name))
         if losses:
@@ -87,6 +94,16 @@ class Recorded(ZeroGraph):
             RankMismatchError: they differ between ranks, or another rank has a problem.
             ZeroGraphError: as calling a graph does.
         """
+        values = self.results(program, calls, problem)
+        assert self._latest is not None
+        placed = zip(values, self._latest.outputs, program.metas, strict=True)
+        columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]
+        return [[column[number] for column in columns] for number in range(len(calls))]
+
+    def results(
+        self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
+    ) -> list[Tensor]:
+        """Run the program as :meth:`run` does; return this rank's part of each output as the graph places it."""
         self._program, self.tape = program, f"{self.purpose}{program.text}"
         try:
             self._check_alike(program, calls, problem)
@@ -98,11 +115,7 @@ class Recorded(ZeroGraph):
         except RankMismatchError as error:
             advice = _UNEVEN if "local shape" in str(error) else self.advice
             raise RankMismatchError(f"{error} {advice}".strip()) from None
-        values = [one.to_local() if isinstance(one, DTensor) else one for one in made]
-        assert self._latest is not None
-        placed = zip(values, self._latest.outputs, program.metas, strict=True)
-        columns = [self._parted(value, sbp, meta, len(calls)) for value, (sbp, _), meta in placed]
-        return [[column[number] for column in columns] for number in range(len(calls))]
+        return [one.to_local() if isinstance(one, DTensor) else one for one in made]
 
     def _check_alike(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> None:
         """Raise unless all ranks have the same whole tensors: a count of this rank's part would go unnoticed.
@@ -205,6 +218,53 @@ class Preview(Forward):
 
     def _doing(self) -> str:
         return "computing a value that was asked for before engine.step()"
+
+
+class Gradients(Preview):
+    """The gradients that a step is going to make, before it clips them."""
+
+    purpose = "gradients read before engine.step(): "
+    advice = _EARLY_GRADIENTS
+
+    def __init__(self, step: Step, criterion: Any) -> None:
+        super().__init__(step, criterion, whole=False)
+        # By the program's text: names of the parameters that get a gradient.
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def of(self, program: Program) -> dict[str, Tensor]:
+        """Compute the gradient of the program's losses over the whole batch, by the parameter's name. A collective.
+
+        Raises:
+            RankMismatchError: another rank does not read gradients now.
+            ZeroGraphError: as calling a graph does.
+        """
+        scaler = self.config.scaler
+        device = next(iter(self._members().parameters.values())).device
+        scale = torch.ones((), device=device) if scaler is None else scaler.tensors(device)["scale"].clone()
+        program = replace(program, tensors=(*program.tensors, scale), kinds=(*program.kinds, "whole"))
+        values = self.results(program, [program.tensors])
+        assert self._latest is not None
+        job = self._join()
+        placed = zip(self._names[self.tape], values, self._latest.outputs, strict=True)
+        return {name: gather_whole(job, value, sbp) for name, value, (sbp, _) in placed}
+
+    def _computed(self, *tensors: Tensor) -> Any:
+        assert self._program is not None
+        *given, scale = tensors
+        losses, _ = self._program.run(given, lambda name: _at(self, name))
+        # As the step scales them, so that what fp16 cannot hold without is held here, too.
+        torch.autograd.backward(losses, [scale.to(loss.dtype).expand(loss.shape) for loss in losses])
+        inverse = scale.double().reciprocal().float()
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._members().parameters.items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad if self.config.scaler is None else parameter.grad * inverse
+                parameter.grad = None
+        self._names[self.tape] = tuple(found)
+        return list(found.values())
+
+    def _doing(self) -> str:
+        return "computing gradients that were read before engine.step()"
 
 
 def _same(tensors: Sequence[Tensor]) -> bool:

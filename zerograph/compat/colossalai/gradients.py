@@ -1,0 +1,150 @@
+"""``parameter.grad`` between ``engine.backward()`` and ``engine.step()``: read from a graph, refused to be written.
+
+The step computes gradients, reduces them and uses them up as one graph. Code that reads them before gets the gradient
+of the whole batch from a graph of its own; code that changes them would change nothing, and is refused on its line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch, source
+from zerograph._torch import pytree
+from zerograph.errors import CaptureError
+from zerograph.runtime.parameters import read_gradient_by
+
+
+class Engine(Protocol):
+    """The engine whose gradients are read."""
+
+    def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
+        """Compute the gradients of all losses since the last update; None if there is no loss."""
+
+    def waits_for_step(self) -> bool:
+        """Return whether there is a loss that no update has used yet."""
+
+    def zeroed_by(self, owner: object) -> bool:
+        """Take back all losses if ``owner``, whose ``zero_grad()`` runs, holds all that the engine trains."""
+
+    def warn_of_reading_late(self) -> None:
+        """Warn that gradients were read which the last update has used up."""
+
+
+class Reader:
+    """Answers ``parameter.grad`` for the parameters of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Answer for these parameters from now on."""
+        for parameter in parameters:
+            read_gradient_by(parameter, self)
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of the whole batch, equal on all ranks. A collective."""
+        frame = _reader_frame()
+        if frame is None or _is_ours(frame) or frame.f_code in _MOVING:
+            return None
+        if not self._engine.waits_for_step():
+            if frame.f_code not in _ZEROING:
+                self._engine.warn_of_reading_late()
+            return None
+        if frame.f_code in _ZEROING:
+            if self._engine.zeroed_by(frame.f_locals.get("self")):
+                return None
+            _refuse(
+                "zero_grad() of a part of what the engine trains, between engine.backward() and engine.step()",
+                "Call engine.zero_grad(), which takes all of engine.backward() back.",
+            )
+        gradient = (self._engine.gradients() or {}).get(parameter)
+        return None if gradient is None else gradient.as_subclass(Gradient)
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Refuse a gradient that is set or deleted while the step is to compute it.
+
+        Raises:
+            CaptureError: ``engine.step()`` would not see it.
+        """
+        frame = _reader_frame()
+        if frame is not None and not _is_ours(frame) and self._engine.waits_for_step():
+            _refuse("parameter.grad is set or deleted between engine.backward() and engine.step()", _ADVICE)
+
+
+class Gradient(Tensor):
+    """A gradient that was read before the step: an ordinary tensor, but that writing to it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        written = [kwargs["out"]] if "out" in kwargs else []
+        if _writes(name) and args:
+            written.append(args[0])
+        if any(isinstance(one, Gradient) for one in pytree.tree_leaves(written)):
+            _refuse(f"{name}() writes to a gradient that was read before engine.step()", _ADVICE)
+        with _torch.without_torch_function():
+            result = func(*args, **kwargs)
+        if func in (Tensor.numpy, Tensor.__array__):
+            result.flags.writeable = False
+            return result
+        places = {_place(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Gradient)}
+
+        def guarded(value: Tensor) -> Tensor:
+            return value.as_subclass(cls) if _place(value) in places else value
+
+        return pytree.tree_map_only(Tensor, guarded, result)
+
+
+def _place(tensor: Tensor) -> int:
+    with _torch.without_torch_function():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _writes(name: str) -> bool:
+    if name in ("__set__", "__delete__", "__setitem__"):
+        return True
+    if name.startswith("__"):
+        # __iadd__ and its like; __index__, __int__, __invert__, __iter__ only read.
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    return name.endswith("_")
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    return inspect.unwrap(function).__code__
+
+
+_ZEROING = {_code(torch.optim.Optimizer.zero_grad), _code(nn.Module.zero_grad)}
+# They carry a gradient along where there is one.
+_MOVING = {_code(nn.Module._apply), _code(Tensor.__deepcopy__)}
+
+
+def _reader_frame() -> FrameType | None:
+    """Return the frame that reads or sets ``grad``: the first one outside of what answers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "zerograph.runtime.parameters"):
+        frame = frame.f_back
+    return frame
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("zerograph.")
+
+
+_ADVICE = (
+    "The step computes and uses gradients inside one graph: what is done to parameter.grad would be without effect. "
+    "Clip by the configuration (clip_grad in zero, clip_grad_norm without), change the loss, or write the step as a "
+    "zg.ZeroGraph, whose build() may change gradients after loss.backward()."
+)
+
+
+def _refuse(what: str, advice: str) -> NoReturn:
+    line, code = source.running_line()
+    raise CaptureError(f"{what}\n  {line}   {code}\n{advice}")
