@@ -27,12 +27,18 @@ class BucketUpdate:
         first: it is the first update.
         numbers: name of each hyperparameter's input in the graph, by its name in the programs: the learning rate, ...
         layouts: of the state's entries that are 1-D, by name; see :class:`zerograph.runtime.state.Store`.
+        optimizer: name of the optimizer in the graph, ``"optimizer0"``.
     """
 
     programs: tuple[UpdateProgram, ...]
     first: bool
     numbers: Mapping[str, str]
     layouts: Mapping[str, Bucket]
+    optimizer: str
+
+    def number_of(self, found_infs: Mapping[str, fx.Node]) -> fx.Node | None:
+        """Return the bucket's number of those that ``step_graph.found_infs`` returns, if there is any."""
+        return found_infs.get(self.optimizer, found_infs.get(""))
 
     @property
     def program(self) -> UpdateProgram:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zerograph._torch import overloads
 from zerograph.passes.context import Context
 from zerograph.passes.edit import drop_unused, emit
-from zerograph.step_graph import Origin, found_inf, placeholders, role, writes
+from zerograph.step_graph import Origin, found_infs, placeholders, role, writes
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Buckets of optimizers with ``fused=True`` are updated in place by the fused operators."""
     graph = module.graph
     inputs = {found.name: node for node in placeholders(graph) if (found := role(node)) is not None}
-    overflow = found_inf(graph)
+    overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):
         name = gradient.meta.get("gradient_of")
@@ -33,7 +33,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         state = {entry: inputs[f"{name}.{entry}"] for entry in program.state}
         numbers = {short: inputs[found] for short, found in update.numbers.items()}
         given = {"param": inputs[name], "grad": gradient.all_input_nodes[0], **numbers, **state}
-        _put(graph, written[inputs[name]], program.fused, given, overflow)
+        _put(graph, written[inputs[name]], program.fused, given, update.number_of(overflows))
         for node in (inputs[name], *state.values()):
             if node in written:
                 graph.erase_node(written[node])

@@ -1,5 +1,7 @@
-"""guard: a step whose gradients overflowed, or whose loss or gradients are not finite, changes no state.
+"""guard: an optimizer whose gradients overflowed changes nothing, nor does a step that is not finite.
 
+Each optimizer skips its update for an overflow of its own gradients, as with ``torch.amp.GradScaler.step``, and for one
+of others' gradients that its own were edited with.
 After an overflow of scaled gradients the loss scale falls, by the formulas of ``torch._amp_update_scale_``, with the
 hysteresis of Megatron-LM's ``DynamicGradScaler`` and a smallest scale; with the defaults, 1 and 0, they say the same.
 What is not finite for other reasons (``config.on_nonfinite``) leaves the scale alone as well, and the buffers.
@@ -8,6 +10,7 @@ What is not finite for other reasons (``config.on_nonfinite``) leaves the scale 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,43 +23,54 @@ from zerograph.passes.deal import dealt_update
 from zerograph.passes.edit import emit, fake, first_computed
 from zerograph.passes.rules import Signature
 from zerograph.sbp import broadcast
-from zerograph.step_graph import Origin, Role, found_inf, output_nodes, placeholders, returned, writes
+from zerograph.step_graph import (
+    Origin,
+    Role,
+    found_inf_role,
+    found_infs,
+    output_nodes,
+    placeholders,
+    returned,
+    writes,
+)
 
 aten = torch.ops.aten
 _UPDATE = Origin("update")
-_FOUND_INF = Role("scaler", "found_inf")
 
 
 def guard(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Where a gradient overflowed or, on request, is not finite, on any rank, parameters and state stay."""
+    """Keep what an optimizer updates where its gradients overflowed or, on request, the step is not finite."""
     graph = module.graph
-    overflow, residue = found_inf(graph), returned(graph, "check", NOT_FINITE.name)
-    if overflow is None and residue is None:
+    overflows, residue = found_infs(graph), returned(graph, "check", NOT_FINITE.name)
+    if not overflows and residue is None:
         return module
-    held, skip = None, overflow
+    held, skips = None, overflows
     if residue is not None:
-        held, skip = _checked(graph, residue, overflow, context.scaler)
-    assert skip is not None
-    skipped = _is_set(graph, skip)
-    updated = {skip.meta["val"].device: skipped}
-    by_kind = {"bucket": updated, "state": updated}
-    if held is not None:
-        # An overflow of scaled gradients says nothing against what forward saw.
-        by_kind["buffer"] = {held.meta["val"].device: held}
+        held, skips = _checked(graph, residue, overflows, context.scaler)
+    # By the number that is not 0 where an optimizer changes nothing: the condition on each device.
+    skipped = {skip: {skip.meta["val"].device: _is_set(graph, skip)} for skip in skips.values()}
+    of_buffers = None if held is None else {held.meta["val"].device: held}
     for write, target, value in list(writes(graph)):
-        conditions = by_kind.get(target.meta["role"].kind)
-        if conditions is None:
-            continue
-        if value.all_input_nodes and value.all_input_nodes[0].target is dealt_update:
-            _guard_dealt(value.all_input_nodes[0], skip)
+        role = target.meta["role"]
+        if role.bucket is not None and role.bucket in context.updates:
+            skip = context.updates[role.bucket].number_of(skips)
+            assert skip is not None
+            if value.all_input_nodes and value.all_input_nodes[0].target is dealt_update:
+                _guard_dealt(value.all_input_nodes[0], skip)
+                continue
+            conditions = skipped[skip]
+        elif role.kind == "buffer" and of_buffers is not None:
+            # An overflow of scaled gradients says nothing against what forward saw.
+            conditions = of_buffers
+        else:
             continue
         with graph.inserting_before(write):
             kept = emit(graph, aten.where.self, (_on(target, conditions), target, value), _UPDATE)
         write.update_arg(1, kept)
-    if context.scaler is not None and context.scaler.dynamic:
-        assert overflow is not None
-        overflowed = skipped if held is None else _is_set(graph, overflow)
-        _update_scale(graph, overflowed, context.scaler, held)
+    if context.scaler is not None and context.scaler.dynamic and overflows:
+        by_overflow = {number: next(iter(conditions.values())) for number, conditions in skipped.items()}
+        flags = [by_overflow[one] if one in by_overflow else _is_set(graph, one) for one in overflows.values()]
+        _update_scale(graph, _any(graph, flags), context.scaler, held)
     return module
 
 
@@ -65,30 +79,43 @@ def _is_set(graph: fx.Graph, number: fx.Node) -> fx.Node:
         return emit(graph, aten.ne.Scalar, (number, 0), _UPDATE)
 
 
+def _any(graph: fx.Graph, flags: Sequence[fx.Node]) -> fx.Node:
+    """Return whether any of the flags is set."""
+    with graph.inserting_before(max(flags).next):
+        return functools.reduce(lambda one, other: _made(graph, aten.logical_or.default, one, other), flags)
+
+
 def _checked(
-    graph: fx.Graph, residue: fx.Node, overflow: fx.Node | None, scaler: GradScaler | None
-) -> tuple[fx.Node, fx.Node]:
-    """Whether the step is not finite, and the number that is not 0 where it changes nothing: the graph returns it."""
+    graph: fx.Graph, residue: fx.Node, overflows: Mapping[str, fx.Node], scaler: GradScaler | None
+) -> tuple[fx.Node, dict[str, fx.Node]]:
+    """Return whether the step is not finite, and the numbers that are not 0 where an optimizer changes nothing.
+
+    The graph returns these instead of the overflows; there is one for all, under ``""``, if no loss is scaled.
+    """
     nodes = dict(zip(graph.output_node().meta["roles"], output_nodes(graph), strict=True))
     scaled = nodes.pop(SCALED_GRADIENTS, None)
-    read = [node for node in (residue, scaled, overflow) if node is not None]
+    read = [node for node in (residue, scaled, *overflows.values()) if node is not None]
     with graph.inserting_before(max(read).next):
         made = functools.partial(_made, graph)
         if scaled is not None:
             assert scaler is not None
             residue = made(aten.add.Tensor, residue, _beyond_the_scaler(graph, scaled, scaler))
-        held = skip = made(aten.ne.Scalar, residue, 0)
-        if overflow is not None:
-            skip = made(aten.logical_or.default, held, made(aten.ne.Scalar, overflow, 0))
-        number = made(aten._to_copy.default, skip, dtype=torch.float32)
+        held = made(aten.ne.Scalar, residue, 0)
+        numbers = {}
+        for optimizer in overflows or [""]:
+            skip = held
+            if optimizer in overflows:
+                skip = made(aten.logical_or.default, held, made(aten.ne.Scalar, overflows[optimizer], 0))
+            numbers[optimizer] = made(aten._to_copy.default, skip, dtype=torch.float32)
     # What the user gets comes first.
-    for role in (_FOUND_INF, NOT_FINITE):
+    returned_numbers = {found_inf_role(optimizer): number for optimizer, number in numbers.items()}
+    for role in (*returned_numbers, NOT_FINITE):
         nodes.pop(role, None)
-    nodes |= {_FOUND_INF: number, NOT_FINITE: residue}
+    nodes |= returned_numbers | {NOT_FINITE: residue}
     output = graph.output_node()
     output.args = (tuple(nodes.values()),)
     output.meta["roles"] = list(nodes)
-    return held, number
+    return held, numbers
 
 
 def _beyond_the_scaler(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) -> fx.Node:

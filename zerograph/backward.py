@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,20 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph.gradients import TOTAL_NORM
+
+
+@dataclass(frozen=True, eq=False)
+class Overflow:
+    """Of the scaled gradients of one optimizer, or of the only one, whose name is then ``""``.
+
+    Attributes:
+        largest: the largest of them; 0-d.
+        found: 1.0 where that is infinite or not a number, else 0.0.
+    """
+
+    optimizer: str
+    largest: Tensor
+    found: Tensor
 
 
 class Backward:
@@ -23,20 +38,29 @@ class Backward:
         device: type of the device that autocast was entered for.
         scale: the 0-d loss scale; None for none.
         calls: of how many calls to ``backward()`` the last is awaited.
-        parameters: those whose gradients are unscaled then.
+        parameters: those whose gradients are unscaled then, by name.
+        trained: the names of each optimizer's parameters, by the optimizer's name in the graph.
 
     Attributes:
         count: calls so far.
         roots: the tensors that it was called on, unscaled.
-        overflow: the largest scaled gradient, and 1.0 where that is infinite or not a number, else 0.0; None until the
-            last call.
+        overflows: of each optimizer with gradients; none until the last call. Gradients of no optimizer do not count,
+            as with ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, device: str, scale: Tensor | None, calls: int, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        device: str,
+        scale: Tensor | None,
+        calls: int,
+        parameters: Mapping[str, Tensor],
+        trained: Mapping[str, Collection[str]],
+    ) -> None:
         self.count = 0
         self.roots: list[Tensor] = []
-        self.overflow: tuple[Tensor, Tensor] | None = None
-        self._device, self._scale, self._calls, self._parameters = device, scale, calls, list(parameters)
+        self.overflows: list[Overflow] = []
+        self._device, self._scale, self._calls = device, scale, calls
+        self._parameters, self._trained = parameters, trained
 
     @contextmanager
     def instead_of_torchs(self) -> Iterator[None]:
@@ -67,9 +91,13 @@ class Backward:
 
     @torch.no_grad()
     def _unscale(self, scale: Tensor) -> None:
-        found = [parameter for parameter in self._parameters if parameter.grad is not None]
-        largest = TOTAL_NORM([parameter.grad for parameter in found], float("inf"))
-        self.overflow = largest, torch.isfinite(largest).logical_not().float()
+        with_gradient = {name: one for name, one in self._parameters.items() if one.grad is not None}
+        for optimizer, names in self._trained.items():
+            own = [one.grad for name, one in with_gradient.items() if name in names]
+            if own:
+                largest = TOTAL_NORM(own, float("inf"))
+                name = optimizer if len(self._trained) > 1 else ""
+                self.overflows.append(Overflow(name, largest, torch.isfinite(largest).logical_not().float()))
         inverse = scale.double().reciprocal().float()
-        for parameter in found:
+        for parameter in with_gradient.values():
             parameter.grad = parameter.grad * inverse  # type: ignore[operator]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from zerograph import _torch, attributes, decompositions, draws, finite, source
 from zerograph._torch import pytree
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
-from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, mark_edits
+from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, join_mixed_overflows, mark_edits
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
 from zerograph.refused_calls import refused_calls
@@ -24,6 +24,7 @@ from zerograph.step_graph import (
     Captured,
     Role,
     base_of,
+    found_inf_role,
     origin,
     output_nodes,
     placeholders,
@@ -62,6 +63,7 @@ def capture(
     train: bool,
     ranks: int,
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
+    trained: Mapping[str, Collection[str]] | None = None,
     clip_grad_norm: float | None = None,
     batch_norm_groups: int = 1,
     amp_dtype: torch.dtype | None = None,
@@ -81,6 +83,7 @@ def capture(
         ranks: into how many parts the batch is cut, on ranks beside each other or micro-batches one after another;
             only local regions depend on it.
         groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
+        trained: the names of each optimizer's parameters, by the optimizer's name in the graph.
         clip_grad_norm: clip all gradients together to this norm after ``build()``.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
         amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
@@ -127,7 +130,7 @@ def capture(
         own = dict(zip(state, tensors, strict=False))
         drawn.seed, *given = tensors[len(own) :]
         loss_scale = given.pop(0) if scaled else None
-        backward = Backward(device.type, loss_scale, backwards[-1], [own[name] for name in parameters])
+        backward = Backward(device.type, loss_scale, backwards[-1], {n: own[n] for n in parameters}, trained or {})
         args, kwargs = arrange(given)
         with (
             replaced(own),
@@ -153,10 +156,13 @@ def capture(
         found = {name: own[name].grad for name in parameters}
         gradients.extend(name for name, gradient in found.items() if gradient is not None)
         left = [gradient for gradient in found.values() if gradient is not None]
-        behind = [] if backward.overflow is None else [(Role("scaler", "found_inf"), backward.overflow[1])]
+        behind = [(found_inf_role(one.optimizer), one.found) for one in backward.overflows]
         if checked:
             scalars = [value for value in flat if isinstance(value, Tensor) and not value.dim()]
-            behind += finite.residues([*backward.roots, *scalars], left, backward.overflow)
+            # Unscaled gradients of no optimizer would be told from an overflow by nothing.
+            updated = {name for names in (trained or {}).values() for name in names}
+            read = [g for name, g in found.items() if g is not None and (not scaled or name in updated)]
+            behind += finite.residues([*backward.roots, *scalars], read, backward.overflows)
         checks.extend(found for found, _ in behind)
         return [
             *(value.detach() for value in flat if isinstance(value, Tensor)),
@@ -223,6 +229,7 @@ def capture(
     _refuse_changed_parameters(graph.graph)
     _strip_detaches(graph.graph)
     mark_edits(graph.graph)
+    join_mixed_overflows(graph.graph, trained or {})
     _cancel_views(graph.graph)
     _strip_copies(graph.graph)
     _drop_unused_seed(graph.graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +86,6 @@ class CompiledStep(RewrittenStep):
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
         return tuple(found.name for found in roles if found.kind != "output")
-
-    @property
-    def updated(self) -> Iterator[Store]:
-        """The stores that this step updates."""
-        return (self.stores[name] for name in self.context.updates)
 
     def check_files(self) -> None:
         """Raise if a file that the step reads is not what it left there.

@@ -29,7 +29,7 @@ from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
 from zerograph.layout import Planned, Update, plan_layout
-from zerograph.members import Members, Optimizers, check_optimizers
+from zerograph.members import Members, Optimizers, check_optimizers, parameters_of
 from zerograph.mesh import Mesh
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PASSES, run_pipeline
@@ -281,6 +281,7 @@ class Compiler:
                     one.fresh and one.first_differs,
                     one.updates[0].numbers(),
                     one.layouts,
+                    one.updates[0].optimizer_name,
                 )
                 for one in layout
                 if one.updates
@@ -352,6 +353,7 @@ class Compiler:
                 train=bool(self.optimizers),
                 ranks=parts,
                 groups=_groups(members, self.optimizers),
+                trained=_trained(members, self.optimizers),
                 clip_grad_norm=clip,
                 batch_norm_groups=batch_norm_groups,
                 amp_dtype=self.config.amp_dtype,
@@ -457,6 +459,15 @@ def _lookup(root: nn.Module, name: str) -> Lookup:
     """Finds a tensor of ``root`` anew for each step: the user may have put another in its place."""
     path, _, attribute = name.rpartition(".")
     return functools.partial(getattr, root.get_submodule(path), attribute)
+
+
+def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
+    """The names of each optimizer's parameters, by the optimizer's name in the graph."""
+    names = members.names()
+    return {
+        f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
+        for number, optimizer in enumerate(optimizers)
+    }
 
 
 def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:

@@ -6,12 +6,14 @@ that what is not finite can be followed back from it through the graph, operator
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zerograph import _torch
+from zerograph.backward import Overflow
 from zerograph.gradients import TOTAL_NORM
 from zerograph.step_graph import Role
 
@@ -22,32 +24,34 @@ SCALED_GRADIENTS = Role("check", "scaled_gradients")
 
 @torch.no_grad()
 def residues(
-    losses: Sequence[Tensor], gradients: Sequence[Tensor], overflow: tuple[Tensor, Tensor] | None
+    losses: Sequence[Tensor], gradients: Sequence[Tensor], overflows: Sequence[Overflow]
 ) -> list[tuple[Role, Tensor]]:
     """What the graph returns besides, 0-d and fp32: nothing if there is nothing to check.
 
     Args:
         losses: tensors that must be finite.
         gradients: as the update reads them.
-        overflow: under loss scaling, the largest scaled gradient, and 1.0 where that is not finite. What overflows
-            there is the scaler's business, and comes apart.
+        overflows: under loss scaling, of each optimizer. What overflows there is the scaler's business, and comes
+            apart.
     """
     # Another tensor of the same values must not be reduced once more.
     distinct = {id(loss): loss for loss in losses if _torch.has_fractions(loss)}
     found = [_residue(loss.detach()) for loss in distinct.values()]
     if gradients:
         gradient = _residue(TOTAL_NORM(list(gradients), float("inf")))
-        if overflow is not None:
-            gradient = torch.where(overflow[1] != 0, torch.zeros_like(gradient), gradient)
+        for one in overflows:
+            gradient = torch.where(one.found != 0, torch.zeros_like(gradient), gradient)
         found.append(gradient)
     if not found:
         return []
-    total = found[0]
-    for one in found[1:]:
-        total = total + one
-    if overflow is None:
+    total = _sum(found)
+    if not overflows:
         return [(NOT_FINITE, total)]
-    return [(SCALED_GRADIENTS, _residue(overflow[0])), (NOT_FINITE, total)]
+    return [(SCALED_GRADIENTS, _sum([_residue(one.largest) for one in overflows])), (NOT_FINITE, total)]
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, values)
 
 
 def _residue(value: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ class GradScaler:
     Args:
         init_scale: the scale of the first step.
         growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without overflow.
-        backoff_factor: what it is multiplied by after a step with overflow, whose update is skipped.
+        backoff_factor: what it is multiplied by after a step with overflow, whose update is skipped; of several
+            optimizers each skips by the overflow of its own gradients.
         growth_interval: steps.
         enabled: False for no scaling at all.
         min_scale: the scale never falls below.

@@ -8,14 +8,14 @@ made once on what each rank keeps. Every other edit is computed gradient by grad
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
-from zerograph.step_graph import origin, output_nodes, role
+from zerograph.step_graph import found_infs, origin, output_nodes, role
 
 aten = torch.ops.aten
 
@@ -123,6 +123,57 @@ def mark_edits(graph: fx.Graph) -> None:
     for node in behind - before:
         node.meta["edit"] = True
         node.meta["origin"] = replace(origin(node), phase="backward")
+
+
+def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
+    """Let an optimizer skip its update also for overflows in gradients of others that its own were edited with.
+
+    A norm over the gradients of several optimizers, say, is then not finite, and so is what it scales.
+    """
+    numbers = found_infs(graph)
+    if len(numbers) < 2:
+        return
+    raws = {optimizer: set(_terms_of(number)) for optimizer, number in numbers.items()}
+    roles = graph.output_node().meta["roles"]
+    finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
+    joined: dict[fx.Node, fx.Node] = {}
+    for optimizer, number in numbers.items():
+        reached = _edited_from(node for name, node in finals.items() if name in trained[optimizer])
+        others = [
+            numbers[other]
+            for other, terms in raws.items()
+            if other != optimizer and (terms - raws[optimizer]) & reached
+        ]
+        for other in others:
+            with graph.inserting_before(graph.output_node()):
+                both = graph.call_function(aten.maximum.default, (joined.get(number, number), other))
+            both.meta |= number.meta
+            joined[number] = both
+    output = graph.output_node()
+    output.args = (tuple(joined.get(node, node) for node in output_nodes(graph)),)
+
+
+def _terms_of(number: fx.Node) -> list[fx.Node]:
+    """Return the scaled gradients of whose largest the number says whether it is finite."""
+    node = number
+    while node.target is not TOTAL_NORM:
+        node = node.all_input_nodes[0]
+    return norm_terms(node)
+
+
+def _edited_from(finals: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what the edits that end in ``finals`` start from."""
+    stack, seen, starts = list(finals), set(), set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_edit(node):
+            stack += node.all_input_nodes
+        else:
+            starts.add(node)
+    return starts
 
 
 def in_shape_of(node: fx.Node, shape: Sequence[int]) -> bool:

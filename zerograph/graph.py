@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.sharded_init import is_recording
 from zerograph.stateful import Stateful
-from zerograph.step_graph import output_nodes
+from zerograph.step_graph import FOUND_INF, found_inf_optimizer, output_nodes
 from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.threads import check_refused, one_thread
 from zerograph.update import refuse_unsupported
@@ -55,7 +55,7 @@ class ZeroGraph(Inspected, Stateful):
     write ``build()``. Calling the graph compiles it the first time, and runs it.
 
     Attributes:
-        steps_done: updates made so far, without those skipped; 0 for a graph without optimizer.
+        steps_done: updates made so far, without those that all optimizers skipped; 0 for a graph without optimizer.
         steps_skipped: updates left out in this process because a loss or gradient was not finite, see
             ``config.on_nonfinite``; overflows that loss scaling deals with do not count.
     """
@@ -169,8 +169,9 @@ class ZeroGraph(Inspected, Stateful):
             if self.config.on_nonfinite == "raise":
                 raise explained(step, batch.names, *run)
             self._skipped()
-        if self._optimizers and not flags.get("found_inf"):
-            self._step_made(step, values)
+        skips = {name: skip for name, skip in flags.items() if name.startswith(FOUND_INF)}
+        if self._optimizers and not (skips and all(skips.values())):
+            self._step_made(step, values, {found_inf_optimizer(name) for name, skip in skips.items() if skip})
         else:
             # A step that was skipped is none, but the next one draws other numbers.
             self._passes_done += 1
@@ -407,14 +408,17 @@ class ZeroGraph(Inspected, Stateful):
                 stacklevel=3,
             )
 
-    def _step_made(self, step: CompiledStep, values: Sequence[Tensor]) -> None:
-        for store in step.updated:
-            store.fresh = False
+    def _step_made(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
+        """Count the step, run the hooks after it and step schedulers: not those of optimizers that were ``skipped``."""
+        for name, update in step.context.updates.items():
+            if update.optimizer not in skipped:
+                step.stores[name].fresh = False
         self.steps_done += 1
-        for optimizer in self._optimizers:
+        updated = [number for number in range(len(self._optimizers)) if f"optimizer{number}" not in skipped]
+        for optimizer in (self._optimizers[number] for number in updated):
             _torch.mark_step_called(optimizer)
             run_hooks_behind(optimizer)
-        for scheduler in self._schedulers:
+        for scheduler in (self._schedulers[number] for number in updated):
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(_metric(step, values))
             elif scheduler is not None:

@@ -33,6 +33,11 @@ class Update:
     group: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
 
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name in the graph."""
+        return self.group_name.partition(".")[0]
+
     def numbers(self) -> dict[str, str]:
         """Name of each hyperparameter's input in the graph, by its name in the program."""
         return {number: f"{self.group_name}.{number}" for number in self.program.numbers}

@@ -203,12 +203,31 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in returned if isinstance(node, fx.Node)]
 
 
-def found_inf(graph: fx.Graph) -> fx.Node | None:
-    """What is not 0 where a scaled gradient overflowed; from ``guard`` on, where the step is to change nothing.
+FOUND_INF = "found_inf"
 
-    None in a graph that scales no loss and checks nothing.
+
+def found_infs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return, by optimizer, the number that is not 0 where one of its scaled gradients overflowed.
+
+    From ``guard`` on it is not 0 where the optimizer is to change nothing. A graph of one optimizer, or one that scales
+    no loss, has one number for all, under ``""``; a graph that scales no loss and checks nothing has none.
     """
-    return returned(graph, "scaler", "found_inf")
+    roles = graph.output_node().meta["roles"]
+    return {
+        found_inf_optimizer(r.name): node
+        for node, r in zip(output_nodes(graph), roles, strict=True)
+        if r.kind == "scaler"
+    }
+
+
+def found_inf_optimizer(name: str) -> str:
+    """Return the optimizer of the number that the graph returns under this name."""
+    return name.removeprefix(FOUND_INF).removeprefix(".")
+
+
+def found_inf_role(optimizer: str) -> Role:
+    """Return the role of that number as an output of the graph."""
+    return Role("scaler", f"{FOUND_INF}.{optimizer}" if optimizer else FOUND_INF)
 
 
 def returned(graph: fx.Graph, kind: RoleKind, name: str) -> fx.Node | None:

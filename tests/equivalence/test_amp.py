@@ -189,6 +189,110 @@ def test_overflow_is_skipped_as_grad_scaler_skips_it(pool: Pool, kind: str) -> N
         assert state["grad_scaler"]["_growth_tracker"] == scaler.state_dict()["_growth_tracker"]
 
 
+class Pair(zg.ZeroGraph):
+    """Two modules with an optimizer each; ``factors`` of a sample may make either's gradients infinite."""
+
+    def __init__(self, second: str, together: bool = False) -> None:
+        super().__init__()
+        self.together = together
+        self.modules = [made("momentum"), made(second)]
+        self.first, self.second = (module for module, _, _ in self.modules)
+        for _, optimizer, scheduler in self.modules:
+            self.add_optimizer(optimizer, scheduler)
+
+    def build(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        losses = [
+            (module(x).square().mean(1) * factor).mean()
+            for module, factor in ((self.first, first), (self.second, second))
+        ]
+        torch.autograd.backward(losses)
+        if self.together:
+            nn.utils.clip_grad_norm_([*self.first.parameters(), *self.second.parameters()], 0.5)
+        return losses[0].detach()
+
+
+# Which of the two overflows on some rank, step by step.
+IN_TURN = ((1,), (), (0,), (0, 1), (), (), (0,), ())
+
+
+def in_turn() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    steps = []
+    for which in IN_TURN:
+        factors = torch.ones(2, 8)
+        for number in which:
+            factors[number, 5] = float("inf")
+        steps.append([torch.randn(8, 7, generator=generator), *factors])
+    return steps
+
+
+def paired(second: str, stages: list[int], together: bool = False) -> list[Any]:
+    step = Pair(second, together)
+    step.config.grad_scaler = zg.GradScaler(**OPTIONS)
+    initial = step.state_dict()
+    results = []
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        seen = []
+        for tensors in in_turn():
+            step(*map(part, tensors))
+            rates = [optimizer.param_groups[0]["lr"] for _, optimizer, _ in step.modules]
+            seen.append((step.config.grad_scaler.get_scale(), rates, step.steps_done))
+        results.append((seen, step.state_dict()))
+    return results
+
+
+@pytest.mark.parametrize(("second", "stages"), [("fused", [0, 1, 3]), ("dealt", [2])])
+def test_each_of_two_optimizers_skips_its_own_overflows_as_with_grad_scaler(
+    pool: Pool, second: str, stages: list[int]
+) -> None:
+    modules = [made("momentum"), made(second)]
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    wanted, done = [], 0
+    for (x, *factors), overflowing in zip(in_turn(), IN_TURN, strict=True):
+        losses = [(m(x).square().mean(1) * f).mean() for (m, _, _), f in zip(modules, factors, strict=True)]
+        for _, optimizer, _ in modules:
+            optimizer.zero_grad()
+        torch.autograd.backward([scaler.scale(loss) for loss in losses])
+        for number, (_, optimizer, scheduler) in enumerate(modules):
+            scaler.step(optimizer)
+            if number not in overflowing:
+                scheduler.step()
+        scaler.update()
+        done += len(overflowing) < 2
+        wanted.append((scaler.get_scale(), [one.param_groups[0]["lr"] for _, one, _ in modules], done))
+    results = pool.run(RANKS, paired, second, stages)[0]
+    for seen, state in results:
+        assert seen == wanted
+        for number, (model, optimizer, _) in enumerate(modules):
+            for key, value in model.state_dict().items():
+                mine = state["modules"][("first", "second")[number]][key]
+                assert torch.equal(mine, results[0][1]["modules"][("first", "second")[number]][key])
+                assert deviation(mine, value) < 1e-6, key
+            for entry, plain in optimizer.state_dict()["state"].items():
+                for key, value in plain.items():
+                    mine = state["optimizers"][number]["state"][entry][key]
+                    assert deviation(mine, torch.as_tensor(value)) < 1e-6, key
+
+
+def test_optimizers_whose_gradients_are_clipped_together_skip_together() -> None:
+    """The norm of both is infinite or not a number: what it scales may not be written."""
+    ((seen, state),) = paired("momentum", [0], together=True)
+    assert [steps for _, _, steps in seen] == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert all(value.isfinite().all() for module in state["modules"].values() for value in module.values())
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_overflows_of_one_optimizer_are_none_of_the_checks_business(on_nonfinite: str) -> None:
+    step = Pair("momentum")
+    step.config.grad_scaler, step.config.on_nonfinite = zg.GradScaler(2.0**16), on_nonfinite
+    x = torch.ones(8, 7)
+    # Its loss is finite, its scaled gradients are not.
+    step(x, torch.full((8,), 1e37), torch.ones(8))
+    assert (step.steps_done, step.steps_skipped, step.config.grad_scaler.get_scale()) == (1, 0, 2.0**15)
+
+
 def test_fp16_skips_on_all_ranks_what_overflows_on_one(pool: Pool) -> None:
     first, second = pool.run(RANKS, skip, "fused", [1, 3], torch.float16)
     assert first[0][0] == first[1][0] == second[0][0] == second[1][0]
