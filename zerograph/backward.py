@@ -68,6 +68,11 @@ class Backward:
         with _torch.backward_by(self._run):
             yield
 
+    def checked(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return those whose overflow is known: of no optimizer's an overflow could not be told from other causes."""
+        updated = {name for names in self._trained.values() for name in names}
+        return [gradient for name, gradient in gradients.items() if self._scale is None or name in updated]
+
     def _run(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if _torch.backward_sequence_number() is not None:
             # A reentrant checkpoint calls it inside of it: the gradients that it goes on from are scaled already.

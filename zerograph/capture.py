@@ -153,20 +153,16 @@ def capture(
         backwards.append(backward.count)
         output_spec.append(spec)
         returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
-        found = {name: own[name].grad for name in parameters}
-        gradients.extend(name for name, gradient in found.items() if gradient is not None)
-        left = [gradient for gradient in found.values() if gradient is not None]
+        left = {name: gradient for name in parameters if (gradient := own[name].grad) is not None}
+        gradients.extend(left)
         behind = [(found_inf_role(one.optimizer), one.found) for one in backward.overflows]
         if checked:
             scalars = [value for value in flat if isinstance(value, Tensor) and not value.dim()]
-            # Unscaled gradients of no optimizer would be told from an overflow by nothing.
-            updated = {name for names in (trained or {}).values() for name in names}
-            read = [g for name, g in found.items() if g is not None and (not scaled or name in updated)]
-            behind += finite.residues([*backward.roots, *scalars], read, backward.overflows)
+            behind += finite.residues([*backward.roots, *scalars], backward.checked(left), backward.overflows)
         checks.extend(found for found, _ in behind)
         return [
             *(value.detach() for value in flat if isinstance(value, Tensor)),
-            *left,
+            *left.values(),
             *(value for _, value in behind),
             *(value.detach() for value in left_there.values()),
         ]
