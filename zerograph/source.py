@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -57,6 +58,37 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
             return _describe(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
+
+
+def relative_to_package(source: str) -> str:
+    """Shorten ``/.../site-packages/transformers/loss.py:42`` to ``transformers/loss.py:42``.
+
+    A file outside of site-packages is named from its outermost package on; what is relative already stays as it is.
+    """
+    for part in _PACKAGES:
+        if part in source:
+            return source.rpartition(part)[2]
+    if not os.path.isabs(source):
+        return source
+    return os.path.relpath(source, _above_packages(os.path.dirname(source)))
+
+
+@functools.cache
+def _above_packages(folder: str) -> str:
+    """Return the innermost folder around ``folder`` that is no package."""
+    while os.path.isfile(os.path.join(folder, "__init__.py")):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def commit(folder: str | os.PathLike[str] = ".") -> str:
+    """Return the short commit of the git repository around a folder, ``+`` after it if files differ; empty if none."""
+    command = ["git", "-C", os.fspath(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout.strip() if ended.returncode == 0 else ""
 
 
 def levels_to_user() -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import gzip
+import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from zerograph.inspection.step import Prepared
 from zerograph.memory import profile
 from zerograph.mesh import line
 from zerograph.report.page import runs
+from zerograph.source import relative_to_package
 
 HOSTILE = "</script><script>alert(1)</script><!--"
 
@@ -234,3 +239,90 @@ def test_what_cannot_be_written_is_an_error_that_leaves_no_file(tmp_path: Path, 
     with pytest.raises(zg.ConfigError, match=r"cannot be written|there is no machine"):
         report.write(step, tmp_path / path, title="nowhere", machine=machine)
     assert not list(tmp_path.iterdir())
+
+
+def facts(data: Any) -> dict[str, Any]:
+    return {label: value for label, value, _ in data["facts"]}
+
+
+def test_the_head_of_the_page_says_what_the_step_is(data: Any) -> None:
+    head = facts(data)
+    model = Gpt(tied=False)
+    assert head["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert head["rank"] == "0"
+    assert head["precision"] == "f32"
+    assert head["predicted peak"] == data["peak"]
+    assert head["predicted step on h100"] == data["time"]["seconds"]
+
+
+def test_the_head_names_mixed_precision_and_its_masters(tmp_path: Path) -> None:
+    graph = TrainGpt()
+    graph.config.enable_amp(True, dtype=torch.bfloat16)
+    tokens = torch.zeros(2, 12, dtype=torch.int64, device="meta")
+    report.write(graph.prepare(line(4, 0, "ranks"), tokens, tokens), tmp_path / "step.html", title="mixed")
+    assert facts(read((tmp_path / "step.html").read_text()))["precision"] == "bf16, f32 masters"
+
+
+def test_the_head_has_the_day_and_the_commit_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
+    monkeypatch.chdir(tmp_path)
+    # No repository of a folder around the temporary one either.
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    report.write(step, "step.html", title="no repository")
+    head = facts(read(Path("step.html").read_text()))
+    assert "commit" not in head
+    assert head["written"] == datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    identity = ("-c", "user.name=someone", "-c", "user.email=someone@example.com")
+    for command in (("init", "-q"), (*identity, "commit", "-q", "--allow-empty", "-m", "a commit")):
+        subprocess.run(["git", *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    report.write(step, "step.html", title="a repository")
+    head = facts(read(Path("step.html").read_text()))
+    assert commit.startswith(head["commit"])
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "/opt/venv/lib/python3.13/site-packages/transformers/loss/loss_utils.py:42",
+            "transformers/loss/loss_utils.py:42",
+        ),
+        ("/usr/lib/python3/dist-packages/timm/models/vit.py:7", "timm/models/vit.py:7"),
+        ("examples/train_gpt.py:31", "examples/train_gpt.py:31"),
+        ("/srv/scripts/train.py:3", "train.py:3"),
+        ("", ""),
+    ],
+)
+def test_source_lines_are_named_from_their_package_on(line: str, shown: str) -> None:
+    assert relative_to_package(line) == shown
+
+
+def test_a_package_outside_of_site_packages_is_named_whole(tmp_path: Path) -> None:
+    inner = tmp_path / "models" / "vision"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    assert relative_to_package(f"{inner}/vit.py:9") == "models/vision/vit.py:9"
+
+
+def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in source lines nor in the names of outputs, which say where they are from."""
+    installed = tmp_path / "site-packages" / "models"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text(
+        "import torch\n"
+        "class Mean(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = torch.nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n"
+        "        return self.inner(x).mean(0)\n"
+    )
+    monkeypatch.syspath_prepend(str(installed.parent))
+    mean = importlib.import_module("models").Mean()
+    monkeypatch.delitem(sys.modules, "models")
+    report.write(Small(mean).prepare(line(2, 0, "ranks"), torch.ones(2, 8)), tmp_path / "step.html", title="installed")
+    text = json.dumps(read((tmp_path / "step.html").read_text()))
+    assert "models/__init__.py:7" in text
+    assert "site-packages" not in text

@@ -1,4 +1,4 @@
-"""What a report shows of a step, as plain numbers and texts: its nodes after every pass, its memory and its time.
+"""The contents of a report as plain numbers and texts: a step's nodes after every pass, its memory and its time.
 
 Nodes are kept as *records*, each distinct one once. A pass that leaves a node as it was costs nothing, so that some
 twenty passes over a large graph take little more room than the graph itself.
@@ -22,15 +22,16 @@ from zerograph.buckets import Bucket
 from zerograph.inspection.step import Inspection
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile
-from zerograph.mesh import Mesh
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import stages
 from zerograph.planner.machine import Machine
-from zerograph.planner.timeline import timeline
+from zerograph.planner.timeline import Timeline, timeline
+from zerograph.report.facts import Fact, facts
 from zerograph.report.intern import Interned
 from zerograph.report.sequence import Held, Placed, Sequenced, held, sequence
 from zerograph.sbp import show
-from zerograph.step_graph import Boxing, Role, collective_runs, is_view, nbytes, origin, role
+from zerograph.source import relative_to_package
+from zerograph.step_graph import Boxing, Role, is_view, nbytes, origin, role
 
 # Lanes of the picture, from left to right. Communication has one beside each phase.
 REST, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
@@ -116,7 +117,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Time:
-    """A foretold time line over the last pass's nodes.
+    """A predicted time line over the last pass's nodes.
 
     Attributes:
         machine: its name.
@@ -136,7 +137,7 @@ class Report:
 
     Attributes:
         title: of the page.
-        facts: label and value of what is said first of the step.
+        facts: shown at the head of the page.
         nodes, passes: the graph after each pass.
         buckets: names of the parameters in each, in order.
         held: memory over the nodes of the last pass.
@@ -146,7 +147,7 @@ class Report:
     """
 
     title: str
-    facts: Sequence[tuple[str, str]]
+    facts: Sequence[Fact]
     nodes: Nodes
     passes: Sequence[Pass]
     buckets: Mapping[str, Sequence[str]]
@@ -160,12 +161,12 @@ def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
     """Gather what a report shows. Runs every pass once more.
 
     Args:
-        machine: what time is foretold for; None for a report without.
+        machine: to predict times for; None for a report without.
     """
     context, last = step.context, step.passes[-1].graph.graph
     nodes = Nodes()
     reader = _Reader(nodes, context)
-    # The graph that runs is read itself: what is foretold is foretold of its nodes.
+    # The graph that runs is read itself, not made again: memory and times are predicted for its nodes.
     *earlier, ran = step.passes
     passes = [
         Pass(record.name, record.summary, record.seconds, reader.read(sequence(module.graph)))
@@ -175,41 +176,23 @@ def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
     passes.append(Pass(ran.name, ran.summary, ran.seconds, reader.read(found)))
     memory = profile(last)
     places = {placed.node: number for number, placed in enumerate(found.places)}
+    time = None if machine is None else timeline(last, machine, context.mesh)
     return Report(
         title,
-        _facts(context, last),
+        facts(step, memory, machine, time),
         nodes,
         passes,
         {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in context.buckets},
         held(memory, last, found),
         memory.peak,
-        None if machine is None else _time(last, machine, context.mesh, places),
+        None if machine is None or time is None else _time(machine, time, places),
         {number: placed.times for number, placed in enumerate(found.places) if placed.times > 1},
     )
 
 
-def _time(graph: fx.Graph, machine: Machine, mesh: Mesh, places: Mapping[fx.Node, int]) -> Time:
-    found = timeline(graph, machine, mesh)
-    return Time(
-        machine.name,
-        found.seconds,
-        [(places[one.node], one.start, one.end, one.stream, one.waits) for one in found.events],
-    )
-
-
-def _facts(context: Context, graph: fx.Graph) -> list[tuple[str, str]]:
-    mesh = context.mesh
-    grid = str(mesh.size) if mesh.dims == 1 else " x ".join(map(str, mesh.shape))
-    place = str(mesh.position[0]) if mesh.dims == 1 else str(mesh.position)
-    policy = "no ZeRO" if context.policy.name == "off" else f"ZeRO {context.policy.name}"
-    runs = collective_runs(graph)
-    sent = sum(node.meta["boxing"].sent * times for node, times in runs)
-    found = [("placement", policy if context.updates else "no update"), ("ranks", grid), ("rank", place)]
-    if context.micro_batches > 1:
-        found.append(("micro-batches", str(context.micro_batches)))
-    found.append(("collectives", str(sum(times for _, times in runs))))
-    found.append(("sent per rank", str(round(sent))))
-    return found
+def _time(machine: Machine, time: Timeline, places: Mapping[fx.Node, int]) -> Time:
+    events = [(places[event.node], event.start, event.end, event.stream, event.waits) for event in time.events]
+    return Time(machine.name, time.seconds, events)
 
 
 # What is read of a node's metadata.
@@ -253,8 +236,9 @@ class _Reader:
 
     def _where(self, node: fx.Node, home: str | None) -> Where:
         found, given = origin(node), role(node)
-        if found.source:
-            self._nodes.code[found.source] = found.code
+        line = relative_to_package(found.source)
+        if line:
+            self._nodes.code[line] = found.code
         if node.op in ("placeholder", "get_attr"):
             return Where(self._module_of(given), "", REST, "")
         if isinstance(node.meta.get("boxing"), Boxing) or node.target is WAIT:
@@ -263,9 +247,9 @@ class _Reader:
             lane = _LANES[found.phase]
         if found.phase == "update" and home is not None:
             return Where(home, "", lane, found.phase)
-        if not found.module and not found.source:
+        if not found.module and not line:
             return Where(NOWHERE, "", lane, found.phase)
-        return Where(found.module, found.source, lane, found.phase)
+        return Where(found.module, line, lane, found.phase)
 
     def _module_of(self, given: Role | None) -> str:
         """The module that an input belongs to; of a bucket, and its state, that of the first parameter in it."""
@@ -309,7 +293,7 @@ def _tensor(node: fx.Node) -> str:
         return given.name
     boxing = node.meta.get("boxing")
     if isinstance(boxing, Boxing):
-        return boxing.tensor
+        return _shown(boxing.tensor)
     if isinstance(name := node.meta.get("parameter"), str):
         return name
     return f"gradient of {name}" if isinstance(name := node.meta.get("gradient"), str) else ""
@@ -317,7 +301,14 @@ def _tensor(node: fx.Node) -> str:
 
 def _boxing(boxing: Boxing) -> tuple[str, str, str, str, int, int, int, int]:
     source, target = show(boxing.source), show(boxing.target)
-    return (boxing.kind, source, target, boxing.tensor, boxing.bytes, round(boxing.sent), boxing.dim, boxing.ranks)
+    tensor = _shown(boxing.tensor)
+    return (boxing.kind, source, target, tensor, boxing.bytes, round(boxing.sent), boxing.dim, boxing.ranks)
+
+
+def _shown(tensor: str) -> str:
+    """Shorten the source line in ``sum of /.../site-packages/transformers/loss.py:42``."""
+    operator, of, line = tensor.rpartition(" of ")
+    return f"{operator}{of}{relative_to_package(line)}"
 
 
 def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:

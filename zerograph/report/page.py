@@ -57,7 +57,7 @@ def contents(report: Report) -> dict[str, Any]:
     records = nodes.records.items
     return {
         "title": report.title,
-        "facts": report.facts,
+        "facts": [astuple(one) for one in report.facts],
         "names": nodes.names.items,
         "tensors": nodes.tensors.items,
         "kinds": [astuple(one) for one in nodes.kinds.items],

@@ -261,6 +261,20 @@ function showBytes(count) {
   return `${at === 0 ? count : count.toFixed(1)} ${units[at]}`;
 }
 
+/** The value of a fact [label, value, unit]. */
+function showFact([, value, unit]) {
+  if (unit === "bytes") return showBytes(value);
+  if (unit === "seconds") return showTime(value * 1e9);
+  if (unit === "share") return `${(100 * value).toFixed(1)} %`;
+  if (unit === "count" || unit === "per second") return showCount(value);
+  return value;
+}
+
+function showCount(count) {
+  const [unit, size] = [[" T", 1e12], [" B", 1e9], [" M", 1e6], [" k", 1e4]].find(([, one]) => count >= one) || ["", 1];
+  return size === 1 ? String(Math.round(count)) : `${(count / (size === 1e4 ? 1e3 : size)).toPrecision(3)}${unit}`;
+}
+
 function showTime(nanoseconds) {
   const units = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]];
   const [unit, size] = units.find(([, one]) => nanoseconds >= one) || units[3];

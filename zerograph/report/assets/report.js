@@ -58,11 +58,7 @@ class Page {
   }
 
   facts() {
-    const { facts, peak, time } = this.model.data;
-    const shown = facts.map(([label, value]) => [label, label === "sent per rank" ? showBytes(+value) : value]);
-    shown.push(["predicted peak memory", showBytes(peak)]);
-    if (time) shown.push([`predicted step on ${time.machine}`, showTime(time.seconds * 1e9)]);
-    byId("facts").replaceChildren(...shown.map(([label, value]) => make("div", {}, make("dt", { textContent: label }), make("dd", { textContent: value }))));
+    byId("facts").replaceChildren(...this.model.data.facts.map((fact) => make("div", {}, make("dt", { textContent: fact[0] }), make("dd", { textContent: showFact(fact) }))));
   }
 
   legend() {

@@ -1,0 +1,89 @@
+"""The facts at the head of a report: what the step is, what it takes, and what it was made from."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from zerograph import source
+from zerograph.inspection.step import Inspection
+from zerograph.inspection.text import dtype_name
+from zerograph.memory import Profile
+from zerograph.planner.machine import Machine
+from zerograph.planner.timeline import Timeline
+from zerograph.step_graph import collective_runs, placeholders
+
+Unit = Literal["", "count", "bytes", "seconds", "per second", "share"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact: text, or a number in a unit."""
+
+    label: str
+    value: str | float
+    unit: Unit = ""
+
+
+def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Timeline | None) -> list[Fact]:
+    """Return the facts of a step, in the order in which a page shows them.
+
+    Args:
+        profile: of the step's last graph.
+        machine, time: for predicted times; None for none.
+    """
+    context, graph = step.context, step.passes[-1].graph.graph
+    mesh = context.mesh
+    policy = "no ZeRO" if context.policy.name == "off" else f"ZeRO {context.policy.name}"
+    runs = collective_runs(graph)
+    return [
+        Fact("placement", policy if context.updates else "no update"),
+        Fact("ranks", str(mesh.size) if mesh.dims == 1 else " x ".join(map(str, mesh.shape))),
+        Fact("rank", str(mesh.position[0]) if mesh.dims == 1 else str(mesh.position)),
+        *([Fact("micro-batches", context.micro_batches, "count")] if context.micro_batches > 1 else []),
+        Fact("parameters", _parameters(step), "count"),
+        Fact("precision", _precision(step)),
+        Fact("collectives", sum(times for _, times in runs), "count"),
+        Fact("sent per rank", round(sum(node.meta["boxing"].sent * times for node, times in runs)), "bytes"),
+        Fact("predicted peak", profile.peak, "bytes"),
+        *([] if machine is None or time is None else _speed(machine, time)),
+        *_made_from(),
+    ]
+
+
+def _parameters(step: Inspection) -> int:
+    """Count the elements of all parameters, those in buckets and those in none."""
+    in_buckets = sum(math.prod(slot.shape) for bucket in step.context.buckets for slot in bucket.slots)
+    return in_buckets + sum(value.numel() for value in _plain(step))
+
+
+def _precision(step: Inspection) -> str:
+    """Name the dtypes of compute and, where they differ, of the parameters between steps."""
+    buckets = step.context.buckets
+    kept = dict.fromkeys(map(dtype_name, (*(bucket.dtype for bucket in buckets), *(one.dtype for one in _plain(step)))))
+    low = dict.fromkeys(dtype_name(bucket.compute_dtype) for bucket in buckets if bucket.compute_dtype is not None)
+    if not low:
+        return " and ".join(kept) or "no parameters"
+    return f"{' and '.join(low)}, {' and '.join(kept)} masters"
+
+
+def _plain(step: Inspection) -> list[Tensor]:
+    """Return the parameters that lie in no bucket."""
+    names = {slot.name for bucket in step.context.buckets for slot in bucket.slots}
+    nodes = placeholders(step.captured.graph.graph, "parameter")
+    return [node.meta["val"] for node in nodes if node.meta["role"].name not in names]
+
+
+def _speed(machine: Machine, time: Timeline) -> list[Fact]:
+    return [Fact(f"predicted step on {machine.name}", time.seconds, "seconds")]
+
+
+def _made_from() -> list[Fact]:
+    """Return the day, and the commit of the folder that the report is written from, if that is in a repository."""
+    commit = source.commit()
+    day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return [*([Fact("commit", commit)] if commit else []), Fact("written", day)]
