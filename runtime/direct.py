@@ -126,6 +126,7 @@ def _connect(job: Job) -> _Connected:
     addresses = {rank: ctypes.addressof(peer.inbox) for rank, peer in peers.items()}
     told = _told(job, (os.getpid(), nonce.data_ptr(), int(nonce), addresses))
     reached = {rank for rank, peer in peers.items() if _reaches(peer, job.rank, *told[rank])}
+    job.signs.ended |= {rank: peers[rank].has_ended for rank in reached}
     mine = [shared and reached >= set(ranks) - {job.rank} for ranks, shared in zip(groups, near, strict=True)]
     everybodys = _told(job, mine)
     found = tuple(

@@ -129,6 +129,10 @@ class Peer:
             self._until(lambda: self.inbox[_READ + number % _SLOTS] >= number)
             del self._kept[number]
 
+    def has_ended(self) -> bool:
+        """Return whether its process has ended."""
+        return bool(self._ended.poll(0))
+
     def check_going_on(self) -> None:
         """Raise if what it has not done by now it will not do.
 
@@ -145,7 +149,7 @@ class Peer:
         cross_memory.write(self._pid, self._its_inbox + _WORD * word, ctypes.addressof(source), _WORD)
 
     def _check_alive(self) -> None:
-        if self._ended.poll(0):
+        if self.has_ended():
             raise RuntimeError(f"the process of rank {self.rank} has ended")
 
     def _until(self, ready: Callable[[], bool]) -> None:
@@ -158,7 +162,7 @@ class Peer:
             now = time.monotonic()
             if now - looked > _LOOK_AFTER:
                 looked = now
-                over = self._ended.poll(0) or (now - began > _ASK_AFTER and self.failed())
+                over = self.has_ended() or (now - began > _ASK_AFTER and self.failed())
                 # What it wrote before it ended may have come since.
                 if over and not ready():
                     self.check_going_on()

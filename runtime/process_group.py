@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.mesh import Mesh
-from zerograph.runtime.signs import Signs, ranks_named, signs_of
+from zerograph.runtime import fork
+from zerograph.runtime.messages import compared, hang_up
+from zerograph.runtime.signs import Signs, mark_told, ranks_named, signs_of
 from zerograph.sbp import NdSbp, Split
 
 
@@ -55,11 +58,12 @@ class Job:
     signs: Signs
 
     def check_alive(self) -> None:
-        """Raise if the process group has been destroyed since.
+        """Raise if the process group has been destroyed since, or is that of the process that forked this one.
 
         Raises:
-            CommunicationError: it has.
+            CommunicationError: it has, or it is.
         """
+        fork.refuse()
         if not dist.is_initialized() or dist.group.WORLD is not self.world:
             raise CommunicationError(
                 "the process group of this graph is gone: somebody called destroy_process_group()\n"
@@ -102,6 +106,7 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
 def _world() -> dist.ProcessGroup:
     """The default process group. Groups of another one, which is gone, would keep their threads awake: let go of."""
     initialise()
+    fork.refuse()
     world = dist.group.WORLD
     assert world is not None
     if any(job.world is not world for job in _jobs.values()):
@@ -119,6 +124,16 @@ def _made(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, signs: S
         lines = (data,) if grid.dim() == 1 else _lines(grid, limit)
     except RuntimeError as error:
         raise CommunicationError(_lost(signs, "making process groups", timeout, error)) from error
+    # Weakly: groups that are gone shall take their threads along.
+    groups = [weakref.ref(group) for group in (data, control, *lines)]
+    before = signs.hang_up
+
+    def hang_up_all() -> None:
+        before()
+        for group in groups:
+            hang_up(group())
+
+    signs.hang_up = hang_up_all
     mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
     return Job(signs.rank, signs.size, grid.tolist(), mesh, lines, data, control, world, timeout, signs)
 
@@ -259,6 +274,8 @@ def connect(rank: int, world_size: int, address: str, backend: str | None, local
 
 def _leave() -> None:
     """What we initialised we end: a process that exits with a group alive is warned by torch."""
+    if fork.is_child():
+        return
     _jobs.clear()
     _meshes.clear()
     if dist.is_initialized():
@@ -298,7 +315,7 @@ def digest(value: object) -> int:
 
 
 def agree(
-    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: Exception | None = None
+    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
 ) -> None:
     """Return if all ranks come with the same number and none with a problem; else raise on every one of them.
 
@@ -306,19 +323,19 @@ def agree(
         doing: what the ranks are about to do, for messages: ``"step 3"``.
         number: digest of all that must be equal.
         facts: the same in words, by name and in order; asked for only where ranks differ.
-        problem: what went wrong on this rank.
+        problem: what went wrong on this rank; an interrupt too, which the others would else wait for.
 
     Raises:
         RankMismatchError: ranks differ (names the first fact that does), or another rank has a problem.
         CommunicationError: a rank did not answer.
-        Exception: this rank's own ``problem``.
+        BaseException: this rank's own ``problem``.
     """
     if (reports := differing(job, doing, number, facts, problem)) is not None:
         raise RankMismatchError(first_difference(reports, doing))
 
 
 def differing(
-    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: Exception | None = None
+    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
 ) -> list[dict[str, str]] | None:
     """As :func:`agree`, but returns every rank's facts where the numbers differ; None: they do not."""
     if job.size == 1:
@@ -329,20 +346,27 @@ def differing(
     # be taken for what it has not sent yet.
     broke_off = job.signs.broke_off
     number ^= digest((doing, broke_off))
-    mine = torch.tensor([number, problem is not None], dtype=torch.int64, device="cpu")
-    everybodys = torch.empty(job.size * 2, dtype=torch.int64, device="cpu")
-    with explained(job, f"comparing notes before {doing}"):
-        _torch.all_gather(everybodys, mine, job.control)
-        numbers, problems = everybodys.view(job.size, 2).unbind(1)
-        if not problems.any() and bool((numbers == number).all()):
-            job.signs.agreed += 1
-            job.signs.broke_off = ""
-            return None
-        reports: list[Any] = [None] * job.size
-        shown = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        told = {} if problems.any() else {_BROKE_OFF: broke_off or "nowhere", _DOING: doing, **facts()}
-        dist.all_gather_object(reports, (shown, told), group=job.control)
+    # Counted as soon as this rank takes part: all ranks do, whatever comes of it.
+    job.signs.agreed += 1
+    try:
+        with explained(job, f"comparing notes before {doing}"):
+            equal, problems = compared(job.control, number, problem is not None)
+            if equal and not problems:
+                if broke_off:
+                    job.signs.resume()
+                return None
+            reports: list[Any] = [None] * job.size
+            shown = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
+            told = {} if problems else {_BROKE_OFF: broke_off or "nowhere", _DOING: doing, **facts()}
+            dist.all_gather_object(reports, (shown, told), group=job.control)
+    except CommunicationError as error:
+        # An interrupt is what the user has asked for, whatever the other ranks do.
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem from error
+        raise
     if problem is not None:
+        if not isinstance(problem, Exception):
+            mark_told(problem)
         raise problem
     failed = {index: report for index, (report, _) in enumerate(reports) if report is not None}
     if failed:
@@ -378,7 +402,7 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
 def explained(job: Job, doing: str) -> Iterator[None]:
     """A failed exchange outside the graph, as an error that says what it was for, and which rank is lost."""
     job.check_alive()
-    with job.signs.busy(doing):
+    with job.signs.interruptible(doing), job.signs.busy(doing):
         try:
             yield
         except ZeroGraphError:
@@ -391,7 +415,7 @@ def explained(job: Job, doing: str) -> Iterator[None]:
 def noted(job: Job, doing: str) -> Iterator[None]:
     """What this rank alone fails with inside, ``doing`` something, the others are told of when they miss it."""
     job.signs.forget()
-    with job.signs.busy(doing):
+    with job.signs.interruptible(doing), job.signs.busy(doing):
         try:
             yield
         except (CommunicationError, RankMismatchError):
@@ -424,7 +448,7 @@ def _advice(lost: Sequence[int], timeout: float) -> str:
     if lost:
         return f"Look at the output of {ranks_named(lost)} for the cause {limit}."
     return (
-        f"Another rank has died, stalls, or runs something else {limit}. "
+        f"Another rank has died, stalls, or runs something else, or the network to it is cut {limit}. "
         "Look at the other ranks' output; the first to fail is the cause."
     )
 

@@ -32,6 +32,9 @@ _LOOKS = 6
 # Of what the others say a message has so many lines.
 _LINES = 8
 
+# Marks an interrupt of which the others have been told.
+_TOLD = "_zerograph_told"
+
 _ENDED = "its process has ended, without an error"
 
 # So many that ask within one look are answered.
@@ -62,6 +65,7 @@ class Answers:
     Attributes:
         signs: what they said, by rank.
         silent: those that said nothing.
+        ended: those that left no word and whose process is known to have ended.
         reached: the store answered.
         keeper: where it did not: the rank in whose process it is, or was.
     """
@@ -72,6 +76,7 @@ class Answers:
     silent: tuple[int, ...] = ()
     reached: bool = True
     keeper: int | None = None
+    ended: tuple[int, ...] = ()
 
     def lost(self) -> tuple[int, ...]:
         """Whose fault it is, as far as can be known.
@@ -83,16 +88,24 @@ class Answers:
         others = {rank for sign in self.signs.values() for rank in sign.lost} - {self.rank}
         gone = set() if self.keeper is None or self.keeper in self.signs else {self.keeper}
         elsewhere = {r for r, sign in self.signs.items() if sign.failed is None and sign.doing != self.doing}
-        return tuple(sorted(failed | set(self.silent) or others or gone or elsewhere))
+        return tuple(sorted(failed | set(self.silent) | set(self.ended) or others or gone or elsewhere))
 
     def told(self) -> list[str]:
         """What they said, in lines: the silent ones first, those with the same words together."""
         lines = []
+        if self.ended:
+            lines.append(f"{ranks_named(self.ended)}: its process has ended and left no word: killed, or out of memory")
         if self.silent:
-            lines.append(f"{ranks_named(self.silent)}: no sign of life: died, is stopped, or is held up in native code")
+            lines.append(
+                f"{ranks_named(self.silent)}: no sign of life: died, is stopped, is held up in native code, or the "
+                "network to it is cut"
+            )
         if not self.reached:
             keeper = "the launcher keeps" if self.keeper is None else f"rank {self.keeper} keeps"
-            lines.append(f"the store in which the ranks met, which {keeper}, does not answer")
+            lines.append(
+                f"the store in which the ranks met, which {keeper}, does not answer: its process has ended, or the "
+                "network to it is cut"
+            )
         same: dict[str, list[int]] = {}
         for rank, sign in self.signs.items():
             text = f"alive, {sign.doing}" if sign.failed is None else f"failed, {sign.doing}: {sign.failed}"
@@ -110,6 +123,8 @@ class Signs:
         agreed: how often all ranks have agreed on what to do next.
         broke_off: where in a step this rank went no further, after which some of its exchanges may be left unfinished;
             empty: all that it began it has ended.
+        ended: by rank, tells whether the process of that rank has ended; of ranks on other hosts nothing tells.
+        hang_up: closes this rank's connections, which ends every exchange that waits on either side.
     """
 
     rank: int
@@ -118,6 +133,8 @@ class Signs:
     keeper: int | None = None
     agreed: int = 0
     broke_off: str = ""
+    ended: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    hang_up: Callable[[], None] = lambda: None
     _doing: dict[int, str] = field(default_factory=dict)
     _behind: str = "outside of the graph, which has done nothing yet"
     _noted: Sign | None = None
@@ -127,6 +144,7 @@ class Signs:
     _asked: int = 0
     _answered_at: float = -math.inf
     _keepers: Sign | None = None
+    _waits_in_vain: int | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _process: int = field(default_factory=os.getpid)
 
@@ -148,14 +166,38 @@ class Signs:
     def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
         """Leave word of what this rank failed with: the others may only see that it is no longer there."""
         first = (str(error).strip().splitlines() or [""])[0]
-        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}", tuple(lost))
+        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}".removesuffix(": "), tuple(lost))
         self._post(self._noted)
         if self.broke_off:
             self._in_time(lambda: self.store.set(f"broke off/{self.rank}", str(self.agreed)), self._interval * 2)
+            if not isinstance(error, Exception):
+                self._in_time(lambda: self.store.set("interrupted", str(self.agreed)), self._interval * 2)
         if self.keeper == self.rank:
             # The store may go with this process in a moment: let all look, and find the note.
             self._in_time(lambda: self.store.add("asked", 1), self._interval)
             time.sleep(2 * self._interval)
+
+    @contextlib.contextmanager
+    def interruptible(self, doing: str) -> Iterator[None]:
+        """Tell the others of an interrupt (a ``BaseException`` that is no error) that leaves this rank's part undone.
+
+        A rank that ends is missed at once. One that catches it and lives on would be waited for until the timeout.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if not vars(error).get(_TOLD):
+                mark_told(error)
+                self.broke_off = self.broke_off or f"{doing}, interrupted"
+                self.note(error)
+            raise
+
+    def resume(self) -> None:
+        """Go on after a step that broke off at the same place on all ranks, which have agreed to."""
+        self._in_time(lambda: self.store.delete_key("interrupted"), self._interval * 2)
+        self.broke_off = ""
 
     def forget(self) -> None:
         """What was noted is over: this rank goes on."""
@@ -240,18 +282,26 @@ class Signs:
             number = store.add("asked", 1)
         answers = {rank: f"answer/{number}/{rank}" for rank in others}
         notes = {rank: f"last/{rank}" for rank in others}
-        end = time.monotonic() + _LOOKS * self._interval
+        began = time.monotonic()
         while True:
+            # A process that ends closes its connections first.
+            gone = {rank for rank, ended in self.ended.items() if ended()}
             there = _there(store, answers, others)
             silent = [rank for rank in others if rank not in there]
             # Who failed and is gone has left word.
             left = _there(store, notes, silent)
-            if len(left) == len(silent) or time.monotonic() > end:
+            silent = [rank for rank in silent if rank not in left]
+            # Where the cause is known, the others need not be waited for longer than a living one takes.
+            limit = (2 if gone else _LOOKS) * self._interval
+            if gone.issuperset(silent) or time.monotonic() - began > limit:
                 break
-            time.sleep(self._interval / 4)
+            time.sleep(self._interval / 10)
         keys = {rank: answers[rank] for rank in there} | {rank: notes[rank] for rank in left}
         signs = dict(zip(keys, map(_read, _values(store, list(keys.values()))), strict=True))
-        return Answers(self.rank, doing, dict(sorted(signs.items())), tuple(r for r in silent if r not in left))
+        ended = tuple(rank for rank in silent if rank in gone)
+        # Of those that have not had time to answer nothing is known.
+        quiet = () if ended else tuple(silent)
+        return Answers(self.rank, doing, dict(sorted(signs.items())), quiet, ended=ended)
 
     def _leave(self) -> None:
         """All is well: nobody shall look for a store that goes with the process of this rank."""
@@ -281,6 +331,7 @@ class Signs:
             self._asked_after.discard(rank)
             if store.check([f"broke off/{rank}"]):
                 self._broken_off[rank] = int(store.get(f"broke off/{rank}"))
+        self._look_for_interrupt(store)
         if store.check(["asked"]):
             number = int(store.get("asked"))
             # Ranks that asked at the same moment wait for an answer each.
@@ -293,6 +344,22 @@ class Signs:
             self._keepers = Sign("the end of its process", _ENDED)
             self._over.set()
             store.add("left", 1)
+
+    def _look_for_interrupt(self, store: Any) -> None:
+        """Hang up if this rank is in a step, or before one, in which another was interrupted, and stays there."""
+        number, waiting = self.agreed, bool(self._doing) and not self.broke_off
+        if waiting and store.check(["interrupted"]) and int(store.get("interrupted")) in (number, number - 1):
+            # At the second look: what needs no answer of that rank may still come to its end.
+            if self._waits_in_vain == number:
+                self.hang_up()
+            self._waits_in_vain = number
+        else:
+            self._waits_in_vain = None
+
+
+def mark_told(interrupt: BaseException) -> None:
+    """Mark an interrupt of which the other ranks know: they are told once."""
+    vars(interrupt)[_TOLD] = True
 
 
 _living: list[Signs] = []

@@ -92,7 +92,7 @@ class Compiler:
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
         """
-        problem: Exception | None = None
+        problem: BaseException | None = None
         prepared: PreparedStep | None = None
         exchanges = wire.exchanges(job)
         try:
@@ -101,7 +101,7 @@ class Compiler:
             with job.signs.busy(f"compiling {doing} with the backend"):
                 backend, function = self._compiled(members, prepared.graph)
             places = make_room(prepared.layout, job.mesh, job.rank)
-        except Exception as error:
+        except BaseException as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: numbered(lines), problem)

@@ -154,7 +154,7 @@ class ZeroGraph(Inspected, Stateful):
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
             InputError: among several ranks, another thread is using a graph; in one process alone it is waited for.
         """
-        with one_thread("a call of the graph"):
+        with one_thread("a call of the graph"), self._join().signs.interruptible(self._doing()):
             step, batch = self._ready(args, kwargs)
             self._check_replicas()
             return self._run(step, step.executor, batch)
@@ -322,7 +322,7 @@ class ZeroGraph(Inspected, Stateful):
             from zerograph.planner.choose import choose
 
             choose(self, job, self._adopted, args, kwargs, self._doing())
-        problem: Exception | None = None
+        problem: BaseException | None = None
         batch: Batch | None = None
         members: Members | None = None
         capture_key: Hashable = None
@@ -353,7 +353,7 @@ class ZeroGraph(Inspected, Stateful):
                 step.check_files()
             if job.size > 1 and key not in self._digests:
                 self._digests[key] = digest({**batch.facts(), **self._shown(known)})
-        except Exception as error:
+        except BaseException as error:
             problem = error
         number = self._digests.get(key, 0) ^ (step is None)
         if self.config.check_replicas:

@@ -77,13 +77,10 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     try:
         with recorder, Guard(recorder):
             yield
-    except Exception as error:
+    except BaseException as error:
         _abandon(recorder)
         # The others wait for this rank at the end of the block.
         agree(job, _DOING, 0, dict, error)
-        raise
-    except BaseException:
-        _abandon(recorder)
         raise
     finally:
         _recording.clear()
@@ -140,7 +137,7 @@ def _finish(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) ->
 
 def _agreed(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
     """What all ranks have made alike."""
-    problem: Exception | None = None
+    problem: BaseException | None = None
     made = _Made((), frozenset(), ())
     lines: list[str] = []
     try:
@@ -149,7 +146,7 @@ def _agreed(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) ->
             made = _collected(recorder, before)
             entries = [one.entry for one in recorder.generators.watched]
             lines = fingerprint(recorder.program, entries, [at for _, at in made.parameters], sorted(made.whole))
-    except Exception as error:
+    except BaseException as error:
         problem = error
     agree(job, _DOING, digest(lines), lambda: _numbered(lines), problem)
     return made
@@ -206,7 +203,7 @@ def _place(recorder: Recorder, parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def _done(job: Job, recorder: Recorder, made: _Made) -> tuple[list[_Part], dict[int, torch.UntypedStorage]]:
     """This rank's parts, and the bytes of what is whole by memory: all from rank 0's random numbers, on all ranks."""
-    problem: Exception | None = None
+    problem: BaseException | None = None
     parts: list[_Part] = []
     whole: dict[int, torch.UntypedStorage] = {}
     by_memory: dict[int, list[tuple[nn.Parameter, Ref]]] = {}
@@ -223,7 +220,7 @@ def _done(job: Job, recorder: Recorder, made: _Made) -> tuple[list[_Part], dict[
     try:
         with _torch.plain_tensors():
             replay(recorder.program, {*by_memory, *made.whole}, recorder.generators, take)
-    except Exception as error:
+    except BaseException as error:
         problem = error
     agree(job, "keeping what sharded_init() has made", 0, dict, problem)
     return parts, whole

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,24 @@ from zerograph.runtime.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, bytes_at_rest, close_whole, open_whole, store_of, stores_of
 from zerograph.step_graph import nbytes
 from zerograph.threads import one_thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Tell the other ranks when a method is interrupted in which they wait for this one."""
+
+    def wrapped(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            job: Job | None = vars(args[0])["_job"]
+            with contextlib.nullcontext() if job is None else job.signs.interruptible(doing):
+                return method(*args, **kwargs)
+
+        return run
+
+    return wrapped
 
 
 class Stateful:
@@ -52,6 +71,7 @@ class Stateful:
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 
     @one_thread("state_dict()")
+    @_interruptible("reading the state")
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
         ``grad_scaler``.
@@ -73,6 +93,7 @@ class Stateful:
         }
 
     @one_thread("load_state_dict()")
+    @_interruptible("loading a state")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
 
@@ -90,7 +111,7 @@ class Stateful:
             RankMismatchError: it does not fit on another rank, or ranks have states of other counts.
         """
         self._check_closed()
-        problem: Exception | None = None
+        problem: BaseException | None = None
         whole: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
         try:
@@ -100,7 +121,7 @@ class Stateful:
             if "modules" in state:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
             facts = {name: str(state.get(name)) for name in ("steps_done", "random")}
-        except Exception as error:
+        except BaseException as error:
             problem = error
         agree(self._join(), "loading a state", digest(facts), lambda: facts, problem)
         if whole:
@@ -156,6 +177,7 @@ class Stateful:
         self._saver.wait()
 
     @one_thread("load()")
+    @_interruptible("loading a checkpoint")
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
 

@@ -74,7 +74,7 @@ def load(
         CheckpointError: a file is missing or damaged.
         ConfigError: the checkpoint is of another model or of other optimizers. Nothing is changed then, on any rank.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     named = names_of(members, optimizers)
     plan = Plan([], [])
     try:
@@ -82,7 +82,7 @@ def load(
         _check_optimizers(reader.index, optimizers, groups)
         plan = _plan(reader, members, optimizers)
         _verify(reader, plan, members, named, others)
-    except Exception as error:
+    except BaseException as error:
         problem = error
     facts = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
     agree(job, "loading a checkpoint", digest(facts), lambda: facts, problem)

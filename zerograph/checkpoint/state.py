@@ -87,7 +87,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         CheckpointError: there is none, or it is damaged.
         ConfigError: it is of something else. Nothing is changed then.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     reader: Reader | None = None
     saved: Written | None = None
     generators: list[str] = []
@@ -98,7 +98,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         start = _generator_of(job.rank)
         generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
         check_generators(reader, generators)
-    except Exception as error:
+    except BaseException as error:
         problem = error
     # A file that one rank cannot read is an error on all.
     agree(job, "loading a checkpoint", 0, dict, problem)

@@ -43,14 +43,14 @@ def choose(
         MemoryBudgetError: nothing fits; the message has what was tried.
         ConfigError: a device that no machine is known for, or a CPU's graph without a budget.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     chosen: dict[str, Any] = {}
     try:
         with job.signs.busy(f"choosing a stage for {doing}"):
             found = _found(graph, job, members(), Call(tuple(args), dict(kwargs)))
         assert found.best is not None
         chosen = _chosen(found.best)
-    except Exception as error:
+    except BaseException as error:
         problem = error
     shown = {name: str(value) for name, value in chosen.items()}
     agree(job, f"running {doing}", digest(shown), lambda: shown, problem)

@@ -52,11 +52,11 @@ def save(
     if global_dst_rank is None:
         _write(plain, Path(path))
         return
-    problem: Exception | None = None
+    problem: BaseException | None = None
     if rank() == global_dst_rank:
         try:
             _write(plain, Path(path))
-        except Exception as error:
+        except BaseException as error:
             problem = error
     agree(join(_PATIENCE), "going on from flow.save()", 0, dict, problem)
 
@@ -87,12 +87,12 @@ def load(
     if global_src_rank is None:
         return _mapped(_read(Path(path)), map_location)
     job = join(_PATIENCE)
-    problem: Exception | None = None
+    problem: BaseException | None = None
     found: Any = None
     if rank() == global_src_rank:
         try:
             found = _read(Path(path))
-        except Exception as error:
+        except BaseException as error:
             problem = error
     agree(job, "going on from flow.load()", 0, dict, problem)
     mesh = placement("cpu", [global_src_rank]).mesh

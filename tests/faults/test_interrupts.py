@@ -1,0 +1,198 @@
+"""Interrupts that are caught, forked processes that call the step, processes that have ended: nobody waits long."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, fx
+
+import zerograph as zg
+from tests.faults.ranks import note_time, noted_time, run
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph import state_dict
+from zerograph.runtime.signs import Answers
+
+# Seconds until the others know of an interrupt: some looks into the store, and a loaded machine. The timeout is longer.
+SOON, TIMEOUT = 20.0, 120.0
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
+
+
+class _Interrupted(fx.Interpreter):
+    """Runs the emitted graph, but does something just before an operator."""
+
+    def __init__(self, graph: fx.GraphModule, operator: str, happen: Callable[[], None]) -> None:
+        super().__init__(graph)
+        self._operator, self._happen = operator, happen
+
+    def run_node(self, node: fx.Node) -> Any:
+        if self._operator in str(node.target):
+            self._happen()
+        return super().run_node(node)
+
+
+class Interrupting(TrainStep):
+    """A step whose ``build()`` is interrupted as long as ``_interrupts``."""
+
+    _interrupts = False
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._interrupts:
+            interrupted()
+        return super().build(x, y)
+
+
+def interrupt_in_step(wire: str, folder: str) -> tuple[str, str, float]:
+    """What rank 0 is told when rank 1 is interrupted in the backward pass, catches it and lives on; after how long."""
+    os.environ["ZEROGRAPH_WIRE"] = wire
+    try:
+        mine = dist.get_rank() == 1
+
+        def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+            return _Interrupted(graph, "aten.gelu_backward", interrupted).run if mine else graph.forward
+
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT, backend=backend)
+        x, y = (part(one) for one in batches("mlp", 1)[0])
+        began = time.monotonic()
+        try:
+            step(x, y)
+        except (KeyboardInterrupt, zg.ZeroGraphError) as error:
+            taken = time.monotonic() - began
+            # It lives on, without another word, until the other has been told or should have been.
+            while mine and time.monotonic() - began < SOON and not Path(folder, "lost").exists():
+                time.sleep(0.1)
+            note_time(folder)
+            return type(error).__name__, str(error), taken
+        return "nothing", "", 0.0
+    finally:
+        del os.environ["ZEROGRAPH_WIRE"]
+
+
+@pytest.mark.parametrize("wire", ["memory", "sockets"])
+def test_nobody_waits_for_a_rank_that_was_interrupted_in_a_step(pool: Pool, wire: str, tmp_path: Path) -> None:
+    (kind, message, seconds), (there, _, _) = pool.run(2, interrupt_in_step, wire, str(tmp_path))
+    assert there == "KeyboardInterrupt"
+    assert kind == "CommunicationError", message
+    assert "lost rank 1" in message
+    assert "KeyboardInterrupt" in message
+    assert seconds < SOON
+
+
+def interrupt_while_tracing() -> tuple[str, str, float]:
+    """(what this rank fails with, its message, the loss of the next try)."""
+    model = make("mlp")
+    step = Interrupting(model, adamw(model), 2, timeout=TIMEOUT)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step._interrupts = dist.get_rank() == 1
+    kind, message = "nothing", ""
+    try:
+        step(x, y)
+    except (KeyboardInterrupt, zg.ZeroGraphError) as error:
+        kind, message = type(error).__name__, str(error)
+    step._interrupts = False
+    return kind, message, float(step(x, y))
+
+
+def test_an_interrupt_while_tracing_is_an_error_on_all_and_they_may_go_on(pool: Pool) -> None:
+    (kind, message, loss), (there, _, other) = pool.run(2, interrupt_while_tracing)
+    assert there == "KeyboardInterrupt"
+    assert kind == "RankMismatchError", message
+    assert "rank 1" in message
+    assert "KeyboardInterrupt" in message
+    assert loss == other
+
+
+def interrupt_while_loading() -> tuple[str, str]:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step(x, y)
+    state, read = step.state_dict(), state_dict.read_modules
+    if dist.get_rank() == 1:
+        state_dict.read_modules = lambda *_: interrupted()
+    try:
+        step.load_state_dict(state)
+    except (KeyboardInterrupt, zg.ZeroGraphError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        state_dict.read_modules = read
+    return "nothing", ""
+
+
+def test_an_interrupt_while_loading_is_an_error_on_all(pool: Pool) -> None:
+    (kind, message), (there, _) = pool.run(2, interrupt_while_loading)
+    assert (there, kind) == ("KeyboardInterrupt", "RankMismatchError")
+    assert "KeyboardInterrupt" in message
+
+
+def step_in_forked_child() -> tuple[str, float, float]:
+    """(what a child is told that rank 0 forks and that calls the step, how long it took, the next loss)."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step(x, y)
+    told, began = "", time.monotonic()
+    if dist.get_rank() == 0:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            answer = "nothing"
+            try:
+                step(x, y)
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(write, answer.encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as file:
+            told = file.read()
+        os.waitpid(child, 0)
+    taken = time.monotonic() - began
+    return told, taken, float(step(x, y))
+
+
+def test_a_forked_child_that_calls_the_step_is_refused_and_its_parent_goes_on(pool: Pool) -> None:
+    (told, seconds, loss), (_, _, other) = pool.run(2, step_in_forked_child)
+    assert told.startswith("CommunicationError: this process was forked from rank 0 of 2")
+    assert seconds < SOON
+    assert loss == other
+
+
+def end_at_once(folder: str) -> tuple[str, float]:
+    """Rank 1 ends in its second step; what rank 0 is told, and when."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step(x, y)
+    if dist.get_rank() == 1:
+        note_time(folder)
+        os._exit(3)
+    try:
+        step(x, y)
+    except zg.CommunicationError as error:
+        return str(error), time.monotonic()
+    return "nothing", time.monotonic()
+
+
+def test_a_process_that_is_known_to_have_ended_is_not_asked(tmp_path: Path) -> None:
+    answer, _ = run(2, 1, end_at_once, str(tmp_path))
+    message, when = answer.value
+    assert "lost rank 1" in message
+    assert "its process has ended" in message
+    # Asking a rank that may be alive takes three seconds at least.
+    assert when - noted_time(str(tmp_path)) < 2.0
+
+
+def test_a_cut_network_is_named_as_a_cause() -> None:
+    assert "network" in "".join(Answers(0, "step 1", {}, silent=(1,)).told())
+    assert "network" in "".join(Answers(0, "step 1", {}, reached=False, keeper=1).told())
