@@ -88,6 +88,7 @@ __all__ = [
     "tensor_without_data",
     "total_norm_by",
     "trace",
+    "unhooked_step",
     "version",
     "viewed_arguments",
     "with_tensors",
@@ -558,6 +559,16 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     before = [*everybodys["_global_optimizer_pre_hooks"].values(), *ours["_optimizer_step_pre_hooks"].values()]
     behind = [*ours["_optimizer_step_post_hooks"].values(), *everybodys["_global_optimizer_post_hooks"].values()]
     return before, behind
+
+
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The class's ``step()`` without what torch puts around it once one of the class was made.
+
+    That runs hooks and a profiler's range, which a subclass's own ``step()`` has around it already.
+    """
+    step: Any = kind.step
+    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
