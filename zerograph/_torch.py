@@ -53,6 +53,7 @@ __all__ = [
     "cache_folder",
     "causal_masks_unread",
     "checkpoints_kept",
+    "closed_rates",
     "compiling",
     "decompositions",
     "errors_unlogged",
@@ -64,6 +65,7 @@ __all__ = [
     "generator_replaced",
     "gradient_hooks",
     "graph_module",
+    "has_closed_rates",
     "in_place_form",
     "inductor",
     "is_mutable",
@@ -559,6 +561,19 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     before = [*everybodys["_global_optimizer_pre_hooks"].values(), *ours["_optimizer_step_pre_hooks"].values()]
     behind = [*ours["_optimizer_step_post_hooks"].values(), *everybodys["_global_optimizer_post_hooks"].values()]
     return before, behind
+
+
+def has_closed_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Tell whether :func:`closed_rates` knows the scheduler."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or hasattr(scheduler, "_get_closed_form_lr")
+
+
+def closed_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> list[Any]:
+    """The rates that follow from ``base_lrs`` and ``last_epoch`` alone: public ``get_lr()`` goes on from the last."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        rates = [f(scheduler.last_epoch) for f in scheduler.lr_lambdas]
+        return [base * rate for base, rate in zip(scheduler.base_lrs, rates, strict=True)]
+    return list(scheduler._get_closed_form_lr())  # type: ignore[attr-defined]
 
 
 def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow import formulas
-from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
 STEPS, SIZE, ROWS = 10, 10, 2

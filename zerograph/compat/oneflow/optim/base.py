@@ -104,6 +104,25 @@ class Optimizer(torch.optim.Optimizer):
 _OWN = {"do_bias_correction", "adam_w_mode"}
 
 
+def check_options(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a group has an option of OneFlow's that this optimizer would ignore.
+
+    Raises:
+        ConfigError: naming the group and the option.
+    """
+    scales = isinstance(optimizer, Optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        ignored = sorted(key for key in _OWN if key in group and key not in optimizer.defaults)
+        if "lr_scale" in group and not scales:
+            ignored.append("lr_scale")
+        if ignored:
+            kind = type(optimizer)
+            raise ConfigError(
+                f"group {number} of {kind.__module__}.{kind.__qualname__} has {', '.join(ignored)}, which it ignores\n"
+                "Leave it out, or use an optimizer of flow.optim that has it: docs/oneflow.md lists them."
+            )
+
+
 def note_contiguous(contiguous_params: bool) -> None:
     """Say that ``contiguous_params=True`` has no effect."""
     if contiguous_params:

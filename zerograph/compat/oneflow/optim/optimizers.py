@@ -103,10 +103,7 @@ class Adam(Optimizer, torch.optim.Adam):
             state = self.state[parameter]
             counted(state)
             first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
-            if group["maximize"]:
-                gradient = gradient_of(parameter, -l2).neg()
-            else:
-                gradient = gradient_of(parameter, l2)
+            gradient = gradient_of(parameter, -l2).neg() if group["maximize"] else gradient_of(parameter, l2)
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             if group["amsgrad"]:
@@ -243,7 +240,7 @@ class LAMB(Optimizer):
         note_contiguous(contiguous_params)
         check(
             "LAMB",
-            lr=(float(lr), lr >= 0),
+            lr=(float(lr), float(lr) >= 0),
             betas=(betas[0], 0 <= betas[0] < 1),
             eps=(eps, eps >= 0),
             weight_decay=(weight_decay, weight_decay >= 0),
@@ -306,7 +303,7 @@ class FTRL(Optimizer):
         lambda2: float = 0.0,
         beta: float = 0.0,
     ) -> None:
-        check("FTRL", lr=(float(lr), lr >= 0), weight_decay=(weight_decay, weight_decay >= 0))
+        check("FTRL", lr=(float(lr), float(lr) >= 0), weight_decay=(weight_decay, weight_decay >= 0))
         super().__init__(
             params,
             {
