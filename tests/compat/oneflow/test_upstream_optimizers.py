@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow import formulas
+from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
 STEPS, SIZE, ROWS = 10, 10, 2
@@ -151,6 +153,124 @@ def expected(name: str, chosen: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
+def test_cases_of_upstream_have_upstreams_numbers(name: str) -> None:
+    # Every seventh: all values of every option are among them.
+    chosen = cases(name)[::7] + cases(name)[-1:]
+    for option, value in [(key, value) for values in CHECKS[name][2] for key in values for value in values[key]]:
+        assert any(case.get(option) == value for case in chosen) or len(cases(name)) < 8
+    np.testing.assert_allclose(run(name, chosen), expected(name, chosen), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHECKS)
 def test_every_case_of_upstream_has_upstreams_numbers(name: str) -> None:
     chosen = cases(name)
     np.testing.assert_allclose(run(name, chosen), expected(name, chosen), rtol=1e-9, atol=1e-9)
+
+
+# Those whose update is not torch's.
+OWN = ("sgd", "adam", "adamw", "rmsprop", "lamb", "ftrl")
+
+
+def few(name: str) -> list[dict[str, Any]]:
+    return cases(name)[::17][:3] + cases(name)[-1:]
+
+
+def at_every_stage() -> dict[str, Any]:
+    return {name: {stage: run(name, few(name), stage) for stage in (1, 2, 3)} for name in OWN}
+
+
+def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool) -> None:
+    for rank in pool.run(2, at_every_stage):
+        for name in OWN:
+            for stage in rank[name].values():
+                np.testing.assert_allclose(stage, expected(name, few(name)), rtol=1e-9, atol=1e-9)
+
+
+def one() -> Any:
+    return nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+
+
+def test_defaults_are_upstreams() -> None:
+    def defaults(kind: Any, *keys: str) -> tuple[Any, ...]:
+        return tuple(kind([one()]).defaults[key] for key in keys)
+
+    optim = flow.optim
+    assert defaults(optim.AdamW, "lr", "weight_decay", "do_bias_correction") == (0.001, 0, True)
+    assert defaults(optim.Adam, "lr", "betas", "eps", "amsgrad") == (0.001, (0.9, 0.999), 1e-8, False)
+    assert defaults(optim.RMSprop, "lr", "alpha", "centered") == (0.001, 0.99, False)
+    assert defaults(optim.Adagrad, "lr", "eps") == (0.001, 1e-10)
+    assert defaults(optim.SGD, "lr", "momentum", "dampening") == (0.001, 0, 0)
+    assert defaults(optim.Adadelta, "lr", "rho", "eps") == (1.0, 0.9, 1e-6)
+    assert defaults(optim.LAMB, "lr", "weight_decay", "adam_w_mode") == (0.001, 0, True)
+
+
+def test_what_torch_computes_alike_stays_torchs_bit_by_bit() -> None:
+    for mine, torchs, options in (
+        (flow.optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
+        (flow.optim.Adam, torch.optim.Adam, {"weight_decay": 0.1}),
+        (flow.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (flow.optim.Adadelta, torch.optim.Adadelta, {}),
+        (flow.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.5}),
+    ):
+        weights = [one(), one()]
+        optimizers = [kind([weight], **options) for kind, weight in zip((mine, torchs), weights, strict=True)]
+        for _ in range(3):
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                optimizer.zero_grad()
+                weight.cos().sum().backward()
+                optimizer.step()
+        assert torch.equal(*weights)
+
+
+def test_a_state_of_torchs_class_can_be_loaded() -> None:
+    weights = [one(), one()]
+    plain, mine = torch.optim.AdamW([weights[0]], lr=0.1), flow.optim.AdamW([weights[1]], do_bias_correction=False)
+    weights[0].cos().sum().backward()
+    plain.step()
+    mine.load_state_dict(plain.state_dict())
+    assert mine.param_groups[0]["do_bias_correction"] is False
+    assert torch.equal(mine.state[weights[1]]["exp_avg"], plain.state[weights[0]]["exp_avg"])
+
+
+def test_gradients_are_clipped_outside_a_graph_where_a_group_says_so() -> None:
+    first, second = one(), one()
+    optimizer = flow.optim.SGD(
+        [{"params": [first], "clip_grad_max_norm": 0.5, "clip_grad_norm_type": 2.0}, {"params": [second]}]
+    )
+    (first.sum() + second.sum()).backward()
+    with pytest.warns(UserWarning, match="give both to SGD"):
+        optimizer.clip_grad()
+    np.testing.assert_allclose(np.linalg.norm(first.grad), 0.5, rtol=1e-5)
+    assert torch.equal(second.grad, torch.ones_like(second))
+
+
+class Clips(Step):
+    def build(self, rows: Tensor) -> Tensor:
+        loss = super().build(rows)
+        self._optimizers[0].clip_grad()
+        return loss
+
+
+def test_clipping_inside_build_is_refused() -> None:
+    start, rows = start_and_gradients(1)
+    model: Any = Products(start)
+    with pytest.raises(zg.CaptureError, match="clips the groups"):
+        Clips(model, flow.optim.SGD(model.parameters()), 0)(torch.from_numpy(rows[0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda group: torch.optim.AdamW([{**group, "do_bias_correction": False}]), "AdamW has do_bias_correction"),
+        (lambda group: flow.optim.SGD([{**group, "adam_w_mode": False}]), "SGD has adam_w_mode"),
+        (lambda group: torch.optim.SGD([{**group, "lr_scale": 0.1}]), "SGD has lr_scale"),
+        (lambda group: flow.optim.RMSprop([{**group, "momentum": 0.9}]), "no momentum"),
+        (lambda group: flow.optim.LAMB([group], amsgrad=True), "amsgrad=True"),
+        (lambda group: flow.optim.LAMB([group], betas=(0.9, 1.0)), "betas=1.0"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(make: Any, part: str) -> None:
+    model: Any = Products(start_and_gradients(1)[0])
+    with pytest.raises(zg.ConfigError, match=part):
+        Step(model, make({"params": list(model.parameters())}), 0)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph._torch import pytree
 from zerograph.batch import Batch
 from zerograph.compat.oneflow.modules import keep_state_whole
+from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
 from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
@@ -107,8 +108,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             lr_sch: its scheduler (``lr_scheduler`` is zerograph's own name for it).
 
         Raises:
-            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping; an
-                option of OneFlow's in a group of an optimizer that does not have it.
+            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping;
+                an option of OneFlow's in a group of an optimizer that does not have it.
         """
         if is_sparse:
             raise ConfigError("add_optimizer(is_sparse=True): updates are dense here; leave it out")
@@ -300,7 +301,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
-        with checkpoints(self._members().root):
+        micro_batches = self.config.gradient_accumulation_steps
+        with checkpoints(self._members().root), of_micro_batches(micro_batches, (args, kwargs)):
             result = super()._traced_build(*args, **kwargs)
         clip(self._optimizers)
         return result
