@@ -16,16 +16,15 @@ from zerograph._torch import pytree
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
 from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, join_mixed_overflows, mark_edits
+from zerograph.ir.metadata import Role, meta, origin
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
 from zerograph.refused_calls import refused_calls
 from zerograph.region import Region
 from zerograph.step_graph import (
     Captured,
-    Role,
     base_of,
     found_inf_role,
-    origin,
     output_nodes,
     placeholders,
     take_origins,
@@ -318,17 +317,17 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
 def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], behind: Sequence[Role]) -> None:
     """``roles`` of the first inputs, and of the outputs ``behind`` what ``build()`` returned."""
     for index, node in enumerate(placeholders(graph.graph)):
-        node.meta["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
+        meta(node)["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
     output = graph.graph.output_node()
     returned = len(output_nodes(graph.graph)) - len(behind)
-    output.meta["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
+    meta(output)["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
     take_origins(graph.graph)
 
 
 def _drop_restored(graph: fx.Graph) -> None:
     """A parameter that was changed in between, and got its old value back, was not changed."""
     for write, target, value in list(writes(graph)):
-        if target.meta["role"].kind != "parameter":
+        if meta(target)["role"].kind != "parameter":
             continue
         while value.op == "call_function" and value.target in _SAME_VALUE:
             given = value.args[_SAME_VALUE[value.target]]
@@ -357,9 +356,9 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 def _refuse_changed_parameters(graph: fx.Graph) -> None:
     for _, target, _ in writes(graph):
-        if target.meta["role"].kind == "parameter":
+        if meta(target)["role"].kind == "parameter":
             raise CaptureError(
-                f"build() changes the {target.meta['role']} in place\n"
+                f"build() changes the {meta(target)['role']} in place\n"
                 "Parameters change through optimizers only. To compute at other values for a while, keep "
                 "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
                 "torch.func.functional_call; else make it a buffer, or change it outside build()."

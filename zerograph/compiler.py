@@ -28,6 +28,7 @@ from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, Place
 from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers, parameters_of
 from zerograph.mesh import Mesh
@@ -41,7 +42,7 @@ from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
 from zerograph.shared_memory import check_shared_memory
-from zerograph.step_graph import Captured, Role, output_nodes, placeholders, writes
+from zerograph.step_graph import Captured, output_nodes, placeholders, writes
 from zerograph.updates import Updates
 from zerograph.zero import OFF
 
@@ -139,7 +140,7 @@ class Compiler:
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
             )
         returned = zip(
-            output_nodes(captured.graph.graph), captured.graph.graph.output_node().meta["roles"], strict=True
+            output_nodes(captured.graph.graph), meta(captured.graph.graph.output_node())["roles"], strict=True
         )
         if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
             raise CaptureError(
@@ -419,9 +420,9 @@ class Compiler:
         }
         if (scaler := prepared.context.scaler) is not None:
             for node in placeholders(graph.graph, "scaler"):
-                name, device = node.meta["role"].name, node.meta["val"].device
-                lookups[node.meta["role"]] = functools.partial(_tensor_of, scaler, name, device)
-        written = {target.meta["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
+                name, device = meta(node)["role"].name, node.meta["val"].device
+                lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)
+        written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
         executor = bind(job, graph, function, stores, lookups, written=written)
         if self.config.keep_freed_memory and all(
             node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
@@ -435,7 +436,7 @@ class Compiler:
         }
         about = graph.graph.output_node().meta
         returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
-        outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
+        outputs = tuple((need, meta(node)["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
             captured=prepared.captured,
             passes=prepared.passes,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
-from zerograph.step_graph import found_infs, origin, output_nodes, role
+from zerograph.ir.metadata import meta, origin, role
+from zerograph.step_graph import found_infs, output_nodes
 
 aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ class Edited:
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     """How each gradient that the captured ``graph`` returns was edited, by the parameter's name."""
     parameters = {found.name: node for node in graph.find_nodes(op="placeholder") if (found := role(node)) is not None}
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
     edits = _Edits()
     raws, keys = {}, {}
@@ -105,7 +106,7 @@ def norm_terms(norm: fx.Node) -> list[fx.Node]:
 
 def is_edit(node: fx.Node) -> bool:
     """Whether ``build()`` computed the node after the last ``backward()``, from what that left."""
-    return bool(node.meta.get("edit"))
+    return bool(meta(node).get("edit"))
 
 
 def mark_edits(graph: fx.Graph) -> None:
@@ -121,8 +122,8 @@ def mark_edits(graph: fx.Graph) -> None:
         if origin(node).phase == "backward" or any(user in before for user in node.users):
             before.add(node)
     for node in behind - before:
-        node.meta["edit"] = True
-        node.meta["origin"] = replace(origin(node), phase="backward")
+        meta(node)["edit"] = True
+        meta(node)["origin"] = replace(origin(node), phase="backward")
 
 
 def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
@@ -134,7 +135,7 @@ def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]
     if len(numbers) < 2:
         return
     raws = {optimizer: set(_terms_of(number)) for optimizer, number in numbers.items()}
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
     joined: dict[fx.Node, fx.Node] = {}
     for optimizer, number in numbers.items():

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zerograph.gradients import edited_gradients, is_edit
+from zerograph.ir.metadata import meta
 from zerograph.step_graph import is_view, placeholders
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def compute_copies(graph: fx.Graph, dtype: torch.dtype | None) -> frozenset[str]
     edits = edited_gradients(graph)
     found = set()
     for node in placeholders(graph, "parameter"):
-        name = node.meta["role"].name
+        name = meta(node)["role"].name
         # An edit that is made on the flat bucket reads the master shard there.
         on_bucket = name in edits and edits[name].on_bucket
         if node.meta["val"].dtype is torch.float32 and _is_copied(node, dtype, on_bucket=on_bucket):

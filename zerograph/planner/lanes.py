@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from zerograph.ir.metadata import Boxing, meta, origin
 from zerograph.planner import pictures
 from zerograph.planner.plan import Plan
 from zerograph.planner.timeline import Event, Timeline
-from zerograph.step_graph import Boxing, origin
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -107,12 +107,12 @@ def _spans(time: Timeline, lane: str) -> Iterator[tuple[str, float, float]]:
 def _what(event: Event) -> str:
     if event.waits:
         return WAITING
-    boxing = event.node.meta.get("boxing")
+    boxing = meta(event.node).get("boxing")
     if event.stream == "communication" and isinstance(boxing, Boxing):
         return boxing.kind
     if event.stream != "compute":
         return "transfer"
-    return "recompute" if event.node.meta.get("recomputed") else origin(event.node).phase
+    return "recompute" if meta(event.node).get("recomputed") else origin(event.node).phase
 
 
 def _turns(time: Timeline) -> Span | None:

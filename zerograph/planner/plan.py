@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
+from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
 from zerograph.loop import loop_of
 from zerograph.memory import Memory, Profile, Storage, profile
 from zerograph.mesh import Mesh
@@ -22,7 +23,7 @@ from zerograph.planner.resting import Resting, resting
 from zerograph.planner.show import text
 from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
-from zerograph.step_graph import Boxing, collective_runs
+from zerograph.step_graph import collective_runs
 
 if TYPE_CHECKING:
     from zerograph.planner.search import Candidate
@@ -298,28 +299,28 @@ def _model_states(prepared: Prepared, held: Profile) -> ModelStates:
     if policy.regather:
         gathered = 0
     elif policy.split:
-        gathered = _moved(held, "", "all-gather").get("gathered", 0)
+        gathered = _moved(held, None, "all-gather").get("gathered", 0)
     else:
         gathered = _most(held.storages, held).get("gathered", 0)
     early = policy.split and policy.reduce_early
     return ModelStates(
         parameters=gathered if low else masters + gathered,
-        gradients=_moved(held, "gradient of ", "reduce-scatter" if early else None).get("gradients", 0),
+        gradients=_moved(held, "gradient", "reduce-scatter" if early else None).get("gradients", 0),
         optimizer_state=rests.get("optimizer state", 0) + (masters if low else 0),
     )
 
 
-def _moved(held: Profile, prefix: str, kind: str | None) -> dict[str, int]:
+def _moved(held: Profile, tensor: TensorKind | None, kind: str | None) -> dict[str, int]:
     """By kind, the most of what collectives of such tensors yield, of that ``kind``; None: of what any is given."""
     found: dict[Storage, None] = {}
     for node in held.nodes:
-        boxing = node.meta.get("boxing")
-        if isinstance(boxing, Boxing) and boxing.tensor.startswith(prefix) and kind in (None, boxing.kind):
+        boxing = boxing_of(node)
+        if boxing is not None and tensor in (None, boxing.tensor.kind) and kind in (None, boxing.kind):
             for one in node.all_input_nodes if kind is None else node.users:
                 found |= dict.fromkeys(storage for storage in held.of[one] if storage is not None)
     most = Counter(_most(list(found), replace(held, bodies={})))
     for body in held.bodies.values():
-        most |= Counter(_moved(body, prefix, kind))
+        most |= Counter(_moved(body, tensor, kind))
     return dict(most)
 
 
@@ -327,7 +328,7 @@ def _wire(prepared: Prepared) -> list[Wire]:
     times: Counter[tuple[str, str, int]] = Counter()
     sent: Counter[tuple[str, str, int]] = Counter()
     for node, count in collective_runs(prepared.graph.graph):
-        boxing: Boxing = node.meta["boxing"]
+        boxing: Boxing = meta(node)["boxing"]
         key = boxing.kind, boxing.phase, boxing.dim
         times[key] += count
         sent[key] += round(boxing.sent) * count
