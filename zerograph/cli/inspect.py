@@ -32,6 +32,7 @@ def inspect(
     explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
     dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
+    beside_stage: Annotated[int | None, typer.Option(help="with --report: this ZeRO stage on the same page")] = None,
     machine: Annotated[str | None, typer.Option(help="foretell its times for h100, ... or a YAML file")] = None,
     json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -40,9 +41,11 @@ def inspect(
     No process group, no accelerator and no memory for the weights are needed: a model may be made on the meta device.
 
     Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box,
-    or --report step.html --machine h100
+    or --report step.html --machine h100, or --report stages.html --stage 2 --beside-stage 3
     """
     with reported(), progress_bars():
+        if beside_stage is not None and report is None:
+            raise ConfigError("--beside-stage puts a second step on the page of a report: give --report PAGE.html too")
         step, given = load(script, inputs)
         found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
         written = [path for path in (dot, report) if path is not None]
@@ -55,8 +58,6 @@ def inspect(
                     dot.write_text(drawing)
                 except OSError as error:
                     raise ConfigError(f"{dot} cannot be written: {error.strerror}") from error
-        if report is not None:
-            write(found, report, title=type(step).__name__, machine=machine)
         shown: Any = None
         if explain is not None:
             life = found.explain(explain)
@@ -70,6 +71,12 @@ def inspect(
             options = step.config.shown(changed=True)
             head = f"{type(step).__name__} of {script}, as rank {rank} of {mesh or world_size}: {options}"
             shown = f"{head}\n{found.describe() if full else found.page()}"
+        if report is not None:
+            # After all that reads the step's configuration: preparing another stage changes it.
+            other = None
+            if beside_stage is not None:
+                other = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=beside_stage)
+            write(found, report, title=type(step).__name__, machine=machine, beside=other)
     for path in written:
         typer.echo(path, err=json)
     if shown is not None:
