@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zerograph import inspection, report
+from zerograph import inspection
 from zerograph.compiled import CompiledStep
 from zerograph.members import Members
-from zerograph.planner.machine import Machine
 from zerograph.sbp import NdSbp, Sbp
 
 if TYPE_CHECKING:
-    pass
+    from zerograph.planner.machine import Machine
 
 
 class Inspected(inspection.Views):
@@ -72,6 +71,8 @@ class Inspected(inspection.Views):
         Raises:
             ConfigError: nothing is compiled yet, there is no such machine, or the file cannot be written.
         """
+        from zerograph import report
+
         other = None if beside is None else inspection.Inspection(beside._inspected())
         own = inspection.Inspection(self._compiled())
         report.write(own, path, title=type(self).__name__, machine=machine, beside=other)

@@ -26,6 +26,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.loop import loop_of
 from zerograph.sbp import PartialSum
+from zerograph.sizes import show_bytes as show_bytes
 from zerograph.step_graph import nbytes
 from zerograph.transfers import CARRY, FETCH
 from zerograph.workspace import workspace_bytes
@@ -150,15 +151,6 @@ class Profile:
             if one.born <= at <= one.dies and not one.given:
                 kinds[one.kind] += one.bytes
         return kinds, self.nodes[at]
-
-
-def show_bytes(count: float) -> str:
-    """``12.3 MiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
 def profile(graph: fx.Graph, *, host: bool = False) -> Profile:

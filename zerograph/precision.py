@@ -9,6 +9,8 @@ is added in fp32. Parameters that an operator reads in fp32 (the scale of a norm
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -45,6 +47,22 @@ def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
         or (is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
         for user in readers
     )
+
+
+def shown(low: torch.dtype | None, dtypes: Iterable[torch.dtype]) -> str:
+    """Name what a step computes in, for people: ``"fp32"``, ``"bf16 with fp32 masters"``.
+
+    Args:
+        low: the dtype of mixed precision, or None.
+        dtypes: those of the parameters as they rest.
+    """
+    names = [_NAMES.get(one, str(one).removeprefix("torch.")) for one in dict.fromkeys(dtypes)] or ["fp32"]
+    if low is None:
+        return " and ".join(names)
+    return f"{_NAMES[low]} with {' and '.join(names)} masters"
+
+
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:

@@ -142,6 +142,6 @@ def _has(time: Timeline, lane: str) -> bool:
 def _said(plan: Plan, unit: str, times: float) -> str:
     seconds = plan.time.seconds or 1.0
     idle = (plan.time.exposed + plan.time.transfers) / seconds
-    where = f"{plan.stage} on {pictures.ranks(plan)} ranks, each on {plan.machine}"
+    where = f"{plan.stage} on {pictures.ranks(plan)} ranks, each on {plan.machine}, in {plan.precision}"
     waits = f", {idle:.0%} of it waiting" if idle >= 0.005 else ""
     return f"{where}: {plan.time.seconds * times:,.3g} {unit}{waits}"
