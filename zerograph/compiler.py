@@ -35,6 +35,7 @@ from zerograph.mesh import Mesh
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PASSES, run_pipeline
 from zerograph.progress import tell
+from zerograph.python_state import Place
 from zerograph.residence import assign, make_room, with_rooms
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Lookup, bind
@@ -76,6 +77,8 @@ class Compiler:
     accumulates: bool = False
     updates: Updates = field(init=False)
     _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
+    # Places of Python state that build() changes, by key.
+    _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
@@ -134,6 +137,8 @@ class Compiler:
         number = mesh.place if rank is None else rank
         self._check(members)
         captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        for message in captured.settled.warnings:
+            self._warn(message)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -209,6 +214,11 @@ class Compiler:
             found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
         self.observer.prepared(found, number)
         return found
+
+    def guards(self) -> dict[str, Any]:
+        """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
+        values = tuple((place.name, place.read()) for place in self._guards.values())
+        return {"Python state that build() changes": values} if values else {}
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
         """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
@@ -360,7 +370,9 @@ class Compiler:
                 amp_dtype=self.config.amp_dtype,
                 scaled=scaled,
                 checked=checked,
+                guarded=tuple(self._guards.values()),
             )
+            self._guards |= {place.key: place for place in captured.settled.guards}
             if members.on_accelerator:
                 captured = stand_in.moved(captured)
             self._captures[key] = captured, time.perf_counter() - began, parts

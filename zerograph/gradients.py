@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from zerograph import source
 from zerograph._torch import OpOverload
+from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.step_graph import found_infs, output_nodes
 
@@ -304,3 +306,21 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _call(node: fx.Node, words: Mapping[fx.Node, str]) -> str:
     args, kwargs = fx.map_arg((node.args, node.kwargs), words.__getitem__)
     return f"{node.target}({args}, {kwargs})"
+
+
+def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
+    """Return the total norm as the one operator that ``flatten`` knows; None of orders that torch computes itself."""
+    line, code = source.running_line()
+    if not tensors:
+        raise CaptureError(
+            f"there is no gradient to take a norm of\n  {line}   {code}\n"
+            "Call backward() before, and pass parameters of the graph's modules as build() sees them "
+            "(self.model.parameters(); a list that was made outside build() holds others)."
+        )
+    if error_if_nonfinite:
+        raise CaptureError(
+            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
+            "Return the norm from build() and look at it outside."
+        )
+    # Of other orders torch has special cases: those it computes itself.
+    return TOTAL_NORM(list(tensors), p) if p > 0 else None

@@ -266,7 +266,7 @@ class ZeroGraph(Inspected, Stateful):
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+        known = self._capture_facts(members)
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
     def __repr__(self) -> str:
@@ -345,7 +345,7 @@ class ZeroGraph(Inspected, Stateful):
             plain = self.config.batch_on(job.mesh.dims)
             batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
             self._compiler.updates.lift_changed(self.config)
-            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+            known = self._capture_facts(members)
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))
@@ -440,6 +440,10 @@ class ZeroGraph(Inspected, Stateful):
     def _attributes(self) -> dict[str, Any]:
         own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
+
+    def _capture_facts(self, members: Members) -> dict[str, Any]:
+        facts = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+        return facts | self._compiler.guards()
 
     def _members(self) -> Members:
         return find_members(self._attributes())

@@ -57,7 +57,7 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     while frame is not None:
         filename = frame.f_code.co_filename
         if is_users(filename) or (optimizers and is_optimizers(filename)):
-            return _describe(frame.f_code.co_filename, frame.f_lineno)
+            return described(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
 
@@ -107,13 +107,14 @@ def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if is_users(filename):
-            found = _describe(filename, traceback.tb_lineno)
+            found = described(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
 @functools.cache
-def _describe(filename: str, line: int) -> tuple[str, str]:
+def described(filename: str, line: int) -> tuple[str, str]:
+    """Return (``train.py:31``, the code on that line)."""
     if filename.startswith(_OUR_OPTIMIZERS):
         return f"flow/optim/{filename.removeprefix(_OUR_OPTIMIZERS)}:{line}", linecache.getline(filename, line).strip()
     if filename.startswith(_OPTIMIZERS):
