@@ -54,6 +54,7 @@ __all__ = [
     "causal_masks_unread",
     "checkpoints_kept",
     "closed_rates",
+    "compiled_modules",
     "compiling",
     "decompositions",
     "errors_unlogged",
@@ -378,6 +379,16 @@ def cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def compiled_modules() -> tuple[type[nn.Module], ...]:
+    """Return the class of what ``torch.compile(module)`` returns, which has no public name; none before it was used."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return () if dynamo is None else (dynamo.OptimizedModule,)
+
+
+# Asked by ``Module._apply`` about each parameter; says something about types only.
+COMPATIBLE_TYPES = torch._has_compatible_shallow_copy_type
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:

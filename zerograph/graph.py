@@ -39,6 +39,7 @@ from zerograph.step_graph import FOUND_INF, found_inf_optimizer, output_nodes
 from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.threads import check_refused, one_thread
 from zerograph.update import refuse_unsupported
+from zerograph.wrapped import inner_optimizer
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -116,6 +117,7 @@ class ZeroGraph(Inspected, Stateful):
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        optimizer = inner_optimizer(optimizer)
         if any(one is optimizer for one in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
