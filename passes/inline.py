@@ -7,12 +7,12 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from zerograph.ir.evaluate import evaluate
-from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import copy_placement, emit
 from zerograph.passes.context import Context
+from zerograph.passes.edit import emit
+from zerograph.passes.evaluate import evaluate
 from zerograph.random import uniform
 from zerograph.region import region_of
+from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def put_in_place(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         assert isinstance(results, (list, tuple))
         # An output of its own, even where the region returns what it was given.
         outputs = [
-            emit(graph, aten.alias.default, (_contiguous(graph, copies[one], node),), origin(node), local=True)
+            _inner(emit(graph, aten.alias.default, (_contiguous(graph, copies[one], node),), origin(node)))
             for one in results
             if isinstance(one, fx.Node)
         ]
@@ -42,7 +42,7 @@ def put_in_place(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         assert reader.target is operator.getitem
         index = reader.args[1]
         assert isinstance(index, int)
-        copy_placement(outputs[index], reader)
+        outputs[index].meta |= {key: reader.meta[key] for key in ("sbp", "global") if key in reader.meta}
         reader.replace_all_uses_with(outputs[index])
         graph.erase_node(reader)
     graph.erase_node(node)
@@ -52,9 +52,9 @@ def _copied(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], con
     if inner.target is uniform:
         return _drawn(graph, inner, copies, context)
     copy = graph.node_copy(inner, copies.__getitem__)
-    copy.meta = {"origin": origin(inner), "local": True}
+    copy.meta = {"origin": origin(inner)}
     copy.meta["val"] = evaluate(copy)
-    return copy
+    return _inner(copy)
 
 
 def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], context: Context) -> fx.Node:
@@ -69,12 +69,11 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
         uniform,
         (copies[seed], number, [1, *size], start, [context.mesh.size, *size], dtype, device),
         origin(inner),
-        local=True,
     )
-    meta(drawn)["own"] = (3,)
+    drawn.meta["own"] = (3,)
     if context.timed:
-        meta(drawn)["advances"] = 0
-    return emit(graph, aten.select.int, (drawn, 0, 0), origin(inner), local=True)
+        drawn.meta["advances"] = 0
+    return _inner(emit(graph, aten.select.int, (_inner(drawn), 0, 0), origin(inner)))
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
@@ -82,5 +81,9 @@ def _contiguous(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
     value = node.meta["val"]
     if not isinstance(value, Tensor) or value.is_contiguous():
         return node
-    kind = torch.contiguous_format
-    return emit(graph, aten.clone.default, (node,), origin(like), local=True, memory_format=kind)
+    return _inner(emit(graph, aten.clone.default, (node,), origin(like), memory_format=torch.contiguous_format))
+
+
+def _inner(node: fx.Node) -> fx.Node:
+    node.meta["local"] = True
+    return node

@@ -16,15 +16,14 @@ import torch
 from torch import fx
 
 from zerograph.buckets import Bucket
-from zerograph.ir.metadata import meta, role
-from zerograph.ir.rewrite import emit_like
-from zerograph.ir.signature import Signature
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import boxing_cost
+from zerograph.passes.edit import emit
+from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp, Split, broadcast, partial_sum
-from zerograph.step_graph import bucket_behind, nbytes, placeholders
+from zerograph.step_graph import bucket_behind, nbytes, origin, placeholders, role
 
 aten = torch.ops.aten
 LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
@@ -40,7 +39,7 @@ def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
     for node in placeholders(graph, "bucket"):
         found = role(node)
-        if found is not None and found.name in tables and meta(node)["sbp"] == (_ROWS,):
+        if found is not None and found.name in tables and node.meta["sbp"] == (_ROWS,):
             for table in (node, *(user for user in node.users if bucket_behind(user) is not None)):
                 _keep_apart(table, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
@@ -78,7 +77,7 @@ def _keep_apart(table: fx.Node, context: Context) -> None:
 def _cost_of_lookup(node: fx.Node, context: Context) -> float:
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
-    back = boxing_cost(partial_sum, meta(node)["sbp"], nbytes(node.meta["val"]), context.ranks)
+    back = boxing_cost(partial_sum, node.meta["sbp"], nbytes(node.meta["val"]), context.ranks)
     return _cost(indices, broadcast, context) + back
 
 
@@ -88,26 +87,23 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
     flat = _only(_readers([cast or node]), aten.reshape.default)
     joined = flat and _only(_readers([flat]), aten.cat.default)
     reduced = joined and _only(_readers([joined]), boxing)
-    if flat is None or joined is None or reduced is None or meta(joined).get("gradient") not in tables:
+    if flat is None or joined is None or reduced is None or joined.meta.get("gradient") not in tables:
         return
     gradient, indices = node.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(indices, fx.Node)
-    (target,) = meta(reduced)["target_sbp"]
-    (signature,) = meta(node)["signature"]
+    (target,) = reduced.meta["target_sbp"]
+    (signature,) = node.meta["signature"]
     reducing = _cost(cast or node, target, context)
     gathering = _cost(gradient, broadcast, context) + _cost(indices, broadcast, context)
     gathering += boxing_cost(_ROWS, (target,), nbytes(joined.meta["val"]), context.ranks)
     if signature.outputs != (partial_sum,) or signature.inputs[0] != signature.inputs[1] or reducing <= gathering:
         return
-    # The batch is split along this dimension: its parts are still summed one by one.
-    split = signature.inputs[1]
-    assert isinstance(split, Split)
-    meta(node)["parts"] = split.dim
+    # Along which its batch was cut: parts of it are still summed one by one.
+    node.meta["parts"] = signature.inputs[1].dim
     if cast is not None:
         # Each part by itself, as each rank casts its own before it is reduced.
-        node.meta["val"] = cast.meta["val"]
-        meta(node)["cast"] = cast.meta["val"].dtype
+        node.meta["cast"], node.meta["val"] = cast.kwargs["dtype"], cast.meta["val"]
         cast.replace_all_uses_with(node)
         node.graph.erase_node(cast)
     _settle(node, (broadcast, broadcast), _ROWS)
@@ -116,13 +112,13 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
 
 
 def _cost(node: fx.Node, need: Sbp, context: Context) -> float:
-    (have,) = meta(node)["sbp"]
+    (have,) = node.meta["sbp"]
     return boxing_cost(have, (need,), nbytes(node.meta["val"]), context.ranks)
 
 
 def _settle(node: fx.Node, inputs: tuple[Sbp, ...], output: Sbp) -> None:
-    meta(node)["signature"] = (Signature(inputs, (output,)),)
-    meta(node)["sbp"] = (output,)
+    node.meta["signature"] = (Signature(inputs, (output,)),)
+    node.meta["sbp"] = (output,)
 
 
 def _readers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -136,13 +132,12 @@ def _only(readers: Sequence[fx.Node], target: Any) -> fx.Node | None:
 def is_apart(node: fx.Node) -> bool:
     """Whether ``localize`` shall make of the node a lookup, or a sum, of this rank's rows alone."""
     if node.target is LOOKUP:
-        return bool(meta(node)["signature"][0].inputs[0] == _ROWS)
+        return bool(node.meta["signature"][0].inputs[0] == _ROWS)
     return node.target is GRADIENT and "parts" in node.meta
 
 
 def own_rows(node: fx.Node, context: Context) -> fx.Node:
     """What takes the node's place on this rank: its inputs are local already, its value is still global."""
-    meta(node)["global"] = tuple(node.meta["val"].shape)
     return (_look_up if node.target is LOOKUP else _sum_rows)(node, context)
 
 
@@ -151,11 +146,11 @@ def _look_up(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(table, fx.Node)
     assert isinstance(indices, fx.Node)
     with node.graph.inserting_before(node):
-        made = functools.partial(emit_like, node)
+        made = functools.partial(_emit, node)
         place, elsewhere = _places(node, indices, table.meta["val"].shape[0], context)
         rows = made(LOOKUP, table, place)
         found = made(aten.masked_fill.Scalar, rows, made(aten.unsqueeze.default, elsewhere, -1), 0)
-    meta(found)["looked_up"] = True
+    found.meta["looked_up"] = True
     return found
 
 
@@ -166,10 +161,10 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(indices, fx.Node)
     rows = options["num_weights"] // context.ranks
     padding = options["padding_idx"] - context.mesh.position[0] * rows
-    dim = meta(node)["parts"]
+    dim = node.meta["parts"]
     size = indices.meta["val"].shape[dim] // context.ranks
     with node.graph.inserting_before(node):
-        made = functools.partial(emit_like, node)
+        made = functools.partial(_emit, node)
         place, elsewhere = _places(node, indices, rows, context)
         kept = made(aten.masked_fill.Scalar, gradient, made(aten.unsqueeze.default, elsewhere, -1), 0)
         total: fx.Node | None = None
@@ -177,9 +172,9 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
             span = dim, part * size, (part + 1) * size
             ours, at = made(aten.slice.Tensor, kept, *span), made(aten.slice.Tensor, place, *span)
             summed = made(GRADIENT, ours, at, rows, padding if 0 <= padding < rows else -1, False)
-            meta(summed)["own"] = (3,)
+            summed.meta["own"] = (3,)
             if "cast" in node.meta:
-                summed = made(aten._to_copy.default, summed, dtype=meta(node)["cast"])
+                summed = made(aten._to_copy.default, summed, dtype=node.meta["cast"])
             total = summed if total is None else made(aten.add.Tensor, total, summed)
     assert total is not None
     return total
@@ -190,12 +185,18 @@ def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tup
 
     An index that is on none stays outside, so that looking it up is the error that it is on one device.
     """
-    made = functools.partial(emit_like, node)
+    made = functools.partial(_emit, node)
     start = context.mesh.position[0] * rows
     place = made(aten.sub.Tensor, indices, start)
-    meta(place)["own"] = (1,)
+    place.meta["own"] = (1,)
     before = made(aten.logical_and.default, made(aten.ge.Scalar, indices, 0), made(aten.lt.Scalar, place, 0))
     total = rows * context.ranks
     behind = made(aten.logical_and.default, made(aten.ge.Scalar, place, rows), made(aten.lt.Scalar, indices, total))
     elsewhere = made(aten.logical_or.default, before, behind)
     return made(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
+
+
+def _emit(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = emit(node.graph, target, args, origin(node), **kwargs)
+    made.meta |= {"sbp": node.meta["sbp"], "global": tuple(node.meta["val"].shape)}
+    return made

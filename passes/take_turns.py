@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from zerograph.ir.metadata import Origin, TensorRef, meta
-from zerograph.ir.rewrite import emit, first_computed
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
+from zerograph.passes.edit import emit, first_computed
 from zerograph.sbp import Split, show
-from zerograph.step_graph import placeholders
+from zerograph.step_graph import Origin, placeholders
 
 
 def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -18,13 +17,13 @@ def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.timed:
         return module
     for node in placeholders(graph, "input"):
-        target = context.inputs[int(meta(node)["role"].name)]
+        target = context.inputs[int(node.meta["role"].name)]
         if not isinstance(target[-1], Split) or not node.users:
             continue
         readers = list(node.users)
         with graph.inserting_before(first_computed(graph)):
             taken = emit(graph, boxing, (node, show(target)), Origin("forward"))
-        meta(taken).update({"target_sbp": target, "tensor": TensorRef("value", str(meta(node)["role"]))})
+        taken.meta |= {"target_sbp": target, "tensor": str(node.meta["role"])}
         for reader in readers:
             reader.replace_input_with(node, taken)
     return module

@@ -52,7 +52,8 @@ def _move(call: Callable[..., int], pid: int, here: int, there: int, count: int)
         moved = call(pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
         if moved != piece:
             reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {piece} bytes"
-            raise RuntimeError(f"the memory of process {pid} cannot be reached: {reason}")
+            doing = "read" if call is _calls()[0] else "written"
+            raise RuntimeError(f"the memory of process {pid} cannot be {doing}: {reason}")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,15 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from zerograph.errors import ConfigError
+from zerograph.runtime import cross_memory
 from zerograph.runtime.peer import Peer
 from zerograph.runtime.process_group import Job, explained
 
 T = TypeVar("T")
+
+_VARIABLE = "ZEROGRAPH_WIRE"
+_log = logging.getLogger("zerograph.collectives")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +107,7 @@ def everywhere(job: Job) -> bool:
 
 def _found(job: Job) -> _Connected:
     if job not in _connected:
+        _check_asked()
         with explained(job, "finding out which ranks share a host"):
             _connected[job] = found = _connect(job)
         for name, one in zip(job.mesh.groups, found.lines, strict=True):
@@ -109,6 +116,12 @@ def _found(job: Job) -> _Connected:
             if one is not None:
                 _by_group[name] = one
     return _connected[job]
+
+
+def _check_asked() -> None:
+    asked = os.environ.get(_VARIABLE, "")
+    if asked not in ("", "sockets"):
+        raise ConfigError(f"{_VARIABLE} is {asked!r:.60}: there is only 'sockets'; unset, ranks of a host share memory")
 
 
 def _connect(job: Job) -> _Connected:
@@ -123,10 +136,15 @@ def _connect(job: Job) -> _Connected:
     }
     # What a process that is not the one meant would hardly hold.
     nonce = torch.tensor([int.from_bytes(os.urandom(7))], device="cpu")
+    # Each of the others writes into a word of its own: who may read need not be allowed to write.
+    probes = torch.zeros(job.size, dtype=torch.int64, device="cpu")
     addresses = {rank: ctypes.addressof(peer.inbox) for rank, peer in peers.items()}
-    told = _told(job, (os.getpid(), nonce.data_ptr(), int(nonce), addresses))
-    reached = {rank for rank, peer in peers.items() if _reaches(peer, job.rank, *told[rank])}
+    told = _told(job, (os.getpid(), nonce.data_ptr(), int(nonce), probes.data_ptr(), addresses))
+    reasons = {rank: _refusal(peer, job.rank, *told[rank]) for rank, peer in peers.items()}
+    reached = {rank for rank, reason in reasons.items() if reason is None}
     job.signs.ended |= {rank: peers[rank].has_ended for rank in reached}
+    if refused := next(((rank, reason) for rank, reason in reasons.items() if reason is not None), None):
+        _log.info("rank %d exchanges tensors over sockets, not through memory: rank %d: %s", job.rank, *refused)
     mine = [shared and reached >= set(ranks) - {job.rank} for ranks, shared in zip(groups, near, strict=True)]
     everybodys = _told(job, mine)
     found = tuple(
@@ -153,7 +171,7 @@ def _host() -> str:
     The words of a mailbox must be seen in the order in which they were written: x86-64 promises that.
     """
     usable = platform.system() == "Linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
-    if not usable or os.environ.get("ZEROGRAPH_WIRE") == "sockets":
+    if not usable or os.environ.get(_VARIABLE) == "sockets":
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -162,12 +180,24 @@ def _host() -> str:
         return ""
 
 
-def _reaches(peer: Peer, rank: int, pid: int, address: int, nonce: int, inboxes: Mapping[int, int]) -> bool:
-    """Whether it is there, and this process may read its memory: containers and kernels may forbid it."""
+def _refusal(
+    peer: Peer, rank: int, pid: int, address: int, nonce: int, probes: int, inboxes: Mapping[int, int]
+) -> str | None:
+    """Return why this process cannot read and write the other's memory: containers and kernels may forbid either.
+
+    Args:
+        address, nonce: where in the other process this number is. What is found elsewhere is not written to.
+        probes: where in the other process there is a word for each rank.
+    """
     seen = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         peer.reach(pid, inboxes[rank])
         peer.copy(address, seen)
-    except (OSError, RuntimeError):
-        return False
-    return int(seen) == nonce
+        if int(seen) != nonce:
+            return f"process {pid} here is another process"
+        word = probes + rank * seen.itemsize
+        cross_memory.write(pid, word, seen.data_ptr(), seen.nbytes)
+        peer.copy(word, seen.zero_())
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None if int(seen) == nonce else f"what was written to process {pid} is not there"

@@ -24,6 +24,7 @@ from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.mesh import Mesh
 from zerograph.runtime import fork
+from zerograph.runtime.environment import check_launch, local_rank, number_of
 from zerograph.runtime.messages import compared, hang_up
 from zerograph.runtime.signs import Signs, mark_told, ranks_named, signs_of
 from zerograph.sbp import NdSbp, Split
@@ -197,16 +198,10 @@ def initialise() -> None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
     else:
-        missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-        if missing:
-            raise CommunicationError(
-                f"the environment names a distributed job, but {', '.join(missing)} is not set\n"
-                "Start with torchrun, or unset RANK and WORLD_SIZE to run as one process."
-            )
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        check_launch()
         # Several ranks on a machine with fewer GPUs may still train on its CPU.
-        if local_rank < torch.cuda.device_count():
-            torch.cuda.set_device(local_rank)
+        if local_rank() < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank())
         _keep_inside()
         _init_from_environment(backend)
     atexit.register(_leave)
@@ -231,8 +226,8 @@ def _init_from_environment(backend: str) -> None:
     There the store still has those of the ranks that are gone (rendezvous backend static, the default), and a rank may
     find the address of a dead one. With several machines the counts of restarts may differ, and the store is a new one.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+    attempt = number_of("TORCHELASTIC_RESTART_COUNT", 0)
+    if not attempt or number_of("LOCAL_WORLD_SIZE", 0) != number_of("WORLD_SIZE", least=1):
         dist.init_process_group(backend, init_method="env://")
         return
     store, rank, size = next(rendezvous("env://"))

@@ -20,7 +20,7 @@ from zerograph.buckets import Bucket, Parameter, Slot, from_rows, plan_buckets, 
 from zerograph.errors import InputError
 from zerograph.mesh import local_part, local_shape
 from zerograph.runtime.offload.files import Extent
-from zerograph.runtime.offload.transfers import fill, read, write
+from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
 from zerograph.runtime.parameters import hide, show
 from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.sbp import NdSbp, Split
@@ -431,7 +431,8 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _load(job: Job, layout: Bucket, held: Held, values: Sequence[Any]) -> None:
-    shard = in_memory(held)
+    whole = all(value is not None for value in values)
+    shard = read_to_overwrite(held, whole=whole) if isinstance(held, Extent) else held
     *rows, own = local_part(layout.shape, layout.sbp, job.mesh)
     with torch.no_grad():
         for slot, value in zip(layout.slots, values, strict=True):

@@ -88,9 +88,9 @@ def _read(file: Path) -> list[str] | None:
     """The kinds remembered; None for nothing, or what nobody can read: it is measured again."""
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) and set(found) <= set(_RIVALS) else None
+    return found if isinstance(found, list) and all(kind in list(_RIVALS) for kind in found) else None
 
 
 def _measure(job: Job) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord
@@ -16,7 +15,7 @@ from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured
+from zerograph.step_graph import Captured, Role
 from zerograph.update_program import Path
 
 
@@ -85,7 +84,7 @@ class CompiledStep(RewrittenStep):
     @property
     def flags(self) -> tuple[str, ...]:
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
-        roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
+        roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
         return tuple(found.name for found in roles if found.kind != "output")
 
     def check_files(self) -> None:

@@ -14,8 +14,7 @@ class Progress:
 
     Attributes:
         of: what they are: ``"passes"``, ``"candidates"``.
-        doing: the part that comes next; nothing after the last.
-        total: 0 where there are no parts to count.
+        doing: the part that comes next; nothing behind the last.
     """
 
     of: str

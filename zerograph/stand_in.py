@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import pytree
-from zerograph.ir.evaluate import mode_of
-from zerograph.ir.metadata import role
+from zerograph.passes.evaluate import mode_of
 from zerograph.region import Region
-from zerograph.step_graph import Captured
+from zerograph.step_graph import Captured, role
 
 ACCELERATOR = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, fx
 
 from zerograph import cache
 from zerograph._torch import OpOverload, is_mutable, pytree
-from zerograph.ir.signature import Signature
+from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import output_values, tensor_arguments
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 
@@ -44,7 +45,9 @@ def discover(
         return None
     file = _file(node, inputs, ranks, folder or cache.folder("rules"))
     remembered = _read(file)
-    if remembered is not None and all(trial.holds(signature) for signature in remembered):
+    # A file may say anything: what the search could not have found is no signature.
+    possible = remembered is not None and remembered[:1] == (_whole(node),)
+    if remembered and possible and all(trial.allows(one) and trial.holds(one) for one in remembered[1:]):
         return remembered
     found = (_whole(node), *(one for one in trial.candidates() if trial.holds(one)))
     _write(file, found)
@@ -65,6 +68,16 @@ class _Trial:
             outputs = self._outputs(sbps)
             if outputs is not None:
                 yield Signature(sbps, outputs)
+
+    def allows(self, signature: Signature) -> bool:
+        """Return whether :meth:`candidates` may yield it: as many SBPs as tensors, and only dimensions to be split."""
+        inputs, _ = self._draws[0]
+        if len(signature.inputs) != len(inputs):
+            return False
+        split = [(one, sbp.dim) for one, sbp in zip(inputs, signature.inputs, strict=True) if isinstance(sbp, Split)]
+        if any(dim >= one.dim() or one.shape[dim] < 2 or one.shape[dim] % self._ranks for one, dim in split):
+            return False
+        return self._outputs(signature.inputs) == signature.outputs
 
     def holds(self, signature: Signature) -> bool:
         """Whether the operator computes in pieces what it computes whole, on every draw."""
@@ -241,10 +254,13 @@ def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> 
 
 
 def _read(file: Path) -> tuple[Signature, ...] | None:
-    """What is remembered; None for nothing, or what nobody can read: it is found again."""
+    """What is remembered; None for nothing, or what :func:`_write` does not write: it is found again."""
     try:
-        return tuple(Signature(*(tuple(map(_parsed, side)) for side in one)) for one in json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = json.loads(file.read_text())
+        if not isinstance(found, list) or not all(isinstance(one, list) and len(one) == 2 for one in found):
+            return None
+        return tuple(Signature(*(tuple(map(_parsed, side)) for side in one)) for one in found)
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
@@ -254,7 +270,15 @@ def _write(file: Path, found: Sequence[Signature]) -> None:
     cache.write(file, text)
 
 
-def _parsed(text: str) -> Sbp:
+def _parsed(text: Any) -> Sbp:
+    """Return the SBP that ``str()`` of it is.
+
+    Raises:
+        TypeError, ValueError: of none.
+    """
     if text in ("B", "P"):
         return broadcast if text == "B" else partial_sum
-    return Split(int(text.removeprefix("S(").removesuffix(")")))
+    found = re.fullmatch(r"S\((\d{1,2})\)", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r:.40} is no SBP")
+    return Split(int(found[1]))

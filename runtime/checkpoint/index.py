@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from zerograph.runtime.checkpoint.boxes import disjoint
 
 NAME = "index.json"
 VERSION = 1
+# Where a text may be no Unicode: JSON can say half of a surrogate pair as an escape or, to Python, in three bytes.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 # No tensor of torch has as many elements, or dimensions.
 _MOST_ELEMENTS, _MOST_DIMS = 2**60, 64
 DTYPES: Mapping[str, torch.dtype] = {
@@ -87,7 +90,8 @@ def read(folder: Path) -> Index:
     """
     path = folder / NAME
     try:
-        body = json.loads(inside(folder, NAME).read_bytes(), object_pairs_hook=_object)
+        raw = inside(folder, NAME).read_bytes()
+        body = json.loads(raw, object_pairs_hook=_object)
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint in {folder}: it has no {NAME}") from None
     except OSError as error:
@@ -101,9 +105,24 @@ def read(folder: Path) -> Index:
     try:
         if body.pop("sha256", None) != _digest(body):
             raise CheckpointError(f"{path} is damaged: its contents do not have the SHA-256 that it says")
+        if _SURROGATE.search(raw):
+            check_text(body)
         return _checked(body)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error!s:.200}") from error
+
+
+def check_text(body: Any) -> None:
+    """Raise if a string in what JSON has is no Unicode: half of a surrogate pair can be neither printed nor exported.
+
+    Raises:
+        ValueError: with the string.
+    """
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 30) : error.end]
+        raise ValueError(f"a text in it is no Unicode, near {near!a}") from error
 
 
 def inside(folder: Path, *names: str) -> Path:

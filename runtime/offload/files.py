@@ -26,6 +26,10 @@ from zerograph.runtime.offload.buffers import whole_blocks
 
 _numbers = count(1)
 _direct = getattr(os, "O_DIRECT", 0)
+_ADVICE = (
+    "Load the last checkpoint into this graph, with load() or load_state_dict(), or build module, optimizer and graph "
+    "anew and load it there."
+)
 
 
 @dataclass(eq=False)
@@ -35,12 +39,15 @@ class StateFile:
     Attributes:
         direct: reads and writes go past the page cache.
         broken: why what the file holds is not to be trusted any more; empty while it is.
+        rank, keep: as :func:`open_file` was given them.
     """
 
     path: Path
     descriptor: int
     direct: bool
     broken: str = ""
+    rank: int = 0
+    keep: bool = False
     _size: int = 0
     # (offset, size) of what was taken and came back, in order.
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -93,24 +100,23 @@ class StateFile:
         Raises:
             OffloadError: it was deleted or truncated, or reading or writing has failed.
         """
+        if self.is_lost():
+            raise OffloadError(f"{self.path} {self.broken}: the state that rested in it is lost\n{_ADVICE}")
+
+    def is_lost(self) -> bool:
+        """Return whether the file is no longer what was written; ``broken`` says why."""
         found = os.fstat(self.descriptor)
         if not self.broken and not found.st_nlink:
             self.broken = "was deleted"
         if not self.broken and found.st_size < self._size:
             self.broken = f"was truncated to {found.st_size:,} of {self._size:,} bytes"
-        if self.broken:
-            raise OffloadError(
-                f"{self.path} {self.broken}: the state that rested in it is lost\n"
-                "Build the graph anew, and load_state_dict() the last checkpoint."
-            )
+        return bool(self.broken)
 
     def failed(self, doing: str, offset: int, error: OSError | None) -> OffloadError:
         """The error of a transfer that did not work; from now on ``check`` raises."""
         why = "the file ends there: it was truncated" if error is None else error.strerror
         self.broken = f"could not be {doing} at byte {offset:,} ({why})"
-        return OffloadError(
-            f"{self.path} {self.broken}\nBuild the graph anew, and load_state_dict() the last checkpoint."
-        )
+        return OffloadError(f"{self.path} {self.broken}\n{_ADVICE}")
 
 
 # By folder, rank and whether they are kept: graphs of one process share a file.
@@ -146,7 +152,7 @@ def _made(folder: Path, rank: int, keep: bool) -> StateFile:
         raise OffloadError(
             f"{path} cannot be made: {error.strerror}\nGive a directory that can be written to as nvme_path."
         ) from error
-    file = StateFile(path, descriptor, direct)
+    file = StateFile(path, descriptor, direct, rank=rank, keep=keep)
     weakref.finalize(file, _close, descriptor, None if keep else path, os.getpid())
     return file
 
@@ -171,9 +177,11 @@ def _close(descriptor: int, path: Path | None, process: int) -> None:
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Extent:
     """The part of a file that one tensor rests in; it comes back to the file when this object dies.
+
+    Only :func:`renew` changes one.
 
     Attributes:
         handle: 0-d int64 tensor by which a graph names it.
@@ -210,6 +218,21 @@ def reserve(file: StateFile, shape: Sequence[int], dtype: torch.dtype) -> Extent
     # At exit the file goes whole.
     weakref.finalize(found, file.give_back, offset, size).atexit = False
     return found
+
+
+def renew(extent: Extent) -> None:
+    """Move the extent to a new file if its own is lost. What it holds then is undefined: all of it must be written.
+
+    Raises:
+        OffloadError: there is no such directory any more, or the disk has not as much left.
+    """
+    if not extent.file.is_lost():
+        return
+    file = open_file(str(extent.file.path.parent), extent.file.rank, keep=extent.file.keep)
+    size = whole_blocks(extent.nbytes)
+    extent.offset, extent.zero = file.take(size)
+    extent.file = file
+    weakref.finalize(extent, file.give_back, extent.offset, size).atexit = False
 
 
 def extent_of(handle: Tensor) -> Extent:

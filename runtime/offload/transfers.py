@@ -22,7 +22,7 @@ from torch import Tensor
 from zerograph import transfers
 from zerograph.errors import OffloadError
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
-from zerograph.runtime.offload.files import Extent, StateFile, extent_of
+from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 
 # Bytes of one request: large enough for a disk's full speed, and small enough to split a tensor between the threads.
 _REQUEST = 2**22
@@ -100,13 +100,25 @@ def read(extent: Extent) -> Tensor:
     return _as_tensor(memory, extent.shape, extent.dtype).clone()
 
 
+def read_to_overwrite(extent: Extent, *, whole: bool) -> Tensor:
+    """Read the tensor that rests there. Where its file is lost and the ``whole`` of it is written next: zeros.
+
+    Raises:
+        OffloadError: the file cannot be read.
+    """
+    if whole and extent.file.is_lost():
+        return torch.zeros(extent.shape, dtype=extent.dtype, device="cpu")
+    return read(extent)
+
+
 def write(extent: Extent, value: Tensor) -> None:
-    """Let the tensor, of the extent's shape and dtype, rest there.
+    """Let the tensor, of the extent's shape and dtype, rest there; in a new file if that one is lost.
 
     Raises:
         OffloadError: the file cannot be written.
     """
-    check([extent.file])
+    check([])
+    renew(extent)
     memory = buffers.take(extent.nbytes)
     _as_tensor(memory, extent.shape, extent.dtype).copy_(value)
     _start(extent, memory, write=True).wait()
@@ -118,7 +130,8 @@ def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
     Raises:
         OffloadError: the file cannot be written.
     """
-    check([extent.file])
+    check([])
+    renew(extent)
     if fast and extent.zero and not value:
         return
     count = whole_blocks(extent.nbytes)

@@ -144,6 +144,9 @@ def a_header(data: bytearray, at: int, value: int) -> None:
         data[:8] = (2**64 - 1 - value).to_bytes(8, "little")
 
 
+# Where the file that is changed is the one that names the latest.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the newest whole checkpoint is loaded instead")
+
 BYTES = [flip, flip, cut, insert, remove, a_pickle, a_header]
 
 
@@ -359,6 +362,20 @@ def test_a_hyperparameter_that_could_not_be_one_is_refused(
     file.write_text(sign(body))
     with pytest.raises(zg.CheckpointError, match=f"says {key} = .* of AdamW, which has .*: no such value"):
         step.load(path)
+
+
+@pytest.mark.parametrize("raw", [b'"\\ud800"', b'"\xed\xa0\x80"'])
+def test_a_name_that_is_no_unicode_is_refused(checkpoint: Path, tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint, path)
+    file = next(path.glob("*/index.json"))
+    body = json.loads(file.read_text())
+    body["tensors"]["modules.model.\ud800"] = body["tensors"].pop("modules.model.0.weight")
+    text = sign(body).encode().replace(b"\\ud800", raw.strip(b'"'))
+    file.write_bytes(text)
+    with pytest.raises(zg.CheckpointError, match=r"is damaged: .* no Unicode, near") as caught:
+        zg.read_checkpoint(path)
+    str(caught.value).encode()
 
 
 def loaded_guarded(path: str) -> int:

@@ -184,7 +184,19 @@ def test_what_was_found_is_remembered_and_tried_again(tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     file.write_text('[[["B", "B"], ["B"]], [["S(0)", "B"], ["S(0)"]]]')
     assert shown(tried(node, tmp_path)) == {"B, B -> B", "S(0), B -> S(0)"}
-    for wrong in ('[[["S(1)", "B"], ["S(0)"]]]', '[[["B"], ["B"]]]', "[[3]]", "no json"):
+    whole = '[["B", "B"], ["B"]]'
+    odd = [
+        "{}",
+        "[]",
+        "3",
+        '{"BB": 1}',
+        "[" * 10_000,
+        f'[{whole}, [["S(9)", "B"], ["S(0)"]]]',
+        f"[{whole}, [[3], [4]]]",
+    ]
+    # An index that leaves no rank a part.
+    odd += [f'[{whole}, [["S(0)", "S(0)"], ["P"]]]', '[[["S(0)", "B"], ["S(0)"]]]']
+    for wrong in ('[[["S(1)", "B"], ["S(0)"]]]', '[[["B"], ["B"]]]', "[[3]]", "no json", *odd):
         file.write_text(wrong)
         assert tried(node, tmp_path) == found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from torch import Tensor, fx
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
-from zerograph.runtime import collectives, direct
+from zerograph.runtime import collectives, cross_memory, direct, wire
 from zerograph.runtime.cross_memory import bytes_read
 from zerograph.runtime.process_group import Job, join
 
@@ -181,3 +183,69 @@ def test_ranks_spread_unevenly_over_hosts_run_the_same_step(pool: Pool, hosts: s
     losses = train_plainly(model, adamw(model), batches("mlp", 3))
     for found in pool.run(4, on_hosts, hosts):
         torch.testing.assert_close(found, [*losses, *model.state_dict().values()], rtol=1e-5, atol=1e-6)
+
+
+def over_sockets_where(what: str, error: BaseException | None) -> tuple[bool, list[str], float]:
+    """Return whether ranks use sockets once ``what`` of cross_memory is denied, what the log says, and a loss."""
+    call = getattr(cross_memory, what)
+
+    def denied(*args: Any) -> None:
+        # None: as if it had been done, but it was not.
+        if error is not None:
+            raise error
+        if what == "read":
+            call(*args)
+
+    log = logging.getLogger("zerograph.collectives")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    model = make("mlp")
+    try:
+        with patch.object(cross_memory, what, denied):
+            timeout = 61.0
+            step = TrainStep(model, adamw(model), 2, backend="eager", timeout=timeout)
+            (data,) = batches("mlp", 1)
+            loss = float(step(*map(part, data)))
+            return direct.lines(join(timeout)) == (None,), lines, loss
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        ("write", RuntimeError("Operation not permitted"), "Operation not permitted"),
+        ("write", None, "is not there"),
+        ("read", RuntimeError("Operation not permitted"), "Operation not permitted"),
+    ],
+)
+def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
+    pool: Pool, what: str, error: BaseException | None, said: str
+) -> None:
+    found = pool.run(2, over_sockets_where, what, error)
+    for rank, (sockets, lines, _) in enumerate(found):
+        assert sockets
+        assert any(f"over sockets, not through memory: rank {1 - rank}" in line and said in line for line in lines)
+
+
+def asked_for(value: str) -> str:
+    with patch.dict(os.environ, {"ZEROGRAPH_WIRE": value}), pytest.raises(zg.ConfigError) as caught:
+        direct.lines(join(62.0))
+    return str(caught.value)
+
+
+def test_a_wire_that_there_is_not_is_named(pool: Pool) -> None:
+    assert all("ZEROGRAPH_WIRE is 'socket'" in said for said in pool.run(2, asked_for, "socket"))
+
+
+@pytest.mark.parametrize("text", ["no json", "3", "[[1]]", '{"reduce-scatter": 1}', '["other"]', "[" * 10_000])
+def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "wire.json"
+    file.write_text(text)
+    assert wire._read(file) is None
+    file.write_text('["reduce-scatter"]')
+    assert wire._read(file) == ["reduce-scatter"]

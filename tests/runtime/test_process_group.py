@@ -9,6 +9,8 @@ import pytest
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.compat import colossalai, oneflow
+from zerograph.runtime.process_group import initialise
 
 THREADS = Path("/proc/self/task")
 
@@ -46,3 +48,37 @@ def test_a_placement_asked_for_again_costs_nothing(pool: Pool) -> None:
     # In a second world as in the first, whose placements are over.
     for first, last in (pool.run(2, count_threads_of_placements)[0] for _ in range(2)):
         assert first == last
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "abc") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")),
+        *(("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "70000"), ("LOCAL_RANK", "")),
+        ("TORCHELASTIC_RESTART_COUNT", "1.5"),
+    ],
+)
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for key, text in {**LAUNCHED, name: value}.items():
+        monkeypatch.setenv(key, text)
+    # As if nobody had initialised anything.
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    with pytest.raises(
+        zg.CommunicationError, match=f"the environment variable {name} is '{value}': it must be a whole"
+    ):
+        initialise()
+
+
+def test_other_readers_of_the_environment_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "abc")
+    with pytest.raises(zg.CommunicationError, match="LOCAL_RANK is 'abc'"):
+        oneflow.env.get_local_rank()
+    for key, text in {**LAUNCHED, "LOCAL_RANK": "0", "MASTER_PORT": "none"}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(zg.CommunicationError, match="MASTER_PORT is 'none'"):
+        colossalai.launch_from_torch({})

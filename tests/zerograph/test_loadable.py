@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import zerograph as zg
 from tests.models import TrainStep, batches, make, train_plainly
+from zerograph.likeness import check_scheduler
 
 Make = Callable[[Any], torch.optim.Optimizer]
 DATA = batches("mlp", 6)
@@ -244,3 +245,49 @@ def test_an_entry_that_could_not_be_one_changes_nothing(
         step.load_state_dict(state)
     assert equal(step.state_dict(), before)
     step(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("lr", float("nan")), ("lr", float("inf")), ("lr", -1.0), ("lr", True), ("lr", 10**400)),
+        *(("weight_decay", float("nan")), ("eps", -1.0), ("betas", (0.9, float("nan"))), ("betas", (0.9, 1.5))),
+        *(("initial_lr", float("nan")), ("amsgrad", 7), ("lr", torch.tensor(float("nan")))),
+    ],
+)
+def test_a_hyperparameter_that_is_no_possible_one_is_refused(tmp_path: Path, way: str, key: str, value: Any) -> None:
+    source, step = trained(adamw), trained(adamw)
+    source._optimizers[0].param_groups[0][key] = value
+    if way == "a state":
+        state = source.state_dict()
+        refused(step, lambda: step.load_state_dict(state), f"says {key} = ")
+        return
+    source.save(tmp_path)
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(zg.CheckpointError, match=f"says {key} = "):
+        step.load(tmp_path)
+    assert equal(step.state_dict(), before)
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", -1e-12), ("lr", 0.0), ("betas", (0.0, 0.5)), ("weight_decay", 3)])
+def test_hyperparameters_at_the_edge_are_taken(key: str, value: Any) -> None:
+    source, step = trained(adamw), trained(adamw)
+    source._optimizers[0].param_groups[0][key] = value
+    step.load_state_dict(source.state_dict())
+    assert step._optimizers[0].param_groups[0][key] == value
+
+
+def test_a_hyperparameter_that_the_graph_has_itself_is_taken() -> None:
+    source, step = trained(momentum), trained(momentum)
+    for one in (source, step):
+        one._optimizers[0].param_groups[0]["weight_decay"] = -0.1
+    step.load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize(("key", "value"), [("base_lrs", [float("nan")]), ("last_epoch", float("inf"))])
+def test_a_scheduler_that_would_go_on_from_no_number_is_refused(key: str, value: Any) -> None:
+    scheduler = lr_scheduler.StepLR(adamw(make("mlp").parameters()), 3)
+    state = {**scheduler.state_dict(), key: value}
+    with pytest.raises(zg.ConfigError, match=f"says '{key}' = "):
+        check_scheduler(scheduler, state)

@@ -19,7 +19,7 @@ from tests.liveness import most_alive_bytes
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph._torch import pytree
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, OffloadError
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -220,6 +220,43 @@ def test_a_file_that_was_tampered_with_is_an_error_on_all_ranks(
         assert unchanged
         assert f"rank1.state {what}" in message
         assert can_go_on
+
+
+@pytest.mark.parametrize("way", ["load", "load_state_dict", "a new graph of the same"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_remedy_for_a_lost_file_works_while_the_graph_lives(tmp_path: Path, way: str, stage: int) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    step = train_step(folder, fused_adamw, stage)
+    run(step, 1)
+    step.save(tmp_path / "checkpoint")
+    saved = step.state_dict()
+    expected = run(step, 1)
+    for file in folder.iterdir():
+        file.unlink()
+    with pytest.raises(OffloadError, match=r"was deleted.*\n.*into this graph, with load\(\) or load_state_dict\(\)"):
+        run(step, 1)
+    again = step
+    if way == "a new graph of the same":
+        again = TrainStep(step.model, step._optimizers[0], stage, bucket_size=256)
+        into_files(again, folder)
+    if way == "load":
+        again.load(tmp_path / "checkpoint")
+    else:
+        again.load_state_dict(saved)
+    assert equal(tensors(again.state_dict()), tensors(saved))
+    assert run(again, 1) == expected
+
+
+def test_what_is_not_loaded_stays_lost(tmp_path: Path) -> None:
+    step = train_step(tmp_path, fused_adamw, 3)
+    run(step, 1)
+    saved = step.state_dict()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    step.load_state_dict({"modules": saved["modules"]})
+    with pytest.raises(OffloadError, match="was deleted"):
+        run(step, 1)
 
 
 def test_parameters_in_files_need_stage_3(tmp_path: Path) -> None:

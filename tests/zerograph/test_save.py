@@ -317,6 +317,24 @@ def test_every_stretch_of_a_flat_tensor_is_boxes_in_their_order(shape: tuple[int
             assert torch.equal(torch.cat([*found, torch.empty(0, dtype=torch.int64)]), torch.arange(start, end))
 
 
+def test_a_name_that_is_no_unicode_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    step = zg.ZeroGraph()
+    step.model = nn.Sequential()
+    step.model.add_module("\ud800", nn.Linear(2, 2))
+    step.add_optimizer(adamw(step.model))
+    with pytest.raises(zg.ConfigError, match=r"cannot hold .* no Unicode"):
+        step.save(tmp_path)
+    assert not os.listdir(tmp_path)
+    # What Unicode has is no matter.
+    step.model = nn.Sequential()
+    step.model.add_module("\U0001f600", nn.Linear(2, 2))
+    other = zg.ZeroGraph()
+    other.model = step.model
+    other.add_optimizer(adamw(other.model))
+    other.save(tmp_path)
+    assert "\U0001f600.weight" in zg.read_checkpoint(tmp_path)["modules"]["model"]
+
+
 def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
     class Odd(torch.optim.lr_scheduler.LRScheduler):
         def get_lr(self) -> list[float | Tensor]:

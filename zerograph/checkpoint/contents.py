@@ -15,7 +15,7 @@ from zerograph.members import Members, Optimizers, parameters_of
 from zerograph.mesh import Mesh, local_part
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
-from zerograph.runtime.offload.transfers import write
+from zerograph.runtime.offload.transfers import read_to_overwrite, write
 from zerograph.runtime.state import Held, Store, in_memory, store_of
 from zerograph.sbp import Split
 
@@ -129,20 +129,20 @@ def in_place(
     found: dict[str, Pieces] = {}
     copies: list[tuple[Extent, Tensor]] = []
 
-    def flat(held: Held) -> Flat:
+    def flat(held: Held, names: Sequence[str | None]) -> Flat:
         if isinstance(held, Tensor):
             return _flat(held)
         if not read:
             return lambda: in_memory(held)
-        copies.append((held, in_memory(held)))
+        copies.append((held, read_to_overwrite(held, whole=None not in names)))
         return _flat(copies[-1][1])
 
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(one)) for one in store.parameters]
-    _lay(found, store.layout, parameters, store.layout.dtype, flat(store.flat), mesh, every=True)
+    _lay(found, store.layout, parameters, store.layout.dtype, flat(store.flat, parameters), mesh, every=True)
     for name, layout in store.layouts.items() if states else ():
         entries = [None if (at := named.states.get(id(one))) is None else at + name for one in store.parameters]
-        _lay(found, layout, entries, layout.dtype, flat(store.state[name]), mesh, every=True)
+        _lay(found, layout, entries, layout.dtype, flat(store.state[name], entries), mesh, every=True)
 
     def finish() -> None:
         for extent, tensor in copies:

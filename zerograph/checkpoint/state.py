@@ -21,7 +21,7 @@ from zerograph.checkpoint.written import Counts, Written, written
 from zerograph.errors import ConfigError
 from zerograph.grad_scaler import GradScaler
 from zerograph.members import Members, Optimizers
-from zerograph.runtime.checkpoint.index import DTYPES
+from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.process_group import Job, agree
@@ -77,6 +77,10 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
             for one in parts.optimizers
         ],
     }
+    try:
+        check_text([list(pieces), document])
+    except ValueError as error:
+        raise ConfigError(f"a checkpoint cannot hold the graph's names and hyperparameters: {error}") from error
     return pieces, document
 
 

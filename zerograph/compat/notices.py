@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -11,6 +10,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 
 from zerograph import source
+from zerograph.runtime.environment import number_of
 
 _rank: ContextVar[int | None] = ContextVar("rank of this process, where it has not joined the job yet", default=None)
 
@@ -28,5 +28,5 @@ def as_rank(number: int) -> Iterator[None]:
 def say(message: str) -> None:
     """Warn, on rank 0."""
     known = dist.get_rank() if dist.is_initialized() else _rank.get()
-    if (int(os.environ.get("RANK", "0")) if known is None else known) == 0:
+    if (number_of("RANK", 0) if known is None else known) == 0:
         warnings.warn(f"zerograph: {message}", stacklevel=source.levels_to_user())

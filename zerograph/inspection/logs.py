@@ -9,7 +9,8 @@ logger        INFO                                             DEBUG
 ============= ================================================ ===============================================
 passes        every pass with its nodes and seconds            and what it changed, as a diff
 placement     every input, output and bucket with its SBP      and the placed graph, node by node
-collectives   collectives and bytes by phase and kind          and every collective
+collectives   collectives and bytes by phase and kind, and     and every collective
+              why ranks of a host do not share memory
 memory        the peak and what rests, by kind                 and what is held at the peak, the largest first
 ============= ================================================ ===============================================
 """
@@ -26,8 +27,7 @@ from zerograph.errors import ConfigError
 from zerograph.inspection.diff import compare
 from zerograph.inspection.names import close_to, labels
 from zerograph.inspection.step import Inspection
-from zerograph.memory import profile
-from zerograph.sizes import show_bytes
+from zerograph.memory import profile, show_bytes
 
 VARIABLE = "ZEROGRAPH_LOGS"
 NAMES = ("passes", "placement", "collectives", "memory")

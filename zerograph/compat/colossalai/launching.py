@@ -12,6 +12,7 @@ from zerograph.compat.colossalai import configuration
 from zerograph.compat.notices import as_rank
 from zerograph.compat.settings import Settings
 from zerograph.errors import CommunicationError, ConfigError
+from zerograph.runtime.environment import local_rank, number_of
 from zerograph.runtime.process_group import connect
 
 Configuration = Mapping[str, Any] | str | os.PathLike[str]
@@ -71,8 +72,9 @@ def launch_from_torch(
             f"launch_from_torch() found no {', '.join(missing)} in the environment\n"
             "Start with torchrun --nproc-per-node N script.py, or call launch() with the numbers."
         )
-    rank, local_rank, world_size, host, port = (os.environ[name] for name in names)
-    launch(config, int(rank), int(world_size), host, int(port), backend, int(local_rank), seed, verbose)
+    world_size = number_of("WORLD_SIZE", least=1)
+    rank, port = number_of("RANK", most=world_size - 1), number_of("MASTER_PORT", most=2**16 - 1)
+    launch(config, rank, world_size, os.environ["MASTER_ADDR"], port, backend, local_rank(), seed, verbose)
 
 
 def settings_of(config: Configuration | None) -> Settings:

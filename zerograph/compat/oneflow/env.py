@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from zerograph.runtime.environment import local_rank, number_of
 from zerograph.runtime.process_group import rank, world_size
 
 
@@ -19,9 +18,9 @@ def get_world_size() -> int:
 
 def get_local_rank() -> int:
     """This process's number on its machine, from 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank()
 
 
 def get_node_size() -> int:
     """How many machines the job runs on, as the launcher says."""
-    return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+    return world_size() // number_of("LOCAL_WORLD_SIZE", world_size(), least=1)

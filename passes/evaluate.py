@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import FakeTensor, Known, OpOverload
-from zerograph.ir.metadata import value
+from zerograph.step_graph import value
 
 
 def evaluate(node: fx.Node) -> Any:

@@ -1,1 +1,0 @@
-"""The graph dialect: the words that passes and runtime share, and nothing of either."""
