@@ -1,6 +1,6 @@
 """A GPT of 1.3 billion parameters to plan and look at; it is not trained, and takes no memory.
 
-zerograph plan examples/plan_gpt.py:example --world-size 64 --fit 80GiB            # the fastest stage that fits
+zerograph plan examples/plan_gpt.py:example --world-size 64 --device h100          # the fastest stage that fits
 zerograph inspect examples/plan_gpt.py:example --world-size 64 --report gpt.html   # the step on one page
 """
 
@@ -47,6 +47,7 @@ class TrainStep(zg.ZeroGraph):
         super().__init__()
         self.model = Gpt()
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True))
+        self.config.enable_amp(dtype=torch.bfloat16)
 
     def build(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())

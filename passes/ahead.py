@@ -13,14 +13,14 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import PlacementError
+from zerograph.ir.metadata import Boxing, meta, origin, role
+from zerograph.ir.rewrite import ancestors, drop_unused
+from zerograph.ir.signature import Signature
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused
 from zerograph.passes.in_time import along_time, change_sbps, follow_from_batch, sbps
-from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, broadcast, partial_sum
-from zerograph.step_graph import Boxing, ancestors, origin, role
 
 
 def ahead(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -44,7 +44,7 @@ def _check_gradients(graph: fx.Graph, context: Context) -> None:
     """Refuse a step of which micro-batches have no part, because the whole batch is put together before the model."""
     known = follow_from_batch(graph)
     for joined in graph.nodes:
-        if "gradient" not in joined.meta or joined.meta["sbp"][-1] != broadcast:
+        if "gradient" not in joined.meta or meta(joined)["sbp"][-1] != broadcast:
             continue
         cone = ancestors([joined])
         sums = any((found := along_time(one, context)) and found.source[-1] == partial_sum for one in cone)
@@ -99,12 +99,12 @@ class _Whole:
     def _settle(self, made: fx.Node) -> None:
         change_sbps(made, _always)
         if "signature" in made.meta:
-            *others, last = made.meta["signature"]
+            *others, last = meta(made)["signature"]
             whole = Signature((broadcast,) * len(last.inputs), (broadcast,) * len(last.outputs))
-            made.meta["signature"] = (*others, whole)
-        found = made.meta.get("boxing")
+            meta(made)["signature"] = (*others, whole)
+        found = meta(made).get("boxing")
         if isinstance(found, Boxing):
-            made.meta["boxing"] = replace(found, source=_always(found.source), target=_always(found.target))
+            meta(made)["boxing"] = replace(found, source=_always(found.source), target=_always(found.target))
 
 
 def _always(sbp: NdSbp) -> NdSbp:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import Boxing, TensorRef, meta, origin, role
+from zerograph.ir.rewrite import emit
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
 from zerograph.passes.in_time import packed, packed_sbp, through_time
 from zerograph.passes.place import needed
 from zerograph.passes.route import held_bytes, route
 from zerograph.sbp import NdSbp, Split, broadcast, show
-from zerograph.step_graph import Boxing, origin, role
 
 
 def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -36,12 +36,12 @@ def _pack_outputs(graph: fx.Graph, output: fx.Node, context: Context) -> None:
     with graph.inserting_before(output):
         pairs = [
             (given, sbp)
-            if given.meta["sbp"][-1] == broadcast
+            if meta(given)["sbp"][-1] == broadcast
             else (packed(graph, given, context), packed_sbp((*sbp[:-1], broadcast)))
             for given, sbp in needed(output)
         ]
     output.args = (tuple(given for given, _ in pairs),)
-    output.meta["needs"] = [sbp for _, sbp in pairs]
+    meta(output)["needs"] = [sbp for _, sbp in pairs]
 
 
 def _boxed(
@@ -57,8 +57,7 @@ def _boxed(
     for step in _route(given, sbp, context, ranks_first=False):
         if (given, step) not in made:
             with graph.inserting_before(reader):
-                made[given, step] = emit(graph, boxing, (source, show(step)), origin(reader))
-            made[given, step].meta["sbp"] = step
+                made[given, step] = emit(graph, boxing, (source, show(step)), origin(reader), sbp=step)
             _describe(made[given, step], _name_of(given), context)
         source = made[given, step]
     return source
@@ -69,28 +68,28 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     given = node.args[0]
     assert isinstance(given, fx.Node)
     source = given
-    target: NdSbp = node.meta["sbp"]
+    target: NdSbp = meta(node)["sbp"]
     # Of a gradient that rests split, what each micro-batch adds is scattered at once where the stage says so.
     early = context.policy.split and context.policy.reduce_early and isinstance(target[context.zero_dim], Split)
     for step in _route(given, target, context, ranks_first=early)[:-1]:
         with graph.inserting_before(node):
-            source = emit(graph, boxing, (source, show(step)), origin(node))
-        source.meta |= {"sbp": step, "tensor": node.meta["tensor"]}
-        _describe(source, node.meta["tensor"], context)
+            source = emit(graph, boxing, (source, show(step)), origin(node), sbp=step)
+        meta(source)["tensor"] = meta(node)["tensor"]
+        _describe(source, meta(node)["tensor"], context)
     node.replace_input_with(given, source)
-    if source.meta["sbp"] == node.meta["sbp"]:
+    if meta(source)["sbp"] == meta(node)["sbp"]:
         node.replace_all_uses_with(source)
         graph.erase_node(node)
     else:
-        _describe(node, node.meta["tensor"], context)
+        _describe(node, meta(node)["tensor"], context)
 
 
 def _route(given: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
     value: Tensor = given.meta["val"]
     kind = tuple(value.shape), value.element_size(), context.mesh
     if context.timed:
-        return through_time(given.meta["sbp"], sbp, *kind, ranks_first=ranks_first)
-    return route(given.meta["sbp"], sbp, *kind)
+        return through_time(meta(given)["sbp"], sbp, *kind, ranks_first=ranks_first)
+    return route(meta(given)["sbp"], sbp, *kind)
 
 
 def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
@@ -105,20 +104,22 @@ def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
         node.args, node.kwargs = args, kwargs
 
 
-def _describe(node: fx.Node, tensor: str, context: Context) -> None:
+def _describe(node: fx.Node, tensor: TensorRef, context: Context) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    before: NdSbp = source.meta["sbp"]
-    after: NdSbp = node.meta["sbp"]
+    before: NdSbp = meta(source)["sbp"]
+    after: NdSbp = meta(node)["sbp"]
     value: Tensor = node.meta["val"]
     dim = next(index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
     held = held_bytes(before, dim, tuple(value.shape), value.element_size(), context.mesh)
-    node.meta["boxing"] = Boxing(before, after, dim, context.mesh.shape[dim], tensor, held, origin(node).phase)
+    meta(node)["boxing"] = Boxing(before, after, dim, context.mesh.shape[dim], tensor, held, origin(node).phase)
 
 
-def _name_of(node: fx.Node) -> str:
-    found = role(node)
-    if found is not None:
-        return found.name if found.kind in ("bucket", "state", "buffer") else str(found)
-    where = origin(node)
-    return f"{node.name} of {where.module or where.source or 'the step'}"
+def _name_of(node: fx.Node) -> TensorRef:
+    known = role(node)
+    if known is None:
+        where = origin(node)
+        return TensorRef("value", f"{node.name} of {where.module or where.source or 'the step'}")
+    if known.kind == "bucket":
+        return TensorRef("bucket", known.name)
+    return TensorRef("value", known.name if known.kind in ("state", "buffer") else str(known))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import emit, emit_like
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
-from zerograph.step_graph import bucket_behind, origin, placeholders
+from zerograph.step_graph import bucket_behind, placeholders
 from zerograph.transfers import CARRY, LANDED
 
 aten = torch.ops.aten
@@ -47,8 +48,7 @@ def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
     graph, value = copy.graph, copy.meta["val"]
     first = min(copy.users)
     with graph.inserting_before(place):
-        started = emit(graph, CARRY, (copy.all_input_nodes[0], value.dtype, value.device), origin(copy))
-    started.meta |= {key: copy.meta[key] for key in ("sbp", "global")}
+        started = emit_like(copy, CARRY, copy.all_input_nodes[0], value.dtype, value.device)
     with graph.inserting_before(first):
         landed = emit(graph, LANDED, (started,), origin(copy))
     copy.replace_all_uses_with(started)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import TensorRef, meta, origin
+from zerograph.ir.rewrite import emit, positions
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, positions
 from zerograph.sbp import Broadcast
-from zerograph.step_graph import is_view, nbytes, origin, placeholders, writes
+from zerograph.step_graph import is_view, nbytes, placeholders, writes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -71,7 +72,7 @@ def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _put_off(start: fx.Node, ends: set[fx.Node]) -> _Sum | None:
     """The sum, if it is no gradient's, it and what follows are small, and only writes and the output need it."""
     (wait,), (source,) = start.users, start.all_input_nodes
-    if not all(isinstance(one, Broadcast) for one in wait.meta["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
+    if not all(isinstance(one, Broadcast) for one in meta(wait)["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
         return None
     followers: set[fx.Node] = set()
     stack = [start]
@@ -102,23 +103,21 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _join(graph: fx.Graph, together: list[_Sum], end: fx.Node, order: dict[fx.Node, int]) -> None:
     """One all-reduce behind the last source, cut into its parts at the step's end."""
     first = together[0]
-    boxing = first.start.meta["boxing"]
+    boxing = meta(first.start)["boxing"]
     sizes = [one.source.meta["val"].numel() for one in together]
 
     def made(target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
-        node = emit(graph, target, args, origin(first.start))
-        node.meta["sbp"], node.meta["global"] = like.meta["sbp"], tuple(node.meta["val"].shape)
-        return node
+        return emit(graph, target, args, origin(first.start), sbp=meta(like)["sbp"])
 
     last = max([*(one.source for one in together), placeholders(graph)[-1]], key=order.__getitem__)
     with graph.inserting_before(last.next):
         flat = [made(aten.reshape.default, one.source, [-1], like=one.source) for one in together]
         joined = made(aten.cat.default, flat, like=first.source)
         start = made(c10d.all_reduce.default, joined, *first.start.args[1:], like=first.start)
-        start.meta["boxing"] = replace(
+        meta(start)["boxing"] = replace(
             boxing,
-            bytes=sum(one.start.meta["boxing"].bytes for one in together),
-            tensor=f"{boxing.tensor} and {len(together) - 1} more",
+            bytes=sum(meta(one.start)["boxing"].bytes for one in together),
+            tensor=TensorRef("value", f"{boxing.tensor} and {len(together) - 1} more"),
         )
         wait = made(c10d.wait_tensor.default, start, like=first.wait)
     offset = 0

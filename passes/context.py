@@ -11,8 +11,8 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.signature import Signature
 from zerograph.mesh import Mesh
-from zerograph.passes.rules.factors import Signature
 from zerograph.sbp import NdSbp, Split, broadcast
 from zerograph.update_program import UpdateProgram
 from zerograph.zero import ZeroPolicy

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from zerograph.passes.rules import Signature
+from zerograph.ir.signature import Signature
 from zerograph.sbp import Sbp, Split, wire_bytes
 
 PACKET = 4096

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.buckets import Bucket, Slot
+from zerograph.ir.metadata import meta
 from zerograph.passes.context import BucketUpdate
 from zerograph.update_program import UpdateProgram
 
@@ -84,7 +85,7 @@ def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.Graph
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
         if node.op == "placeholder":
-            copies[node] = inputs[node.meta["update_input"]]
+            copies[node] = inputs[meta(node)["update_input"]]
         elif node.op == "output":
             returned = node.args[0]
             for name, made in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):

@@ -15,11 +15,12 @@ from torch import fx
 
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.buckets import Bucket
+from zerograph.ir.metadata import Role, meta
+from zerograph.ir.rewrite import fake
 from zerograph.memory import WAIT, Profile, profile
 from zerograph.passes.context import Context
-from zerograph.passes.edit import fake
 from zerograph.sbp import Split
-from zerograph.step_graph import Role, placeholders
+from zerograph.step_graph import placeholders
 
 c10d = torch.ops._c10d_functional
 
@@ -32,7 +33,7 @@ def fill_rooms(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     fills = context.inputs_may_overlap and context.memory_budget is None
     takes = fills and context.policy.split and not context.policy.regather
-    shards = {node.meta["role"].name: node for node in placeholders(graph, "bucket")}
+    shards = {meta(node)["role"].name: node for node in placeholders(graph, "bucket")}
     buckets = [one for one in context.buckets if one.name in shards]
     gathers = {
         bucket.name: start
@@ -66,7 +67,7 @@ def _may_rest_in_room(bucket: Bucket) -> bool:
 
 def _gather(shard: fx.Node, bucket: Bucket) -> fx.Node | None:
     """The one collective that makes the bucket whole, from the shard just as it rests."""
-    found = [user for user in shard.users if "boxing" in user.meta and user.meta["boxing"].kind == "all-gather"]
+    found = [user for user in shard.users if "boxing" in user.meta and meta(user)["boxing"].kind == "all-gather"]
     if len(found) != 1 or found[0].args[0] is not shard or found[0].meta["val"].shape != bucket.shape:
         return None
     return found[0] if [user.target for user in found[0].users] == [WAIT] else None
@@ -101,12 +102,14 @@ def _filling(start: fx.Node, context: Context) -> OpOverload | None:
 def _room(graph: fx.Graph, shard: fx.Node, bucket: Bucket) -> fx.Node:
     with graph.inserting_after(placeholders(graph)[-1]):
         room = graph.placeholder(f"{shard.name}_room")
-    room.meta |= {
-        "role": Role("room", f"{bucket.name}.room"),
-        "val": fake(graph, bucket.shape, bucket.dtype, bucket.device),
-        "sbp": bucket.gathered,
-        "global": bucket.shape,
-    }
+    meta(room).update(
+        {
+            "role": Role("room", f"{bucket.name}.room"),
+            "val": fake(graph, bucket.shape, bucket.dtype, bucket.device),
+            "sbp": bucket.gathered,
+            "global": bucket.shape,
+        }
+    )
     return room
 
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.errors import MemoryBudgetError, VerificationError
+from zerograph.ir.metadata import boxing_of
 from zerograph.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.passes.context import Context
-from zerograph.step_graph import Boxing, bucket_behind, is_view
+from zerograph.step_graph import bucket_behind, is_view
 from zerograph.transfers import CARRY, FETCH
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
@@ -184,12 +185,12 @@ class _Plan:
     def _flight(self, wait: fx.Node, found: Profile) -> _Flight:
         start = wait.all_input_nodes[0]
         begins, ends = self.position[start], self.position[wait]
-        boxing = start.meta.get("boxing")
+        boxing = boxing_of(start)
         made = found.of[start][0]
         assert made is not None
-        if isinstance(boxing, Boxing) and made.kind == "gathered":
+        if boxing is not None and made.kind == "gathered":
             sends = sum(one.bytes for cast in _cast(start) for one in found.of[cast] if one is not None)
-            return _Flight(start, wait, begins, ends + 1, made.bytes, sends, boxing.tensor, made.dies)
+            return _Flight(start, wait, begins, ends + 1, made.bytes, sends, boxing.tensor.name, made.dies)
         held = {one for given in start.all_input_nodes for one in found.of[given] if _held_by(one, begins, ends)}
         return _Flight(start, wait, begins, ends + 1, sum(one.bytes for one in held if one), 0, None, ends)
 

@@ -13,10 +13,10 @@ from torch import fx
 
 from zerograph.buckets import Bucket
 from zerograph.gradients import TOTAL_NORM, Edited, followed, is_edit, norm_terms
+from zerograph.ir.metadata import Origin, TensorRef, meta, origin
+from zerograph.ir.rewrite import emit, keywords
 from zerograph.passes.boxing import boxing
-from zerograph.passes.edit import emit
 from zerograph.sbp import NdSbp, show, whole
-from zerograph.step_graph import Origin, origin
 
 aten = torch.ops.aten
 
@@ -70,10 +70,10 @@ class FlatGradient:
 def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:
     if node not in done:
         if node.target is aten.full.default:
-            done[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **node.kwargs)
+            done[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **keywords(node))
         else:
             flat = {given: _replay(graph, given, done, bucket) for given in followed(node)}
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: flat.get(given, given))
+            args, kwargs = fx.map_arg((node.args, keywords(node)), lambda given: flat.get(given, given))
             done[node] = emit(graph, node.target, args, origin(node), **kwargs)
     return done[node]
 
@@ -139,14 +139,14 @@ class _Norm:
         if bucket.padded > bucket.numel and gradient.is_edited(self.norm):
             term = self.without_padding(term, bucket)
         if bucket.sbp != bucket.split_sbp:
-            term = self.box(term, bucket.split_sbp, f"gradient of {bucket.name}")
+            term = self.box(term, bucket.split_sbp, TensorRef("gradient", bucket.name))
         if not math.isinf(self.p):
             return self.summed(term)
         rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
         largest = self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
         if bucket.rows is None:
             return largest
-        across = self.box(largest, whole(self.mesh_dims), "the largest gradient of each rank")
+        across = self.box(largest, whole(self.mesh_dims), TensorRef("value", "the largest gradient of each rank"))
         # As many as the others have, so that they go together.
         return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
@@ -189,10 +189,14 @@ class _Norm:
         if math.isinf(self.p):
             rows = self.emit(aten.stack.default, list(shares), 1)
             largest = self.box(
-                self.emit(aten.amax.default, rows, [1]), whole(self.mesh_dims), "the largest gradient of each rank"
+                self.emit(aten.amax.default, rows, [1]),
+                whole(self.mesh_dims),
+                TensorRef("value", "the largest gradient of each rank"),
             )
             return self.emit(aten.amax.default, largest, [0])
-        return self.box(self.folded(aten.add.Tensor, shares), whole(self.mesh_dims), "the gradients' norm")
+        return self.box(
+            self.folded(aten.add.Tensor, shares), whole(self.mesh_dims), TensorRef("value", "the gradients' norm")
+        )
 
     def root(self, shares: Sequence[fx.Node]) -> fx.Node:
         if math.isinf(self.p):
@@ -210,8 +214,8 @@ class _Norm:
             total = self.emit(operator, total, share)
         return total
 
-    def box(self, source: fx.Node, sbp: NdSbp, tensor: str) -> fx.Node:
+    def box(self, source: fx.Node, sbp: NdSbp, tensor: TensorRef) -> fx.Node:
         made = self.emit(boxing, source, show(sbp))
-        made.meta["target_sbp"] = sbp
-        made.meta["tensor"] = tensor
+        meta(made)["target_sbp"] = sbp
+        meta(made)["tensor"] = tensor
         return made

@@ -12,16 +12,17 @@ from torch import Tensor, fx
 
 from zerograph.buckets import Bucket, Slot
 from zerograph.gradients import Edited, edited_gradients
+from zerograph.ir.evaluate import evaluate
+from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
+from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions
+from zerograph.ir.signature import Signature
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.edit import drop_unused, emit, fake, first_computed, positions
-from zerograph.passes.evaluate import evaluate
 from zerograph.passes.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
-from zerograph.passes.rules import Signature
 from zerograph.precision import is_cast, picks_rows
 from zerograph.sbp import Sbp, broadcast, show
-from zerograph.step_graph import Origin, Role, origin, output_nodes, placeholders, role
+from zerograph.step_graph import output_nodes, placeholders
 
 aten = torch.ops.aten
 _UPDATE = Origin("update")
@@ -54,10 +55,10 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _take_gradients(graph: fx.Graph) -> None:
     """Gradients stop being outputs: from here on they feed the update."""
     output = graph.output_node()
-    roles: list[Role] = output.meta["roles"]
+    roles: list[Role] = meta(output)["roles"]
     nodes = output_nodes(graph)
     output.args = (tuple(node for node, r in zip(nodes, roles, strict=True) if r.kind != "gradient"),)
-    output.meta["roles"] = [r for r in roles if r.kind != "gradient"]
+    meta(output)["roles"] = [r for r in roles if r.kind != "gradient"]
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
@@ -67,7 +68,7 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
         node = graph.placeholder(found.name.replace(".", "_").replace("[", "_").replace("]", ""))
-    node.meta |= {"role": found, "val": fake(graph, shape, dtype, device)}
+    meta(node).update({"role": found, "val": fake(graph, shape, dtype, device)})
     return node
 
 
@@ -83,7 +84,7 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapp
                 span = slot.offset, slot.offset + slot.numel
                 part = emit(graph, aten.slice.Tensor, (whole, dim, *span), origin(user))
                 view = _from_rows(graph, part, slot, bucket.rows, origin(user))
-            view.meta["parameter"] = slot.name
+            meta(view)["parameter"] = slot.name
             if bucket.compute_dtype is None:
                 parameters[slot].replace_all_uses_with(view)
             else:
@@ -153,8 +154,8 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
         if bucket.sbp == bucket.gathered:
             return flat
         gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
-    gather.meta["target_sbp"] = bucket.gathered
-    gather.meta["tensor"] = bucket.name
+    meta(gather)["target_sbp"] = bucket.gathered
+    meta(gather)["tensor"] = TensorRef("bucket", bucket.name)
     return gather
 
 
@@ -212,13 +213,13 @@ def _bucket_gradient(
                 part = emit(graph, aten.constant_pad_nd.default, (part, gaps, 0.0), backward)
             parts.append(part)
         joined = emit(graph, aten.cat.default, (parts, 0 if bucket.rows is None else 1), backward)
-        joined.meta["gradient"] = bucket.name
+        meta(joined)["gradient"] = bucket.name
         reduced = emit(graph, boxing, (joined, show(target)), backward)
-    reduced.meta["target_sbp"] = target
+    meta(reduced)["target_sbp"] = target
     if bucket.by_user:
         # No stage decides on it, so what it takes to get there may count in choosing placements.
-        reduced.meta["by_user"] = True
-    reduced.meta["tensor"] = f"gradient of {bucket.name}"
+        meta(reduced)["by_user"] = True
+    meta(reduced)["tensor"] = TensorRef("gradient", bucket.name)
     return reduced
 
 
@@ -231,7 +232,7 @@ def _taken_home(graph: fx.Graph, gradient: fx.Node, bucket: Bucket) -> fx.Node:
     if gradient.target is aten._to_copy.default and not gradient.users:
         wide = gradient.all_input_nodes[0]
     down = emit(graph, aten._to_copy.default, (wide,), _UPDATE, device=bucket.home)
-    return down if wide is gradient else emit(graph, aten._to_copy.default, (down,), _UPDATE, **gradient.kwargs)
+    return down if wide is gradient else emit(graph, aten._to_copy.default, (down,), _UPDATE, **keywords(gradient))
 
 
 def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
@@ -240,7 +241,7 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     if update.program.fused is not None:
         with graph.inserting_before(graph.output_node()):
             gradient = emit(graph, aten.alias.default, (gradient,), _UPDATE)
-        gradient.meta["gradient_of"] = bucket.name  # where ``fuse`` finds it
+        meta(gradient)["gradient_of"] = bucket.name  # where ``fuse`` finds it
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape
@@ -251,11 +252,11 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     with graph.inserting_before(graph.output_node()):
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                copies[node] = inputs[node.meta["update_input"]]
+                copies[node] = inputs[meta(node)["update_input"]]
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = graph.call_function(node.target, args, kwargs)
-                copies[node].meta["origin"] = _UPDATE
+                meta(copies[node])["origin"] = _UPDATE
                 copies[node].meta["val"] = values(copies[node], node.meta.get("val"))
             elif node.op == "output":
                 _write_new_state(graph, update, node, copies, inputs)
@@ -285,8 +286,10 @@ def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.N
     numbers = list(_numbers(graph, update).values())
     with graph.inserting_before(graph.output_node()):
         updated = emit(graph, dealt_update, (flat, gradient, numbers, states), _UPDATE)
-        updated.meta["bucket"] = bucket.name
-        updated.meta["signatures"] = tuple(_dealt_signature(one, len(numbers), len(states)) for one in bucket.split_sbp)
+        meta(updated)["bucket"] = bucket.name
+        meta(updated)["signatures"] = tuple(
+            _dealt_signature(one, len(numbers), len(states)) for one in bucket.split_sbp
+        )
         for index, node in enumerate((flat, *states)):
             new = emit(graph, operator.getitem, (updated, index), _UPDATE)
             emit(graph, aten.copy_.default, (node, new), _UPDATE)

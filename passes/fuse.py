@@ -7,12 +7,13 @@ optimizer reads and writes its state once where they do so many times.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph._torch import overloads
+from zerograph.ir.metadata import Origin, meta, role
+from zerograph.ir.rewrite import drop_unused, emit
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused, emit
-from zerograph.step_graph import Origin, found_infs, placeholders, role, writes
+from zerograph.step_graph import found_infs, placeholders, writes
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):
-        name = gradient.meta.get("gradient_of")
+        name = meta(gradient).get("gradient_of")
         if name is None:
             continue
         update = context.updates[name]
@@ -48,11 +49,11 @@ def _put(
     if found is not None and found.meta["val"].device != given["param"].meta["val"].device:
         with graph.inserting_before(before):
             device = given["param"].meta["val"].device
-            found = _like(found, emit(graph, aten._to_copy.default, (found,), Origin("update"), device=device))
+            found = emit(graph, aten._to_copy.default, (found,), Origin("update"), like=found, device=device)
     copies: dict[fx.Node, fx.Node] = {}
     for node in fused.graph.nodes:
         if node.op == "placeholder":
-            copies[node] = given[node.meta["update_input"]]
+            copies[node] = given[meta(node)["update_input"]]
         elif found is not None and node.target is aten._foreach_add_.Scalar:
             _count_made(graph, before, [copies[step] for step in node.all_input_nodes], found)
         elif node.op == "call_function":
@@ -60,10 +61,10 @@ def _put(
             if found is not None and node.target in _SKIPPING:
                 kwargs = {**kwargs, "found_inf": found}
             with graph.inserting_before(before):
-                copies[node] = emit(graph, node.target, args, Origin("update"), **kwargs)
-            if isinstance(copies[node].meta["val"], Tensor):
-                # A step count, where an accelerator's kernel reads it.
-                _like(copies[node].all_input_nodes[0], copies[node])
+                sources: list[fx.Node] = []
+                fx.map_arg(args, sources.append)
+                # Only a step count is a tensor, copied to where an accelerator's kernel reads it.
+                copies[node] = emit(graph, node.target, args, Origin("update"), like=sources[0], **kwargs)
 
 
 # The fused operators that leave everything as it is where they are told of an overflow.
@@ -77,14 +78,9 @@ _SKIPPING = {
 def _count_made(graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found: fx.Node) -> None:
     """Steps are counted by an operator before the fused one: only those that are made."""
     with graph.inserting_before(before):
-        made = _like(found, emit(graph, aten.rsub.Scalar, (found, 1), Origin("update")))
+        made = emit(graph, aten.rsub.Scalar, (found, 1), Origin("update"), like=found)
         for step in steps:
             value = step.meta["val"]
             kind = {"dtype": value.dtype, "device": value.device}
-            count = _like(found, emit(graph, aten._to_copy.default, (made,), Origin("update"), **kind))
-            _like(step, emit(graph, aten.add_.Tensor, (step, count), Origin("update")))
-
-
-def _like(node: fx.Node, made: fx.Node) -> fx.Node:
-    made.meta |= {key: node.meta[key] for key in ("sbp", "global")}
-    return made
+            count = emit(graph, aten._to_copy.default, (made,), Origin("update"), like=found, **kind)
+            emit(graph, aten.add_.Tensor, (step, count), Origin("update"), like=step)

@@ -18,21 +18,13 @@ from torch import fx
 
 from zerograph.finite import NOT_FINITE, SCALED_GRADIENTS
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.metadata import Origin, Role, meta
+from zerograph.ir.rewrite import emit, fake, first_computed
+from zerograph.ir.signature import Signature
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update
-from zerograph.passes.edit import emit, fake, first_computed
-from zerograph.passes.rules import Signature
 from zerograph.sbp import broadcast
-from zerograph.step_graph import (
-    Origin,
-    Role,
-    found_inf_role,
-    found_infs,
-    output_nodes,
-    placeholders,
-    returned,
-    writes,
-)
+from zerograph.step_graph import found_inf_role, found_infs, output_nodes, placeholders, returned, writes
 
 aten = torch.ops.aten
 _UPDATE = Origin("update")
@@ -51,7 +43,7 @@ def guard(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     skipped = {skip: {skip.meta["val"].device: _is_set(graph, skip)} for skip in skips.values()}
     of_buffers = None if held is None else {held.meta["val"].device: held}
     for write, target, value in list(writes(graph)):
-        role = target.meta["role"]
+        role = meta(target)["role"]
         if role.bucket is not None and role.bucket in context.updates:
             skip = context.updates[role.bucket].number_of(skips)
             assert skip is not None
@@ -92,7 +84,7 @@ def _checked(
 
     The graph returns these instead of the overflows; there is one for all, under ``""``, if no loss is scaled.
     """
-    nodes = dict(zip(graph.output_node().meta["roles"], output_nodes(graph), strict=True))
+    nodes = dict(zip(meta(graph.output_node())["roles"], output_nodes(graph), strict=True))
     scaled = nodes.pop(SCALED_GRADIENTS, None)
     read = [node for node in (residue, scaled, *overflows.values()) if node is not None]
     with graph.inserting_before(max(read).next):
@@ -114,7 +106,7 @@ def _checked(
     nodes |= returned_numbers | {NOT_FINITE: residue}
     output = graph.output_node()
     output.args = (tuple(nodes.values()),)
-    output.meta["roles"] = list(nodes)
+    meta(output)["roles"] = list(nodes)
     return held, numbers
 
 
@@ -147,13 +139,13 @@ def _guard_dealt(update: fx.Node, found: fx.Node) -> None:
         return
     update.args = (flat, gradient, [*numbers, found], states)
     at = 2 + len(numbers)
-    update.meta["signatures"] = tuple(
-        Signature((*one.inputs[:at], broadcast, *one.inputs[at:]), one.outputs) for one in update.meta["signatures"]
+    meta(update)["signatures"] = tuple(
+        Signature((*one.inputs[:at], broadcast, *one.inputs[at:]), one.outputs) for one in meta(update)["signatures"]
     )
 
 
 def _scale(graph: fx.Graph) -> fx.Node:
-    return next(node for node in placeholders(graph, "scaler") if node.meta["role"].name == "scale")
+    return next(node for node in placeholders(graph, "scaler") if meta(node)["role"].name == "scale")
 
 
 def _lowered(graph: fx.Graph, scale: fx.Node, scaler: GradScaler) -> fx.Node:
@@ -193,7 +185,7 @@ def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, held: 
 def _tracker(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
         node = graph.placeholder(name)
-    node.meta |= {"role": Role("scaler", name), "val": fake(graph, (), torch.int32, device)}
+    meta(node).update({"role": Role("scaler", name), "val": fake(graph, (), torch.int32, device)})
     return node
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import Boxing, meta, origin, role
+from zerograph.ir.rewrite import emit, fake
 from zerograph.mesh import Mesh
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, fake
 from zerograph.passes.route import route
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, show
-from zerograph.step_graph import Boxing, origin, role
 
 aten = torch.ops.aten
 
@@ -70,18 +70,17 @@ def _cut_finer(source: NdSbp, target: NdSbp, mesh: Mesh) -> bool:
 
 def packed(graph: fx.Graph, given: fx.Node, context: Context) -> fx.Node:
     """``given`` with an entry for each micro-batch, in front; of a sum, so scaled that the entries' mean is the sum."""
-    before: NdSbp = given.meta["sbp"]
+    before: NdSbp = meta(given)["sbp"]
     value: Tensor = given.meta["val"]
     shape, source = list(value.shape), given
     if isinstance(before[-1], PartialSum):
-        source = emit(graph, aten.mul.Tensor, (given, context.micro_batches), origin(given))
-        source.meta["sbp"] = before
+        source = emit(graph, aten.mul.Tensor, (given, context.micro_batches), origin(given), sbp=before)
     elif isinstance(before[-1], Split):
         shape[before[-1].dim] //= context.micro_batches
     after = packed_sbp((*before[:-1], broadcast))
     node = graph.call_function(pack, (source, show(after)))
     whole = fake(graph, (context.micro_batches, *shape), value.dtype, value.device)
-    node.meta |= {"val": whole, "sbp": after, "origin": origin(given)}
+    meta(node).update({"val": whole, "sbp": after, "origin": origin(given)})
     return node
 
 
@@ -113,7 +112,7 @@ _AT_HAND = ("input", "buffer", "seed", "scaler")
 
 def sbps(node: fx.Node) -> Sequence[NdSbp]:
     """The SBP of each tensor that the node yields."""
-    found: Any = node.meta.get("sbp", ())
+    found: Any = meta(node).get("sbp", ())
     return found if not found or isinstance(found[0], tuple) else (found,)
 
 
@@ -121,10 +120,10 @@ def change_sbps(node: fx.Node, change: Callable[[NdSbp], NdSbp]) -> None:
     """Give each tensor that the node yields another SBP."""
     found = tuple(map(change, sbps(node)))
     if found:
-        node.meta["sbp"] = found if isinstance(node.meta["sbp"][0], tuple) else found[0]
+        meta(node)["sbp"] = found if isinstance(meta(node)["sbp"][0], tuple) else found[0]
 
 
 def along_time(node: fx.Node, context: Context) -> Boxing | None:
     """What a boxing node does, if it is along time."""
-    found = node.meta.get("boxing")
+    found = meta(node).get("boxing")
     return found if isinstance(found, Boxing) and found.dim == context.time_dim else None

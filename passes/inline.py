@@ -7,12 +7,12 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir.evaluate import evaluate
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import copy_placement, emit
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
-from zerograph.passes.evaluate import evaluate
 from zerograph.random import uniform
 from zerograph.region import region_of
-from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def put_in_place(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         assert isinstance(results, (list, tuple))
         # An output of its own, even where the region returns what it was given.
         outputs = [
-            _inner(emit(graph, aten.alias.default, (_contiguous(graph, copies[one], node),), origin(node)))
+            emit(graph, aten.alias.default, (_contiguous(graph, copies[one], node),), origin(node), local=True)
             for one in results
             if isinstance(one, fx.Node)
         ]
@@ -42,7 +42,7 @@ def put_in_place(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         assert reader.target is operator.getitem
         index = reader.args[1]
         assert isinstance(index, int)
-        outputs[index].meta |= {key: reader.meta[key] for key in ("sbp", "global") if key in reader.meta}
+        copy_placement(outputs[index], reader)
         reader.replace_all_uses_with(outputs[index])
         graph.erase_node(reader)
     graph.erase_node(node)
@@ -52,9 +52,9 @@ def _copied(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], con
     if inner.target is uniform:
         return _drawn(graph, inner, copies, context)
     copy = graph.node_copy(inner, copies.__getitem__)
-    copy.meta = {"origin": origin(inner)}
+    copy.meta = {"origin": origin(inner), "local": True}
     copy.meta["val"] = evaluate(copy)
-    return _inner(copy)
+    return copy
 
 
 def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], context: Context) -> fx.Node:
@@ -69,11 +69,12 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
         uniform,
         (copies[seed], number, [1, *size], start, [context.mesh.size, *size], dtype, device),
         origin(inner),
+        local=True,
     )
-    drawn.meta["own"] = (3,)
+    meta(drawn)["own"] = (3,)
     if context.timed:
-        drawn.meta["advances"] = 0
-    return _inner(emit(graph, aten.select.int, (_inner(drawn), 0, 0), origin(inner)))
+        meta(drawn)["advances"] = 0
+    return emit(graph, aten.select.int, (drawn, 0, 0), origin(inner), local=True)
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
@@ -81,9 +82,5 @@ def _contiguous(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
     value = node.meta["val"]
     if not isinstance(value, Tensor) or value.is_contiguous():
         return node
-    return _inner(emit(graph, aten.clone.default, (node,), origin(like), memory_format=torch.contiguous_format))
-
-
-def _inner(node: fx.Node) -> fx.Node:
-    node.meta["local"] = True
-    return node
+    kind = torch.contiguous_format
+    return emit(graph, aten.clone.default, (node,), origin(like), local=True, memory_format=kind)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import FakeTensor
+from zerograph.ir.metadata import meta
+from zerograph.ir.signature import Signature
 from zerograph.mesh import Mesh, local_shape
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import PACKET, boxing_cost, signature_cost
 from zerograph.passes.in_time import follow_from_batch
-from zerograph.passes.rules import Signature
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
 from zerograph.step_graph import nbytes
 
@@ -121,8 +122,8 @@ class Line:
             if reader is but:
                 continue
             if reader.target is boxing:
-                if reader.meta.get("by_user"):
-                    yield reader.meta["target_sbp"][self.dim]
+                if meta(reader).get("by_user"):
+                    yield meta(reader)["target_sbp"][self.dim]
                     continue
                 # Along ZeRO's dimension a partial gradient is reduced, in whichever way the stage says, and placement
                 # must not depend on the stage. Along any other it is one more all-reduce.

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
+from zerograph.ir.evaluate import evaluate
+from zerograph.ir.metadata import Boxing, meta, origin
+from zerograph.ir.rewrite import drop_unused, emit_like, fake
 from zerograph.memory import computed_bytes
 from zerograph.mesh import local_shape, local_start
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.deal import dealt_update, own_updates
-from zerograph.passes.edit import drop_unused, emit, fake
-from zerograph.passes.evaluate import evaluate
 from zerograph.passes.in_time import enter, leave, pack
 from zerograph.passes.inline import put_in_place
 from zerograph.passes.lookup import is_apart, own_rows
 from zerograph.random import uniform
 from zerograph.region import local, region_of
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
-from zerograph.step_graph import Boxing, origin
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -60,9 +60,9 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _enter(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
     value = node.meta["val"]
-    node.meta["global"] = tuple(value.shape)
-    if any(isinstance(one, Split) for one in node.meta["sbp"]):
-        shape = local_shape(value.shape, node.meta["sbp"], context.mesh)
+    meta(node)["global"] = tuple(value.shape)
+    if any(isinstance(one, Split) for one in meta(node)["sbp"]):
+        shape = local_shape(value.shape, meta(node)["sbp"], context.mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
     else:
         same.add(node)
@@ -70,10 +70,10 @@ def _enter(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
 
 def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
     outputs = rules.output_values(node)
-    sbps = [node.meta["sbp"]] if isinstance(node.meta["val"], Tensor) else list(node.meta.get("sbp", ()))
+    sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node).get("sbp", ()))
     shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
     if isinstance(node.meta["val"], Tensor):
-        node.meta["global"] = tuple(node.meta["val"].shape)
+        meta(node)["global"] = tuple(node.meta["val"].shape)
     if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
         node.update_arg(_SIZE_ARGUMENT[node.target], list(shapes[0]))
     elif node.target is aten.affine_grid_generator.default:
@@ -94,14 +94,14 @@ def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> Non
     found = [tuple(value.shape) for value in rules.output_values(node)]
     if found != shapes:
         raise errors.VerificationError(
-            f"{node.target} yields local shapes {found} where its SBP {node.meta['sbp']} says {shapes}: "
+            f"{node.target} yields local shapes {found} where its SBP {meta(node)['sbp']} says {shapes}: "
             f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
         )
 
 
 def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
-    name = node.meta["bucket"]
+    name = meta(node)["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
     rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
     module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], rank, guarded=guarded))
@@ -111,7 +111,7 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
         own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
     # Of the update that needs most, whoever makes it: ranks shall foretell the same.
-    own.meta["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
+    meta(own)["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
     for part in list(node.users):
         for write in list(part.users):
             if write.target is aten.copy_.default and write.args[0] in inputs:
@@ -143,7 +143,7 @@ def _squeeze_what_is_one_globally(node: fx.Node) -> None:
     """A split dimension may have size one here; it stays."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    shape: tuple[int, ...] = source.meta["global"]
+    shape: tuple[int, ...] = meta(source)["global"]
     asked = rules.arguments(node).get("dim", list(range(len(shape))))
     dims = [dim % len(shape) for dim in ([asked] if isinstance(asked, int) else asked)] if shape else []
     node.target = aten.squeeze.dims
@@ -163,18 +163,18 @@ def _bound_slice(node: fx.Node) -> None:
 def _make_local(node: fx.Node, context: Context) -> None:
     node.meta["val"] = [
         fake(node.graph, local_shape(one.shape, sbp, context.mesh), one.dtype, one.device)
-        for one, sbp in zip(region_of(node).outputs, node.meta["sbp"], strict=True)
+        for one, sbp in zip(region_of(node).outputs, meta(node)["sbp"], strict=True)
     ]
 
 
 def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
     """The numbers that one device would draw, from where this rank's piece begins."""
     node.update_arg(2, list(shape))
-    node.update_arg(3, list(local_start(whole, node.meta["sbp"], context.mesh)))
-    node.meta["own"] = (3,)
-    time = node.meta["sbp"][-1]
+    node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
+    meta(node)["own"] = (3,)
+    time = meta(node)["sbp"][-1]
     if context.timed and isinstance(time, Split):
-        node.meta["advances"] = time.dim
+        meta(node)["advances"] = time.dim
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,11 @@ class _Lowering:
         return self.context.mesh.position[self.found.dim]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = emit(self.graph, target, args, origin(self.node), **kwargs)
-        made.meta["sbp"] = self.node.meta["sbp"]
-        made.meta["global"] = tuple(self.node.meta["val"].shape)
-        return made
+        return emit_like(self.node, target, *args, **kwargs)
 
     def collective(self, target: Any, *args: Any) -> fx.Node:
         start = self.emit(target, *args, self.context.mesh.groups[self.found.dim])
-        start.meta["boxing"] = self.found
+        meta(start)["boxing"] = self.found
         return self.emit(c10d.wait_tensor.default, start)
 
     def contiguous(self, source: fx.Node) -> fx.Node:
@@ -220,9 +217,10 @@ class _Lowering:
 
 
 def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
-    found: Boxing = node.meta["boxing"]
+    found: Boxing = meta(node)["boxing"]
     source = node.args[0]
     assert isinstance(source, fx.Node)
+    meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
         lowering = _Lowering(graph, node, context, found)
         if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
@@ -240,22 +238,21 @@ def _through_time(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
     before, after = found.source[-1], found.target[-1]
     if isinstance(after, Split):
         part = lower.emit(enter, source, after.dim, found.ranks)
-        part.meta["boxing"] = found
+        meta(part)["boxing"] = found
         return lower.contiguous(part)
     made = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, found.ranks)
-    made.meta["boxing"] = found
+    meta(made)["boxing"] = found
     return made
 
 
 def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    whole = {"global": tuple(node.meta["val"].shape)}
+    meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
-        entry = emit(graph, aten.unsqueeze.default, (source, 0), origin(node))
-        entry.meta |= {"sbp": (*node.meta["sbp"][:-1], Split(0)), **whole}
-        made = emit(graph, leave, (entry, 0, context.micro_batches), origin(node))
-        made.meta |= {"sbp": node.meta["sbp"], **whole}
+        entry = emit_like(node, aten.unsqueeze.default, source, 0)
+        meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
+        made = emit_like(node, leave, entry, 0, context.micro_batches)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -286,8 +283,8 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     size = source.meta["val"].shape[dim] // lower.ranks
     start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
-    part.meta["boxing"] = lower.found
-    part.meta["own"] = (2, 3)
+    meta(part)["boxing"] = lower.found
+    meta(part)["own"] = (2, 3)
     return lower.contiguous(part)
 
 

@@ -16,14 +16,15 @@ import torch
 from torch import fx
 
 from zerograph.buckets import Bucket
+from zerograph.ir.metadata import meta, role
+from zerograph.ir.rewrite import emit_like
+from zerograph.ir.signature import Signature
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import boxing_cost
-from zerograph.passes.edit import emit
-from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp, Split, broadcast, partial_sum
-from zerograph.step_graph import bucket_behind, nbytes, origin, placeholders, role
+from zerograph.step_graph import bucket_behind, nbytes, placeholders
 
 aten = torch.ops.aten
 LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
@@ -39,7 +40,7 @@ def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
     for node in placeholders(graph, "bucket"):
         found = role(node)
-        if found is not None and found.name in tables and node.meta["sbp"] == (_ROWS,):
+        if found is not None and found.name in tables and meta(node)["sbp"] == (_ROWS,):
             for table in (node, *(user for user in node.users if bucket_behind(user) is not None)):
                 _keep_apart(table, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
@@ -77,7 +78,7 @@ def _keep_apart(table: fx.Node, context: Context) -> None:
 def _cost_of_lookup(node: fx.Node, context: Context) -> float:
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
-    back = boxing_cost(partial_sum, node.meta["sbp"], nbytes(node.meta["val"]), context.ranks)
+    back = boxing_cost(partial_sum, meta(node)["sbp"], nbytes(node.meta["val"]), context.ranks)
     return _cost(indices, broadcast, context) + back
 
 
@@ -87,23 +88,26 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
     flat = _only(_readers([cast or node]), aten.reshape.default)
     joined = flat and _only(_readers([flat]), aten.cat.default)
     reduced = joined and _only(_readers([joined]), boxing)
-    if flat is None or joined is None or reduced is None or joined.meta.get("gradient") not in tables:
+    if flat is None or joined is None or reduced is None or meta(joined).get("gradient") not in tables:
         return
     gradient, indices = node.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(indices, fx.Node)
-    (target,) = reduced.meta["target_sbp"]
-    (signature,) = node.meta["signature"]
+    (target,) = meta(reduced)["target_sbp"]
+    (signature,) = meta(node)["signature"]
     reducing = _cost(cast or node, target, context)
     gathering = _cost(gradient, broadcast, context) + _cost(indices, broadcast, context)
     gathering += boxing_cost(_ROWS, (target,), nbytes(joined.meta["val"]), context.ranks)
     if signature.outputs != (partial_sum,) or signature.inputs[0] != signature.inputs[1] or reducing <= gathering:
         return
-    # Along which its batch was cut: parts of it are still summed one by one.
-    node.meta["parts"] = signature.inputs[1].dim
+    # The batch is split along this dimension: its parts are still summed one by one.
+    split = signature.inputs[1]
+    assert isinstance(split, Split)
+    meta(node)["parts"] = split.dim
     if cast is not None:
         # Each part by itself, as each rank casts its own before it is reduced.
-        node.meta["cast"], node.meta["val"] = cast.kwargs["dtype"], cast.meta["val"]
+        node.meta["val"] = cast.meta["val"]
+        meta(node)["cast"] = cast.meta["val"].dtype
         cast.replace_all_uses_with(node)
         node.graph.erase_node(cast)
     _settle(node, (broadcast, broadcast), _ROWS)
@@ -112,13 +116,13 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
 
 
 def _cost(node: fx.Node, need: Sbp, context: Context) -> float:
-    (have,) = node.meta["sbp"]
+    (have,) = meta(node)["sbp"]
     return boxing_cost(have, (need,), nbytes(node.meta["val"]), context.ranks)
 
 
 def _settle(node: fx.Node, inputs: tuple[Sbp, ...], output: Sbp) -> None:
-    node.meta["signature"] = (Signature(inputs, (output,)),)
-    node.meta["sbp"] = (output,)
+    meta(node)["signature"] = (Signature(inputs, (output,)),)
+    meta(node)["sbp"] = (output,)
 
 
 def _readers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -132,12 +136,13 @@ def _only(readers: Sequence[fx.Node], target: Any) -> fx.Node | None:
 def is_apart(node: fx.Node) -> bool:
     """Whether ``localize`` shall make of the node a lookup, or a sum, of this rank's rows alone."""
     if node.target is LOOKUP:
-        return bool(node.meta["signature"][0].inputs[0] == _ROWS)
+        return bool(meta(node)["signature"][0].inputs[0] == _ROWS)
     return node.target is GRADIENT and "parts" in node.meta
 
 
 def own_rows(node: fx.Node, context: Context) -> fx.Node:
     """What takes the node's place on this rank: its inputs are local already, its value is still global."""
+    meta(node)["global"] = tuple(node.meta["val"].shape)
     return (_look_up if node.target is LOOKUP else _sum_rows)(node, context)
 
 
@@ -146,11 +151,11 @@ def _look_up(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(table, fx.Node)
     assert isinstance(indices, fx.Node)
     with node.graph.inserting_before(node):
-        made = functools.partial(_emit, node)
+        made = functools.partial(emit_like, node)
         place, elsewhere = _places(node, indices, table.meta["val"].shape[0], context)
         rows = made(LOOKUP, table, place)
         found = made(aten.masked_fill.Scalar, rows, made(aten.unsqueeze.default, elsewhere, -1), 0)
-    found.meta["looked_up"] = True
+    meta(found)["looked_up"] = True
     return found
 
 
@@ -161,10 +166,10 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(indices, fx.Node)
     rows = options["num_weights"] // context.ranks
     padding = options["padding_idx"] - context.mesh.position[0] * rows
-    dim = node.meta["parts"]
+    dim = meta(node)["parts"]
     size = indices.meta["val"].shape[dim] // context.ranks
     with node.graph.inserting_before(node):
-        made = functools.partial(_emit, node)
+        made = functools.partial(emit_like, node)
         place, elsewhere = _places(node, indices, rows, context)
         kept = made(aten.masked_fill.Scalar, gradient, made(aten.unsqueeze.default, elsewhere, -1), 0)
         total: fx.Node | None = None
@@ -172,9 +177,9 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
             span = dim, part * size, (part + 1) * size
             ours, at = made(aten.slice.Tensor, kept, *span), made(aten.slice.Tensor, place, *span)
             summed = made(GRADIENT, ours, at, rows, padding if 0 <= padding < rows else -1, False)
-            summed.meta["own"] = (3,)
+            meta(summed)["own"] = (3,)
             if "cast" in node.meta:
-                summed = made(aten._to_copy.default, summed, dtype=node.meta["cast"])
+                summed = made(aten._to_copy.default, summed, dtype=meta(node)["cast"])
             total = summed if total is None else made(aten.add.Tensor, total, summed)
     assert total is not None
     return total
@@ -185,18 +190,12 @@ def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tup
 
     An index that is on none stays outside, so that looking it up is the error that it is on one device.
     """
-    made = functools.partial(_emit, node)
+    made = functools.partial(emit_like, node)
     start = context.mesh.position[0] * rows
     place = made(aten.sub.Tensor, indices, start)
-    place.meta["own"] = (1,)
+    meta(place)["own"] = (1,)
     before = made(aten.logical_and.default, made(aten.ge.Scalar, indices, 0), made(aten.lt.Scalar, place, 0))
     total = rows * context.ranks
     behind = made(aten.logical_and.default, made(aten.ge.Scalar, place, rows), made(aten.lt.Scalar, indices, total))
     elsewhere = made(aten.logical_or.default, before, behind)
     return made(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
-
-
-def _emit(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    made = emit(node.graph, target, args, origin(node), **kwargs)
-    made.meta |= {"sbp": node.meta["sbp"], "global": tuple(node.meta["val"].shape)}
-    return made

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.metadata import Boxing, Origin, Role, boxing_of, meta, origin, role
+from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
+from zerograph.ir.signature import Signature
 from zerograph.loop import Loop, Result, accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, fake
 from zerograph.passes.in_time import change_sbps, enter, leave, sbps
-from zerograph.passes.rules import Signature
 from zerograph.random import uniform
 from zerograph.sbp import NdSbp, broadcast
-from zerograph.step_graph import Boxing, Origin, Role, ancestors, is_view, origin, role
+from zerograph.step_graph import is_view
 
 aten = torch.ops.aten
 NAME = "micro_batches"
@@ -72,13 +73,15 @@ def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None
     output = graph.output_node()
     with graph.inserting_before(output):
         ran = graph.call_module(NAME, tuple(making.operands))
-        ran.meta |= {
-            "loop": found,
-            "origin": Origin("backward"),
-            "val": tuple(one.meta["val"] for one in making.results),
-        }
+        meta(ran).update(
+            {
+                "loop": found,
+                "origin": Origin("backward"),
+                "val": tuple(one.meta["val"] for one in making.results),
+            }
+        )
         for index, (node, result) in enumerate(zip(leaving, results, strict=True)):
-            taken = _like(emit(graph, operator.getitem, (ran, index), origin(node)), node, result)
+            taken = _result(emit_like(node, operator.getitem, ran, index), result)
             _narrow(graph, node, taken, result)
             node.replace_all_uses_with(taken)
     for node in list(graph.nodes):
@@ -93,10 +96,9 @@ def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None
             graph.erase_node(node)
 
 
-def _like(made: fx.Node, node: fx.Node, result: Result) -> fx.Node:
-    made.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
+def _result(made: fx.Node, result: Result) -> fx.Node:
     if result.gradient is not None:
-        made.meta["accumulated"] = result.gradient
+        meta(made)["accumulated"] = result.gradient
     return made
 
 
@@ -112,7 +114,7 @@ def _narrow(graph: fx.Graph, node: fx.Node, taken: fx.Node, result: Result) -> N
             graph.erase_node(reader)
             continue
         if narrow is None:
-            narrow = _like(emit(graph, aten._to_copy.default, (taken,), origin(node), dtype=dtype), node, result)
+            narrow = _result(emit_like(node, aten._to_copy.default, taken, dtype=dtype), result)
         reader.replace_input_with(node, narrow)
 
 
@@ -173,19 +175,21 @@ class _Body:
             placeholder = self.graph.placeholder(given.name)
             found = role(given.all_input_nodes[0] if given.target is enter else given)
             placeholder.meta = {**given.meta, "role": found or Role("value", given.name)}
-            placeholder.meta.pop("boxing", None)
-            placeholder.meta.pop("signature", None)
+            meta(placeholder).pop("boxing", None)
+            meta(placeholder).pop("signature", None)
             self._copies[given] = placeholder
         self.results = [self.graph.placeholder(f"{NAME}_{index}") for index in range(len(leaving))]
         for placeholder, node in zip(self.results, leaving, strict=True):
-            placeholder.meta |= {key: node.meta[key] for key in ("sbp", "global") if key in node.meta}
-            placeholder.meta |= {"role": Role("result", placeholder.name), "val": _summed(self.outer, node)}
+            copy_placement(placeholder, node)
+            meta(placeholder).update({"role": Role("result", placeholder.name), "val": _summed(self.outer, node)})
         self.turn = self.graph.placeholder("turn")
-        self.turn.meta |= {
-            "role": Role("turn", "turn"),
-            "val": fake(self.outer, (), torch.int64, torch.device("cpu")),
-            "sbp": (broadcast,) * self.context.mesh.dims,
-        }
+        meta(self.turn).update(
+            {
+                "role": Role("turn", "turn"),
+                "val": fake(self.outer, (), torch.int64, torch.device("cpu")),
+                "sbp": (broadcast,) * self.context.mesh.dims,
+            }
+        )
 
     def put(self, node: fx.Node) -> None:
         """Copy a node, and before it what is made again for it."""
@@ -195,9 +199,9 @@ class _Body:
         copy = self.graph.node_copy(node, self._copies.__getitem__)
         if "advances" in node.meta:
             assert copy.target is uniform
-            copy.args = (*copy.args, self.turn, copy.meta.pop("advances"))
+            copy.args = (*copy.args, self.turn, meta(copy).pop("advances"))
             # Of the operator without the number of the micro-batch.
-            copy.meta.pop("signature", None)
+            meta(copy).pop("signature", None)
         self._copies[node] = copy
 
     def result(self, node: fx.Node, place: fx.Node) -> Result:
@@ -214,7 +218,7 @@ class _Body:
         return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node))
 
     def end(self) -> fx.GraphModule:
-        self.graph.output(()).meta["roles"] = []
+        meta(self.graph.output(()))["roles"] = []
         for node in self.graph.nodes:
             _forget_time(node)
         return _torch.graph_module(torch.nn.Module(), self.graph)
@@ -238,10 +242,9 @@ class _Body:
 
 
 def _gradient_of(node: fx.Node) -> str | None:
-    """The bucket whose gradient a boxing node moves."""
-    found = node.meta.get("boxing")
-    name = found.tensor if isinstance(found, Boxing) else ""
-    return name.removeprefix("gradient of ") if name.startswith("gradient of ") else None
+    """Return the name of the bucket whose gradient a boxing node moves, or None."""
+    boxing = boxing_of(node)
+    return boxing.tensor.name if boxing is not None and boxing.tensor.kind == "gradient" else None
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> Tensor:
@@ -255,12 +258,12 @@ def _summed(graph: fx.Graph, node: fx.Node) -> Tensor:
 def _forget_time(node: fx.Node) -> None:
     """Outside of the loop as in its body there are ranks only."""
     change_sbps(node, lambda sbp: sbp[:-1])
-    signature: tuple[Signature, ...] | None = node.meta.get("signature")
+    signature: tuple[Signature, ...] | None = meta(node).get("signature")
     if signature is not None:
-        node.meta["signature"] = signature[:-1]
-    found = node.meta.get("boxing")
+        meta(node)["signature"] = signature[:-1]
+    found = meta(node).get("boxing")
     if isinstance(found, Boxing):
-        node.meta["boxing"] = replace(found, source=found.source[:-1], target=found.target[:-1])
+        meta(node)["boxing"] = replace(found, source=found.source[:-1], target=found.target[:-1])
     if "needs" in node.meta:
-        needs: list[NdSbp] = node.meta["needs"]
-        node.meta["needs"] = [one[:-1] for one in needs]
+        needs: list[NdSbp] = meta(node)["needs"]
+        meta(node)["needs"] = [one[:-1] for one in needs]

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from zerograph.passes.edit import drop_unused
+from zerograph.ir.metadata import Boxing, meta, origin
+from zerograph.ir.rewrite import closure, drop_unused
 from zerograph.passes.segments import made_by, owner
-from zerograph.step_graph import Boxing, origin
 
 
 def make_again(graph: fx.Graph, values: set[fx.Node]) -> None:
@@ -41,18 +41,16 @@ def _with_views(graph: fx.Graph, values: set[fx.Node]) -> set[fx.Node]:
 
 
 def _missing(wanted: Iterable[fx.Node], again: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node in again and node not in copies and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+    """Return the nodes of ``again`` that have no copy yet and that ``wanted`` need, themselves included."""
+
+    def uncopied(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node in again and node not in copies]
+
+    return closure(uncopied(wanted), lambda node: uncopied(node.all_input_nodes))
 
 
 def _describe(copy: fx.Node) -> None:
-    copy.meta["origin"] = replace(origin(copy), phase="backward")
-    copy.meta["recomputed"] = True
-    if isinstance(found := copy.meta.get("boxing"), Boxing):
-        copy.meta["boxing"] = replace(found, phase="backward")
+    meta(copy)["origin"] = replace(origin(copy), phase="backward")
+    meta(copy)["recomputed"] = True
+    if isinstance(found := meta(copy).get("boxing"), Boxing):
+        meta(copy)["boxing"] = replace(found, phase="backward")

@@ -16,10 +16,10 @@ from typing import Any
 import networkx
 from torch import fx
 
+from zerograph.ir.metadata import origin
 from zerograph.mesh import Mesh
 from zerograph.passes.segments import Segment, is_weight, made_by, owner
 from zerograph.passes.work import local_bytes, work
-from zerograph.step_graph import origin
 
 # Choices of one segment: halving the gaps between the best ones so often.
 _HALVINGS = 4

@@ -20,12 +20,13 @@ from torch import fx
 
 from zerograph.buckets import Bucket
 from zerograph.errors import VerificationError
+from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.rewrite import emit, fake, positions
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile, shared_arguments
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, fake, positions
 from zerograph.sbp import whole
-from zerograph.step_graph import nbytes, origin, placeholders, role
+from zerograph.step_graph import nbytes, placeholders
 from zerograph.transfers import FETCH, LANDED, PUT_BACK
 
 _WAITS = (WAIT, LANDED)
@@ -136,14 +137,14 @@ def _make_handles(graph: fx.Graph, turns: Sequence[_Turn], context: Context) -> 
     for handle in fetched | dict.fromkeys(_fetched_in_bodies(graph, context)):
         about[handle] = {key: handle.meta[key] for key in ("val", "sbp", "global")}
         handle.meta["val"] = fake(graph, (), torch.int64, torch.device("cpu"))
-        handle.meta |= {"sbp": whole(context.mesh.dims), "global": ()}
+        meta(handle).update({"sbp": whole(context.mesh.dims), "global": ()})
     return about
 
 
 def _fetched_in_bodies(graph: fx.Graph, context: Context) -> Iterator[fx.Node]:
     in_files = {bucket.name for bucket in context.buckets if bucket.rest.parameters is not None}
     for node in placeholders(graph, "bucket"):
-        if node.meta["role"].name in in_files and any(loop_of(user) is not None for user in node.users):
+        if meta(node)["role"].name in in_files and any(loop_of(user) is not None for user in node.users):
             yield node
 
 
@@ -151,9 +152,9 @@ def _fetch(graph: fx.Graph, turn: _Turn, place: fx.Node, about: Mapping[fx.Node,
     """Start reading before ``place``; the turn's nodes read what arrives."""
     started = []
     for handle, users in turn.users.items():
-        value = about[handle]["val"]
+        value, sbp = about[handle]["val"], about[handle]["sbp"]
         with graph.inserting_before(place):
-            fetched = emit(graph, FETCH, (handle, list(value.shape), value.dtype), origin(turn.first))
+            fetched = emit(graph, FETCH, (handle, list(value.shape), value.dtype), origin(turn.first), sbp=sbp)
         fetched.meta |= about[handle]
         for user in users:
             user.replace_input_with(handle, fetched)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
+from zerograph.ir.metadata import meta
+from zerograph.ir.rewrite import in_place_of, occurrences
 from zerograph.passes.context import Context
-from zerograph.passes.edit import in_place_of, occurrences
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ def _write_over_operand(node: fx.Node) -> None:
     elif node.target in _BACKWARD and value.device.type == "cpu":
         node.target, name = _BACKWARD[node.target]
         node.kwargs = {**node.kwargs, name: source}
-        node.meta.pop("signature", None)  # of the operator without the operand more
+        meta(node).pop("signature", None)  # of the operator without the operand more
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:

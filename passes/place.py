@@ -17,17 +17,18 @@ from torch import Tensor, fx
 
 from zerograph.buckets import Bucket
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.signature import Signature
 from zerograph.passes import rules
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
 from zerograph.passes.cost import PACKET
 from zerograph.passes.deal import dealt_update
 from zerograph.passes.line import Line, Made, open_line
-from zerograph.passes.rules import Signature
 from zerograph.passes.rules.discover import discover
 from zerograph.passes.solve import improve
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, whole, wire_bytes
-from zerograph.step_graph import origin, output_nodes, role, writes
+from zerograph.step_graph import output_nodes, writes
 
 
 def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -37,7 +38,7 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         lines.append(_place_along(open_line(module.graph, context, lines), context))
     for node in module.graph.nodes:
         _write_down(node, lines)
-    module.graph.output_node().meta["needs"] = [
+    meta(module.graph.output_node())["needs"] = [
         tuple(broadcast if line.is_time else line.returned(line.made(node), line.have(node)) for line in lines)
         for node in output_nodes(module.graph)
     ]
@@ -47,8 +48,8 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
     """Each tensor that the node reads, with the SBP in which it needs it."""
     if node.op == "output":
-        return list(zip(output_nodes(node.graph), node.meta["needs"], strict=True))
-    signatures: tuple[Signature, ...] | None = node.meta.get("signature")
+        return list(zip(output_nodes(node.graph), meta(node)["needs"], strict=True))
+    signatures: tuple[Signature, ...] | None = meta(node).get("signature")
     if signatures is None:
         return []
     return [
@@ -98,7 +99,7 @@ def _put_behind(line: Line, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
     """What no gradient is made of goes behind the loop, whole, if an operand of it is there only then."""
     trains: set[fx.Node] = set()
     for node in reversed(line.graph.nodes):
-        reduces = node.target is boxing and str(node.meta["tensor"]).startswith("gradient of ")
+        reduces = node.target is boxing and meta(node)["tensor"].kind == "gradient"
         if reduces or not trains.isdisjoint(node.users):
             trains.add(node)
     late: set[fx.Node] = set()
@@ -138,9 +139,9 @@ def _choose_greedily(
         elif node.op == "get_attr":
             line.sbp[node] = (broadcast,)
         elif node.target is boxing:
-            line.sbp[node] = (node.meta["target_sbp"][line.dim],)
+            line.sbp[node] = (meta(node)["target_sbp"][line.dim],)
         elif node.target is dealt_update:
-            line.choose(node, node.meta["signatures"][line.dim])
+            line.choose(node, meta(node)["signatures"][line.dim])
         elif node in written:
             # State is written in the SBP that it rests in.
             rest = line.sbp[node.args[0]][0]
@@ -208,12 +209,12 @@ def _pull_split(node: fx.Node, line: Line, free: dict[fx.Node, tuple[Signature, 
 def _write_down(node: fx.Node, lines: list[Line]) -> None:
     """The choices along every mesh dimension, into the node's metadata."""
     if node in lines[0].signature:
-        node.meta["signature"] = tuple(line.signature[node] for line in lines)
+        meta(node)["signature"] = tuple(line.signature[node] for line in lines)
     if isinstance(node.meta.get("val"), Tensor):
-        node.meta["sbp"] = tuple(line.have(node) for line in lines)
+        meta(node)["sbp"] = tuple(line.have(node) for line in lines)
     elif isinstance(node.meta.get("val"), (list, tuple)) and node.op == "call_function":
         count = len(rules.output_values(node))
-        node.meta["sbp"] = tuple(tuple(line.sbp[node][index] for line in lines) for index in range(count))
+        meta(node)["sbp"] = tuple(tuple(line.sbp[node][index] for line in lines) for index in range(count))
 
 
 def _report_missing_rule(node: fx.Node, line: Line, context: Context) -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused, positions
 from zerograph.sbp import Split
-from zerograph.step_graph import bucket_behind, origin
+from zerograph.step_graph import bucket_behind
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
         if _rests(node.all_input_nodes[0])
-        and any(isinstance(one, Split) for one in node.all_input_nodes[0].meta["sbp"])
+        and any(isinstance(one, Split) for one in meta(node.all_input_nodes[0])["sbp"])
     ]
 
 
@@ -60,16 +61,9 @@ def _rests(node: fx.Node) -> bool:
 
 
 def _uses(gather: fx.Node) -> set[fx.Node]:
-    """The nodes that compute with the bucket: they read it, or what is only another form of it."""
-    found: set[fx.Node] = set()
-    stack = [gather]
-    while stack:
-        for user in stack.pop().users:
-            if _is_form(user):
-                stack.append(user)
-            else:
-                found.add(user)
-    return found
+    """Return the nodes that compute with the bucket: users of the gather, of its views, casts and copies."""
+    forms = closure([gather], lambda form: (user for user in form.users if _is_form(user)))
+    return {user for form in forms for user in form.users} - forms
 
 
 def _is_form(node: fx.Node) -> bool:
@@ -106,9 +100,9 @@ def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
                 inputs = _cast_again(graph, gather, reader)
             with graph.inserting_before(reader):
                 copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
-            copies[node].meta["origin"] = origin(reader)
+            meta(copies[node])["origin"] = origin(reader)
             if node is gather:
-                copies[node].meta["boxing"] = replace(gather.meta["boxing"], phase=origin(reader).phase)
+                meta(copies[node])["boxing"] = replace(meta(gather)["boxing"], phase=origin(reader).phase)
         return copies[node]
 
     for use in uses:
@@ -123,7 +117,7 @@ def _cast_again(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.No
         return {}
     with graph.inserting_before(reader):
         again = graph.node_copy(cast)
-    again.meta["origin"] = origin(reader)
+    meta(again)["origin"] = origin(reader)
     return {cast: again}
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure, drop_unused, emit, emit_like, in_place_of, keywords, occurrences
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused, emit, in_place_of, occurrences
-from zerograph.step_graph import base_of, is_view, origin, viewed, writes
+from zerograph.step_graph import base_of, is_view, viewed, writes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -39,35 +41,33 @@ def _fill(graph: fx.Graph, joined: fx.Node) -> None:
     parts = list(joined.all_input_nodes)
     if len(parts) == 1 and parts[0].target is not aten.constant_pad_nd.default:
         joined.replace_all_uses_with(parts[0])
-        parts[0].meta["gradient"] = joined.meta.pop("gradient")
+        meta(parts[0])["gradient"] = meta(joined).pop("gradient")
         return
     pieces = [_gaps(part) for part in parts]
     # One that had to change its SBP first comes flat from a collective.
     gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
     makers = [_maker(gradient) for gradient in gradients]
     first = min(maker or gradient for maker, gradient in zip(makers, gradients, strict=True))
-    bucket = _emit_like(graph, first, joined, aten.empty.memory_format, list(joined.meta["val"].shape))
-    bucket.update_kwarg("dtype", joined.meta["val"].dtype)
-    bucket.update_kwarg("device", joined.meta["val"].device)
-    bucket.meta["val"] = joined.meta["val"]
+    flat: Tensor = joined.meta["val"]
+    with graph.inserting_before(first):
+        bucket = emit_like(joined, aten.empty.memory_format, list(flat.shape), dtype=flat.dtype, device=flat.device)
     offset = 0
     for gradient, maker, (_, before, behind) in zip(gradients, makers, pieces, strict=True):
         made = maker or gradient
         value: Tensor = made.meta["val"]
         offset = _zero(graph, bucket, joined, offset, offset + before)
         with graph.inserting_before(maker or _behind(gradient, bucket)):
-            part = _tagged(
-                emit(graph, aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()), origin(made)), joined
-            )
-            view = _tagged(emit(graph, aten.view.default, (part, list(value.shape)), origin(made)), joined)
+            put = functools.partial(emit, graph, origin=origin(made), sbp=meta(joined)["sbp"])
+            part = put(aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()))
+            view = put(aten.view.default, (part, list(value.shape)))
             if maker is None:
-                _tagged(emit(graph, aten.copy_.default, (view, gradient), origin(made)), joined)
+                put(aten.copy_.default, (view, gradient))
             else:
-                _tagged(emit(graph, _OUT[maker.target], maker.args, origin(made), **maker.kwargs, out=view), joined)
+                put(_OUT[maker.target], maker.args, **keywords(maker), out=view)
         offset += value.numel()
         offset = _zero(graph, bucket, joined, offset, offset + behind)
     joined.replace_all_uses_with(bucket)
-    bucket.meta["gradient"] = joined.meta.pop("gradient")
+    meta(bucket)["gradient"] = meta(joined).pop("gradient")
 
 
 # Operators whose kernels write a result of its natural layout wherever they are told.
@@ -123,21 +123,9 @@ def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: in
     """Fill what lies between two gradients right behind the allocation; the end of it."""
     if start < end:
         with graph.inserting_before(bucket.next):
-            gap = _tagged(emit(graph, aten.slice.Tensor, (bucket, 0, start, end), origin(joined)), joined)
-            _tagged(emit(graph, aten.zero_.default, (gap,), origin(joined)), joined)
+            put = functools.partial(emit, graph, origin=origin(joined), sbp=meta(joined)["sbp"])
+            put(aten.zero_.default, (put(aten.slice.Tensor, (bucket, 0, start, end)),))
     return end
-
-
-def _emit_like(graph: fx.Graph, before: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    node.meta["origin"] = origin(like)
-    return _tagged(node, like)
-
-
-def _tagged(node: fx.Node, like: fx.Node) -> fx.Node:
-    node.meta["sbp"] = like.meta["sbp"]
-    return node
 
 
 def _behind(node: fx.Node, bucket: fx.Node) -> fx.Node:
@@ -178,12 +166,5 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def _views(node: fx.Node) -> set[fx.Node]:
-    """What lies in the node's memory, views of views among it."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        source = stack.pop()
-        fresh = {user for user in source.users if viewed(user) is source} - found
-        found |= fresh
-        stack += fresh
-    return found
+    """Return the nodes whose values lie in the node's memory: its views, and their views."""
+    return closure([node], lambda source: (user for user in source.users if viewed(user) is source)) - {node}

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure, move_after
 from zerograph.passes.context import Context
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import bucket_behind, is_view, origin
+from zerograph.step_graph import bucket_behind, is_view
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -26,7 +28,7 @@ def release(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         weights = [operand for operand in product.all_input_nodes if _is_gathered(operand)]
         others = [operand for operand in product.all_input_nodes if operand not in weights]
         if weights and others and _makes_gradient(max(others), product):
-            _move_behind(max(others), product, weights)
+            _move_after(max(others), product, weights)
     return module
 
 
@@ -45,22 +47,14 @@ def _is_gathered(node: fx.Node) -> bool:
 def _makes_gradient(start: fx.Node, end: fx.Node) -> bool:
     node = start.next
     while node is not end:
-        if any(isinstance(one, PartialSum) for one in node.meta.get("sbp", ())):
+        if any(isinstance(one, PartialSum) for one in meta(node).get("sbp", ())):
             return True
         node = node.next
     return False
 
 
-def _move_behind(place: fx.Node, product: fx.Node, weights: list[fx.Node]) -> None:
-    """With the views and the gather that it reads: they need nothing but the bucket."""
-    moving: list[fx.Node] = []
-    stack = list(weights)
-    while stack:
-        node = stack.pop()
-        if place < node and node not in moving:
-            moving.append(node)
-            stack += node.all_input_nodes
-    for node in [*sorted(moving), product]:
-        if place.next is not node:
-            place.append(node)
-        place = node
+def _move_after(place: fx.Node, product: fx.Node, weights: list[fx.Node]) -> None:
+    """Move the product after ``place``, with the views and the gather that it reads: they need only the bucket."""
+    late = [weight for weight in weights if place < weight]
+    moving = closure(late, lambda node: (source for source in node.all_input_nodes if place < source))
+    move_after([*sorted(moving), product], place)

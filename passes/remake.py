@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import drop_unused
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused
-from zerograph.step_graph import is_view, nbytes, origin
+from zerograph.step_graph import is_view, nbytes
 
 aten = torch.ops.aten
 
@@ -82,7 +83,7 @@ def _make_again(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> None:
             if one is not made:
                 copy(one.all_input_nodes[0])
             copies[one] = graph.node_copy(one, lambda given: copies.get(given, given))
-            copies[one].meta |= {"origin": replace(origin(one), phase="backward"), "recomputed": True}
+            meta(copies[one]).update({"origin": replace(origin(one), phase="backward"), "recomputed": True})
         return copies[one]
 
     with graph.inserting_before(min(readers)):

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import emit
+from zerograph.ir.signature import Signature
 from zerograph.passes import rules
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
-from zerograph.passes.rules import Signature
 from zerograph.sbp import Split
-from zerograph.step_graph import origin, placeholders
+from zerograph.step_graph import placeholders
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -35,7 +36,7 @@ def reorder(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.ranks > 1:
         walk = _Walk(context.ranks)
         for node in placeholders(module.graph, "input"):
-            sbps = context.inputs[int(node.meta["role"].name)]
+            sbps = context.inputs[int(meta(node)["role"].name)]
             split = next((sbp.dim for sbp in sbps if isinstance(sbp, Split)), None)
             if split is not None:
                 walk.batch[node] = split

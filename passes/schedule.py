@@ -7,11 +7,12 @@ from collections import deque
 import torch
 from torch import fx
 
+from zerograph.ir.metadata import meta, role
+from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.loop import accumulate, collect
 from zerograph.passes.context import Context
-from zerograph.passes.edit import positions
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import ancestors, bucket_behind, placeholders, role
+from zerograph.step_graph import bucket_behind, placeholders
 
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
@@ -25,10 +26,10 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         if wait.users:
-            _move_before(wait, _first_user(wait))
+            move_before(wait, _first_user(wait))
     for start in _starts(graph):
         if not _reads_bucket(start):
-            _move_behind(start, start.all_input_nodes)
+            _move_early(start, start.all_input_nodes)
     begun = _advance_what_the_batch_tells(graph)
     _prefetch_gathers(graph, begun, one_by_one=context.policy.regather)
     if context.policy.split and context.policy.reduce_early:
@@ -36,7 +37,7 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for target in (accumulate, collect):
         for node in graph.find_nodes(op="call_function", target=target):
             # What a micro-batch leaves behind is freed as soon as it is added, or copied.
-            _move_behind(node, node.all_input_nodes)
+            _move_early(node, node.all_input_nodes)
     return module
 
 
@@ -63,13 +64,9 @@ def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:
             continue
         cone = sorted(ancestors([start]), key=order.__getitem__)
         if all(_leads_to_rows(node) if looked_up else _follows_from_batch(node) for node in cone):
-            for node in [*cone, start]:
-                if node.op == "placeholder" or node in moved:
-                    continue
-                if place.next is not node:
-                    place.append(node)
-                place = node
-                moved.add(node)
+            moving = [node for node in (*cone, start) if node.op != "placeholder" and node not in moved]
+            place = move_after(moving, place)
+            moved.update(moving)
     return place
 
 
@@ -98,7 +95,7 @@ def _prefetch_gathers(graph: fx.Graph, begun: fx.Node, *, one_by_one: bool) -> N
     previous: fx.Node | None = None
     for start in gathers:
         if previous is None:
-            _move_behind(start, [begun])
+            _move_early(start, [begun])
         else:
             (_wait_of(previous) if one_by_one else previous).append(start)
         cast = start.all_input_nodes[0]
@@ -126,7 +123,7 @@ def _bound_gradient_buckets(graph: fx.Graph) -> None:
             wait = _wait_of(in_flight.popleft())
             # One that a second collective reads, along another mesh dimension, may have come already.
             if order[wait] > order[opened[node]]:
-                _move_before(wait, opened[node])
+                move_before(wait, opened[node])
         filling += 1
 
 
@@ -144,7 +141,7 @@ def _partial_sources(joined: fx.Node) -> list[fx.Node]:
 
 
 def _is_partial(node: fx.Node) -> bool:
-    return any(isinstance(one, PartialSum) for one in node.meta.get("sbp", ()))
+    return any(isinstance(one, PartialSum) for one in meta(node).get("sbp", ()))
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
@@ -155,15 +152,7 @@ def _first_user(node: fx.Node) -> fx.Node:
     return min(node.users)
 
 
-def _move_before(node: fx.Node, place: fx.Node) -> None:
-    if node.next is not place:
-        place.prepend(node)
-
-
-def _move_behind(node: fx.Node, inputs: list[fx.Node]) -> None:
-    """As early as the inputs allow, but behind all placeholders."""
+def _move_early(node: fx.Node, inputs: list[fx.Node]) -> None:
+    """Move the node right after the last of its inputs, and after all placeholders."""
     last = max(inputs)
-    if last.op == "placeholder":
-        last = placeholders(node.graph)[-1]
-    if last.next is not node:
-        last.append(node)
+    move_after([node], placeholders(node.graph)[-1] if last.op == "placeholder" else last)

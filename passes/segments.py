@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
+from zerograph.ir.metadata import meta, origin, role
 from zerograph.memory import shared_arguments
 from zerograph.passes.boxing import boxing
 from zerograph.passes.lookup import is_apart
 from zerograph.passes.regather import COPIES
 from zerograph.region import local
-from zerograph.step_graph import origin, role
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ def _is_makeable(value: fx.Node) -> bool:
     if is_weight(value):
         return False  # regather's business
     if target is boxing:
-        return bool(made.meta["boxing"].kind == "slice")
+        return bool(meta(made)["boxing"].kind == "slice")
     if target is local or not isinstance(target, OpOverload) or is_mutable(target):
         return False
     return "looked_up" not in made.meta and not is_apart(made)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import drop_unused, emit
 from zerograph.passes.context import Context
-from zerograph.passes.edit import drop_unused, emit
-from zerograph.step_graph import base_of, origin
+from zerograph.step_graph import base_of
 
 aten = torch.ops.aten
 

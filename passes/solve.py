@@ -14,9 +14,9 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from zerograph.ir.signature import Signature
 from zerograph.passes.cost import signature_cost
 from zerograph.passes.line import Line, Made
-from zerograph.passes.rules import Signature
 from zerograph.sbp import Sbp
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]

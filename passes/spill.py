@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import meta, origin, value
+from zerograph.ir.rewrite import emit, emit_like
 from zerograph.memory import WAIT, Profile, Storage, profile
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
 from zerograph.passes.work import flops
-from zerograph.step_graph import is_view, origin, value
+from zerograph.step_graph import is_view
 
 aten = torch.ops.aten
 
@@ -103,11 +104,10 @@ def _hidden(kept: Sequence[_Kept], found: Profile, position: dict[fx.Node, int])
 def _spill(graph: fx.Graph, one: _Kept, place: fx.Node) -> fx.Node:
     """Down when it is made, up before ``place``; backward reads what came up, first this node."""
     with graph.inserting_after(one.made):
-        down = emit(graph, aten._to_copy.default, (one.made,), origin(one.made), device=torch.device("cpu"))
+        down = emit_like(one.made, aten._to_copy.default, one.made, device=torch.device("cpu"))
     with graph.inserting_before(place):
-        up = emit(graph, aten._to_copy.default, (down,), origin(place), device=value(one.made).device)
-    for copy in (down, up):
-        copy.meta |= {key: one.made.meta[key] for key in ("sbp", "global") if key in one.made.meta}
+        device = value(one.made).device
+        up = emit(graph, aten._to_copy.default, (down,), origin(place), like=one.made, device=device)
     there = {one.made: up}
     for reader in sorted(one.readers):
         for given in reader.all_input_nodes:
@@ -123,5 +123,5 @@ def _viewed(graph: fx.Graph, node: fx.Node, there: dict[fx.Node, fx.Node], place
         viewed = _viewed(graph, source, there, place)
         with graph.inserting_before(place):
             there[node] = graph.node_copy(node, lambda given: viewed if given is source else given)
-        there[node].meta["origin"] = origin(place)
+        meta(there[node])["origin"] = origin(place)
     return there[node]

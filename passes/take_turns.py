@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
+from zerograph.ir.metadata import Origin, TensorRef, meta
+from zerograph.ir.rewrite import emit, first_computed
 from zerograph.passes.boxing import boxing
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit, first_computed
 from zerograph.sbp import Split, show
-from zerograph.step_graph import Origin, placeholders
+from zerograph.step_graph import placeholders
 
 
 def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -17,13 +18,13 @@ def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.timed:
         return module
     for node in placeholders(graph, "input"):
-        target = context.inputs[int(node.meta["role"].name)]
+        target = context.inputs[int(meta(node)["role"].name)]
         if not isinstance(target[-1], Split) or not node.users:
             continue
         readers = list(node.users)
         with graph.inserting_before(first_computed(graph)):
             taken = emit(graph, boxing, (node, show(target)), Origin("forward"))
-        taken.meta |= {"target_sbp": target, "tensor": str(node.meta["role"])}
+        meta(taken).update({"target_sbp": target, "tensor": TensorRef("value", str(meta(node)["role"]))})
         for reader in readers:
             reader.replace_input_with(node, taken)
     return module

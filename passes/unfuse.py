@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import emit
 from zerograph.passes import rules
 from zerograph.passes.context import Context
-from zerograph.passes.edit import emit
-from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.signature import Signature
 from zerograph.passes import rules
-from zerograph.passes.rules import Signature
 from zerograph.sbp import PartialSum, show
-from zerograph.step_graph import origin, placeholders, writes
+from zerograph.step_graph import placeholders, writes
 
 # Of each node what its signature was last compared with.
 Seen = dict[fx.Node, tuple[Any, ...]]
@@ -29,17 +30,17 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
     made: set[fx.Node] = set()
     changed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        inputs, meta = node.all_input_nodes, node.meta
+        inputs, known = node.all_input_nodes, meta(node)
         if not made.issuperset(inputs):
             missing = next(given for given in inputs if given not in made)
             _fail(after, node, f"reads {missing.name}, which is not made yet")
         made.add(node)
-        if placed and "sbp" not in meta and "local" not in meta and isinstance(meta.get("val"), Tensor):
+        if placed and "sbp" not in known and "local" not in known and isinstance(known.get("val"), Tensor):
             _fail(after, node, "has no SBP")
         if not boxed:
             continue
-        signatures: tuple[Signature, ...] = meta.get("signature", ())
-        now = node.args, node.kwargs, signatures, meta.get("sbp"), meta.get("val")
+        signatures = known.get("signature", ())
+        now = node.args, node.kwargs, signatures, known.get("sbp"), known.get("val")
         before = seen.get(node)
         if before is None or not all(map(is_, now, before)):
             seen[node] = now
@@ -54,10 +55,10 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
 def _check_signature(after: str, node: fx.Node, dim: int, signature: Signature) -> None:
     inputs = rules.tensor_arguments(node)
     for given, wanted in zip(inputs, signature.inputs, strict=True):
-        if given.meta["sbp"][dim] != wanted:
-            _fail(after, node, f"reads {given.name} as {wanted}, but it is {show(given.meta['sbp'])}")
-    if isinstance(node.meta["val"], Tensor) and node.meta["sbp"][dim] != signature.outputs[0]:
-        _fail(after, node, f"is {show(node.meta['sbp'])}, but its signature yields {signature.outputs[0]}")
+        if meta(given)["sbp"][dim] != wanted:
+            _fail(after, node, f"reads {given.name} as {wanted}, but it is {show(meta(given)['sbp'])}")
+    if isinstance(node.meta["val"], Tensor) and meta(node)["sbp"][dim] != signature.outputs[0]:
+        _fail(after, node, f"is {show(meta(node)['sbp'])}, but its signature yields {signature.outputs[0]}")
     reads_partial = any(isinstance(sbp, PartialSum) for sbp in signature.inputs)
     if reads_partial and not all(isinstance(sbp, PartialSum) for sbp in signature.outputs):
         _fail(after, node, "reads a partial sum, but is no reduction")
@@ -65,7 +66,7 @@ def _check_signature(after: str, node: fx.Node, dim: int, signature: Signature) 
 
 def _check_state(graph: fx.Graph, after: str) -> None:
     for node, state, new in writes(graph):
-        if state.meta["sbp"] != node.meta["sbp"] or state.meta["val"].shape != new.meta["val"].shape:
+        if meta(state)["sbp"] != meta(node)["sbp"] or state.meta["val"].shape != new.meta["val"].shape:
             _fail(after, node, f"writes {state.name}, which must keep the SBP and shape that it entered with")
     for node in placeholders(graph):
         if "role" not in node.meta:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zerograph.ir.metadata import meta, value
 from zerograph.mesh import Mesh, local_shape
 from zerograph.passes import rules
-from zerograph.step_graph import value
 
 aten = torch.ops.aten
 
@@ -23,13 +23,13 @@ _FLOPS_PER_BYTE = 16
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     """Size of the node's tensor on a rank; the graph is placed, its shapes global."""
     found: Tensor = node.meta["val"]
-    return math.prod(local_shape(found.shape, node.meta["sbp"], mesh)) * found.element_size()
+    return math.prod(local_shape(found.shape, meta(node)["sbp"], mesh)) * found.element_size()
 
 
 def work(node: fx.Node, mesh: Mesh) -> int:
     """Bytes that the operator reads and writes on a rank, and more for products; at least 1."""
     outputs = rules.output_values(node)
-    sbps = [node.meta["sbp"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["sbp"])
+    sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node)["sbp"])
     made = [local_shape(one.shape, sbp, mesh) for one, sbp in zip(outputs, sbps, strict=True)]
     written = sum(math.prod(shape) * one.element_size() for shape, one in zip(made, outputs, strict=True))
     read = sum(local_bytes(given, mesh) for given in rules.tensor_arguments(node))

@@ -16,11 +16,12 @@ from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
+from zerograph.ir.metadata import Boxing, Origin, Role, meta
 from zerograph.loop import Loop, loop_of
 from zerograph.runtime.backends import Compiled
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
-from zerograph.step_graph import Boxing, Origin, Role, placeholders
+from zerograph.step_graph import placeholders
 
 Lookup = Callable[[], Tensor]
 
@@ -106,7 +107,7 @@ class Executor:
         node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
             node = node.all_input_nodes[0]
-        found = node.meta.get("boxing") if node is not None else None
+        found = meta(node).get("boxing") if node is not None else None
         if isinstance(found, Boxing):
             what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
             return communication_error(self.job, f"{what} of {doing}", error)
@@ -136,7 +137,7 @@ def bind(
     numbers: dict[str, Tensor] = {}
     seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
-        found: Role = node.meta["role"]
+        found: Role = meta(node)["role"]
         if found.kind == "bucket":
             feeds.append(_fed(stores[found.name].flat, node, copied))
         elif found.kind == "room":
@@ -158,7 +159,7 @@ def bind(
             feeds.append(lookups[found])
         else:
             raise VerificationError(f"nothing feeds the graph's {found}")
-    places = tuple(place for place, node in enumerate(placeholders(graph.graph)) if node.meta["role"] in written)
+    places = tuple(place for place, node in enumerate(placeholders(graph.graph)) if meta(node)["role"] in written)
     return Executor(job, graph, function, tuple(feeds), places, numbers, seed)
 
 
@@ -214,12 +215,12 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
     for node in graph.nodes:
         if node.name in names[:1]:
             break
-        origin = node.meta.get("origin")
+        origin = meta(node).get("origin")
         if isinstance(origin, Origin) and origin.phase == "update":
             return "Parameters may have been updated in part: load the last checkpoint."
         # What is gathered into its room is no change: the shard there is as it was.
         inputs = [one for one in written_arguments(node) if one.op == "placeholder"]
-        written = written or any(one.meta["role"].kind != "room" for one in inputs)
+        written = written or any(meta(one)["role"].kind != "room" for one in inputs)
     if written:
         return "Parameters and optimizer state are those before the step, buffers may not be."
     return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."
@@ -228,7 +229,7 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
 def _refused(node: fx.Node | None, where: str, error: Exception, state: str) -> OperatorError:
     """The error of an operator, in the user's terms; ``node`` is unknown inside what a compiler made."""
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"
-    origin = None if node is None else node.meta.get("origin")
+    origin = None if node is None else meta(node).get("origin")
     if not isinstance(origin, Origin):
         advice = "config.backend = 'eager' names the operator and its line."
         return OperatorError(f"an operator of {where} failed: {reason}\n{state}\n{advice}")

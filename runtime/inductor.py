@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import meta
 from zerograph.loop import loop_of
 from zerograph.runtime.compile_cache import share
 from zerograph.runtime.pieces import Piece, cut
@@ -25,7 +26,7 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
         CaptureError: Inductor refused a piece; the message names the modules and lines that it comes from.
     """
     loops = [node for node in graph.graph.nodes if loop_of(node) is not None]
-    graphs = [graph, *(node.meta["loop"].body for node in loops)]
+    graphs = [graph, *(meta(node)["loop"].body for node in loops)]
     programs = [cut(one.graph) for one in graphs]
     keys = {one: signature(one) for program in programs for one in program if isinstance(one, Piece)}
     distinct = {key: one for one, key in reversed(keys.items())}
@@ -34,7 +35,7 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     known = {piece: functions[key] for piece, key in keys.items()}
     found, *bodies = [emit(one, program, known) for one, program in zip(graphs, programs, strict=True)]
     for node, body in zip(loops, bodies, strict=True):
-        found.set_submodule(str(node.target), node.meta["loop"].around(body))
+        found.set_submodule(str(node.target), meta(node)["loop"].around(body))
     return found
 
 
@@ -93,7 +94,7 @@ def emit(
             continue
         call = graph.call_function(functions[one], tuple(nodes[node] for node in one.inputs))
         # Its own name says nothing to those who look at what ran.
-        call.meta["compiled"] = tuple(node.name for node in one.nodes)
+        meta(call)["compiled"] = tuple(node.name for node in one.nodes)
         for number, output in enumerate(one.outputs):
             nodes[output] = graph.create_node("call_function", getitem, (call, number), name=output.name)
         for node in one.nodes:

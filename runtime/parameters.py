@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerograph import _torch
+from zerograph import _torch, source
 from zerograph.errors import SplitParameterError
 
 
@@ -97,6 +98,10 @@ class SplitParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func is torch.full_like:
             return _constant_like(*args, **(kwargs or {}))
+        if func == _SET_DATA and args[0] is args[1]:
+            return None
+        if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
+            return args[0]
         raise SplitParameterError(
             f"{_name(func)} on a parameter whose values are split between the ranks\n{_instead(args)}"
         )
@@ -109,6 +114,33 @@ class SplitParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__torch_function__(nn.Parameter.__reduce_ex__, (), ())
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_MOVES = (
+    *(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    Tensor.contiguous,
+)
+
+
+def _stays(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a move leaves the parameter as it is: it is there, or it is another device's.
+
+    Libraries call ``module.cpu()`` at their end, to free memory: the graph keeps its shards, and all is as it was.
+    """
+    parameter = args[0]
+    sample = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+    moved = func(sample, *args[1:], **kwargs)
+    if moved is sample:
+        return True
+    if moved.device.type in (sample.device.type, "meta") or moved.dtype is not sample.dtype:
+        return False
+    warnings.warn(
+        f"a split parameter was to go to {moved.device}: it stays on {sample.device}, where the graph holds it\n"
+        "Its values come with step.full_parameters() and step.state_dict(). Move the model before the graph is called.",
+        stacklevel=source.levels_to_user(),
+    )
+    return True
 
 
 def _constant_like(parameter: Tensor, value: Any, **options: Any) -> Tensor:
@@ -159,6 +191,7 @@ METADATA: set[Any] = {
     torch.is_floating_point,
     torch.is_complex,
     Tensor.__len__,
+    _torch.COMPATIBLE_TYPES,
     Tensor.__hash__,
 }
 

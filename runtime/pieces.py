@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
-from zerograph.step_graph import origin, placeholders, role
+from zerograph.ir.metadata import meta, origin, role
+from zerograph.step_graph import placeholders
 
 aten = torch.ops.aten
 
@@ -227,7 +228,7 @@ def _tensors(node: fx.Node) -> bool:
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory its value lies in: itself, unless it is a view or was written in place."""
-    rooms = {node.meta["role"].bucket: node for node in placeholders(graph, "room")}
+    rooms = {meta(node)["role"].bucket: node for node in placeholders(graph, "room")}
     found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None

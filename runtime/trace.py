@@ -19,8 +19,9 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
+from zerograph.ir.rewrite import ancestors
 from zerograph.loop import Loop, accumulate, collect, loop_of
-from zerograph.step_graph import Boxing, Origin, Role, origin, role
 
 aten = torch.ops.aten
 
@@ -67,12 +68,7 @@ class Trace:
     @functools.cached_property
     def needed(self) -> frozenset[fx.Node]:
         """The nodes that are run, and the inputs that are read."""
-        found, stack = {self.wanted}, [self.wanted]
-        while stack:
-            fresh = [given for given in stack.pop().all_input_nodes if given not in found]
-            found.update(fresh)
-            stack += fresh
-        return frozenset(found)
+        return frozenset({self.wanted} | ancestors([self.wanted]))
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -203,7 +199,7 @@ def _what(node: fx.Node) -> Role | str:
     if node.op == "placeholder" and known is not None:
         return known
     if node.target is _WAIT:
-        found = node.all_input_nodes[0].meta.get("boxing")
+        found = meta(node.all_input_nodes[0]).get("boxing")
         if isinstance(found, Boxing):
             return f"the {found.kind} of {found.tensor}"
     return str(node.target)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerograph as zg
 from zerograph._torch import pytree
-from zerograph.step_graph import role
+from zerograph.ir.metadata import role
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import zerograph
 from zerograph.cli import calibrate, diff, env, export, inspect, plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zerograph {zerograph.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _zerograph() -> None:
+def _zerograph(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
     """Zerograph: a training step as one placed graph, with the Zero Redundancy Optimizer.
 
     Exit codes: 0; 1 where something does not fit or differs; 2 where a command is used wrongly or fails.

@@ -53,6 +53,8 @@ __all__ = [
     "cache_folder",
     "causal_masks_unread",
     "checkpoints_kept",
+    "closed_rates",
+    "compiled_modules",
     "compiling",
     "decompositions",
     "errors_unlogged",
@@ -64,6 +66,7 @@ __all__ = [
     "generator_replaced",
     "gradient_hooks",
     "graph_module",
+    "has_closed_rates",
     "in_place_form",
     "inductor",
     "is_mutable",
@@ -88,6 +91,7 @@ __all__ = [
     "tensor_without_data",
     "total_norm_by",
     "trace",
+    "unhooked_step",
     "version",
     "viewed_arguments",
     "with_tensors",
@@ -377,6 +381,16 @@ def cache_folder() -> str:
     return cache_dir()
 
 
+def compiled_modules() -> tuple[type[nn.Module], ...]:
+    """Return the class of what ``torch.compile(module)`` returns, which has no public name; none before it was used."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return () if dynamo is None else (dynamo.OptimizedModule,)
+
+
+# Asked by ``Module._apply`` about each parameter; says something about types only.
+COMPATIBLE_TYPES = torch._has_compatible_shallow_copy_type
+
+
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Treat tensors of a subclass as plain ones inside: how the subclass itself reads their metadata."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
@@ -558,6 +572,29 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     before = [*everybodys["_global_optimizer_pre_hooks"].values(), *ours["_optimizer_step_pre_hooks"].values()]
     behind = [*ours["_optimizer_step_post_hooks"].values(), *everybodys["_global_optimizer_post_hooks"].values()]
     return before, behind
+
+
+def has_closed_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Tell whether :func:`closed_rates` knows the scheduler."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or hasattr(scheduler, "_get_closed_form_lr")
+
+
+def closed_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> list[Any]:
+    """The rates that follow from ``base_lrs`` and ``last_epoch`` alone: public ``get_lr()`` goes on from the last."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        rates = [f(scheduler.last_epoch) for f in scheduler.lr_lambdas]
+        return [base * rate for base, rate in zip(scheduler.base_lrs, rates, strict=True)]
+    return list(scheduler._get_closed_form_lr())  # type: ignore[attr-defined]
+
+
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The class's ``step()`` without what torch puts around it once one of the class was made.
+
+    That runs hooks and a profiler's range, which a subclass's own ``step()`` has around it already.
+    """
+    step: Any = kind.step
+    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.step_graph import ancestors
+from zerograph.ir.rewrite import ancestors
 
 _CONTAINERS = (dict, list, set, deque)
 

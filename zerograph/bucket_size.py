@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from zerograph.errors import MemoryBudgetError
+from zerograph.ir.metadata import meta
 from zerograph.passes.pipeline import PassRecord
 from zerograph.step_graph import collective_runs
 
@@ -88,4 +89,4 @@ def _largest(lay: Callable[[int], Step], sizes: Sequence[int]) -> tuple[Step, in
 def traffic(step: Laid) -> tuple[int, float]:
     """How many collectives a step has, and how many bytes each rank sends in them."""
     moved = collective_runs(step.passes[-1].graph.graph)
-    return sum(times for _, times in moved), sum(node.meta["boxing"].sent * times for node, times in moved)
+    return sum(times for _, times in moved), sum(meta(node)["boxing"].sent * times for node, times in moved)

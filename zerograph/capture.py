@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerograph import _torch, attributes, decompositions, draws, finite, source
+from zerograph import _torch, attributes, decompositions, draws, finite
 from zerograph._torch import pytree
 from zerograph.backward import Backward
 from zerograph.errors import CaptureError
-from zerograph.gradients import TOTAL_NORM, in_shape_of, is_edit, join_mixed_overflows, mark_edits
+from zerograph.gradients import in_shape_of, is_edit, join_mixed_overflows, mark_edits, total_norm
+from zerograph.ir.metadata import Role, meta, origin
 from zerograph.local import Capturing, inside
 from zerograph.mutation import without_mutation
+from zerograph.python_state import Place, PythonState
 from zerograph.refused_calls import refused_calls
 from zerograph.region import Region
+from zerograph.settling import Settling
 from zerograph.step_graph import (
     Captured,
-    Role,
     base_of,
     found_inf_role,
-    origin,
     output_nodes,
     placeholders,
     take_origins,
@@ -69,6 +70,7 @@ def capture(
     amp_dtype: torch.dtype | None = None,
     scaled: bool = False,
     checked: bool = False,
+    guarded: Sequence[Place] = (),
 ) -> Captured:
     """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
 
@@ -89,11 +91,13 @@ def capture(
         amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
         checked: return besides whether losses and gradients are finite (:mod:`zerograph.finite`).
+        guarded: Python state of which the caller traces again when it changes.
 
     Raises:
         CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
             ``backward()`` on a non-scalar or, with ``train``, not at all, computes with a parameter that belongs to no
-            module of the graph, or with what the step before is to leave in an attribute.
+            module of the graph, with what the step before is to leave in an attribute, or with random numbers of Python
+            or numpy.
     """
     mode = _torch.fake_mode()
     with mode:
@@ -118,6 +122,7 @@ def capture(
     regions: list[Region] = []
     checks: list[Role] = []
     held = attributes.Attributes(getattr(build, "__self__", None), root, mode)
+    settling = Settling(PythonState(build, root, [group for group, _ in groups]), guarded)
     # By attribute, what the trace left there.
     left_there: dict[str, Tensor] = {}
     # How often build() calls backward(): known once it has been traced.
@@ -135,7 +140,7 @@ def capture(
         with (
             replaced(own),
             _swapped_groups(groups, own),
-            _torch.total_norm_by(_one_node),
+            _torch.total_norm_by(total_norm),
             NoDataAssignment(),
             module_paths(root) as path,
             Recorder(path),
@@ -175,11 +180,25 @@ def capture(
             tensor.grad = None
         return _torch.trace(step, inputs_of_step, table)
 
+    def traced_besides() -> fx.GraphModule:
+        """A further trace, of which nothing is left."""
+        noted: tuple[list[Any], ...] = (gradients, returned, output_spec, regions, checks, backwards)
+        before = [list(one) for one in noted]
+        held.give_back()
+        try:
+            other = traced_anew()
+            attributes.computed(other, left_there)
+            return other
+        finally:
+            for one, values in zip(noted, before, strict=True):
+                one[:] = values
+
     def autocast() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype)
 
     inputs_of_step = [*state.values(), seed, *scale, *batch]
     with (
+        settling.restored_on_error(),
         held.given_back(),
         mode,
         # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
@@ -214,6 +233,7 @@ def capture(
         _refuse_foreign_parameters(traced)
         attributes.refuse_fakes(traced, stored)
         attributes.warn_of_lost(stored)
+        settled = settling.after(traced, traced_besides)
         _strip_profiling(traced.graph)
         _write_once(traced.graph, len(state))
         graph = without_mutation(traced)
@@ -232,7 +252,7 @@ def capture(
     _own_outputs(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions))
+    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions), settled)
 
 
 def _next_step(trace: Callable[[], fx.GraphModule], stored: Mapping[str, Tensor]) -> fx.GraphModule:
@@ -286,24 +306,6 @@ def _swapped_groups(
             group["params"] = parameters
 
 
-def _one_node(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
-    """The total norm as the one operator that ``flatten`` knows."""
-    line, code = source.running_line()
-    if not tensors:
-        raise CaptureError(
-            f"there is no gradient to take a norm of\n  {line}   {code}\n"
-            "Call backward() before, and pass parameters of the graph's modules as build() sees them "
-            "(self.model.parameters(); a list that was made outside build() holds others)."
-        )
-    if error_if_nonfinite:
-        raise CaptureError(
-            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
-            "Return the norm from build() and look at it outside."
-        )
-    # Of other orders torch has special cases: those it computes itself.
-    return TOTAL_NORM(list(tensors), p) if p > 0 else None
-
-
 def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target))
@@ -318,17 +320,17 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
 def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], behind: Sequence[Role]) -> None:
     """``roles`` of the first inputs, and of the outputs ``behind`` what ``build()`` returned."""
     for index, node in enumerate(placeholders(graph.graph)):
-        node.meta["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
+        meta(node)["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
     output = graph.graph.output_node()
     returned = len(output_nodes(graph.graph)) - len(behind)
-    output.meta["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
+    meta(output)["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
     take_origins(graph.graph)
 
 
 def _drop_restored(graph: fx.Graph) -> None:
     """A parameter that was changed in between, and got its old value back, was not changed."""
     for write, target, value in list(writes(graph)):
-        if target.meta["role"].kind != "parameter":
+        if meta(target)["role"].kind != "parameter":
             continue
         while value.op == "call_function" and value.target in _SAME_VALUE:
             given = value.args[_SAME_VALUE[value.target]]
@@ -357,9 +359,9 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 def _refuse_changed_parameters(graph: fx.Graph) -> None:
     for _, target, _ in writes(graph):
-        if target.meta["role"].kind == "parameter":
+        if meta(target)["role"].kind == "parameter":
             raise CaptureError(
-                f"build() changes the {target.meta['role']} in place\n"
+                f"build() changes the {meta(target)['role']} in place\n"
                 "Parameters change through optimizers only. To compute at other values for a while, keep "
                 "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
                 "torch.func.functional_call; else make it a buffer, or change it outside build()."

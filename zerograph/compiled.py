@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord
@@ -15,7 +16,7 @@ from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured, Role
+from zerograph.step_graph import Captured
 from zerograph.update_program import Path
 
 
@@ -84,7 +85,7 @@ class CompiledStep(RewrittenStep):
     @property
     def flags(self) -> tuple[str, ...]:
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
-        roles: list[Role] = self.executor.graph.graph.output_node().meta["roles"]
+        roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
         return tuple(found.name for found in roles if found.kind != "output")
 
     def check_files(self) -> None:

@@ -28,12 +28,14 @@ from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, Place
 from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers, parameters_of
 from zerograph.mesh import Mesh
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PASSES, run_pipeline
 from zerograph.progress import tell
+from zerograph.python_state import Place
 from zerograph.residence import assign, make_room, with_rooms
 from zerograph.runtime import backends, wire
 from zerograph.runtime.executor import Lookup, bind
@@ -41,7 +43,7 @@ from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
 from zerograph.shared_memory import check_shared_memory
-from zerograph.step_graph import Captured, Role, output_nodes, placeholders, writes
+from zerograph.step_graph import Captured, output_nodes, placeholders, writes
 from zerograph.updates import Updates
 from zerograph.zero import OFF
 
@@ -75,6 +77,8 @@ class Compiler:
     accumulates: bool = False
     updates: Updates = field(init=False)
     _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
+    # Places of Python state that build() changes, by key.
+    _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
 
@@ -133,13 +137,15 @@ class Compiler:
         number = mesh.place if rank is None else rank
         self._check(members)
         captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        for message in captured.settled.warnings:
+            self._warn(message)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
             )
         returned = zip(
-            output_nodes(captured.graph.graph), captured.graph.graph.output_node().meta["roles"], strict=True
+            output_nodes(captured.graph.graph), meta(captured.graph.graph.output_node())["roles"], strict=True
         )
         if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
             raise CaptureError(
@@ -208,6 +214,11 @@ class Compiler:
             found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
         self.observer.prepared(found, number)
         return found
+
+    def guards(self) -> dict[str, Any]:
+        """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
+        values = tuple((place.name, place.read()) for place in self._guards.values())
+        return {"Python state that build() changes": values} if values else {}
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
         """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
@@ -359,7 +370,9 @@ class Compiler:
                 amp_dtype=self.config.amp_dtype,
                 scaled=scaled,
                 checked=checked,
+                guarded=tuple(self._guards.values()),
             )
+            self._guards |= {place.key: place for place in captured.settled.guards}
             if members.on_accelerator:
                 captured = stand_in.moved(captured)
             self._captures[key] = captured, time.perf_counter() - began, parts
@@ -419,9 +432,9 @@ class Compiler:
         }
         if (scaler := prepared.context.scaler) is not None:
             for node in placeholders(graph.graph, "scaler"):
-                name, device = node.meta["role"].name, node.meta["val"].device
-                lookups[node.meta["role"]] = functools.partial(_tensor_of, scaler, name, device)
-        written = {target.meta["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
+                name, device = meta(node)["role"].name, node.meta["val"].device
+                lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)
+        written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
         executor = bind(job, graph, function, stores, lookups, written=written)
         if self.config.keep_freed_memory and all(
             node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
@@ -435,7 +448,7 @@ class Compiler:
         }
         about = graph.graph.output_node().meta
         returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
-        outputs = tuple((need, node.meta["global"]) for need, node, r in returned if r.kind == "output")
+        outputs = tuple((need, meta(node)["global"]) for need, node, r in returned if r.kind == "output")
         return CompiledStep(
             captured=prepared.captured,
             passes=prepared.passes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,6 +17,7 @@ from zerograph.grad_scaler import GradScaler
 from zerograph.offload import Offload, complaint
 from zerograph.precision import LOW_DTYPES
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
+from zerograph.sizes import in_bytes as in_bytes
 from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
 
@@ -418,20 +418,6 @@ def _backend(value: Any) -> str:
 
 def _batch_norm(value: Any) -> str:
     return "" if _one_of(value, "global", "local") else "unknown batch norm; choose 'global' or 'local'"
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    unit: 2**power for unit, power in (("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40))
-}
-
-
-def in_bytes(size: int | str) -> int | None:
-    """Bytes of ``"40GiB"``, or of a number of them; None for what is no size."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size if size > 0 else None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
-    given = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
-    return int(given) or None if given < 2.0**63 else None
 
 
 def _memory_budget(value: Any) -> str:

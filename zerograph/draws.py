@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from zerograph import _torch, source
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import origin
 from zerograph.random import uniform
-from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 

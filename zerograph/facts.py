@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph._torch import module_hooks
+from zerograph.wrapped import is_seen_through
 
 Facts = tuple[tuple[str, Any], ...]
 
@@ -36,9 +37,14 @@ class Same:
 def module_facts(root: nn.Module) -> tuple[Any, ...]:
     """Of a module and those inside: classes, modes, numbers and flags, plain tensors, functions, and hooks."""
     return tuple(
-        (name, type(module).__qualname__, (*facts(vars(module), private=True), *map(Same, module_hooks(module))))
+        (name, type(module).__qualname__, (*_own(module), *map(Same, module_hooks(module))))
         for name, module in root.named_modules()
     )
+
+
+def _own(module: nn.Module) -> Facts:
+    """Return a module's own facts; of a wrapper that tracing sees through none, for they differ between ranks."""
+    return () if is_seen_through(module) else facts(vars(module), private=True)
 
 
 def facts(attributes: Mapping[str, Any], *, private: bool = False) -> Facts:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import Boxing, meta
 from zerograph.layout import Planned
 from zerograph.loop import loop_of
-from zerograph.step_graph import Boxing
 
 
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
@@ -26,11 +26,11 @@ def _lines(graph: fx.Graph) -> list[str]:
     lines = []
     for node in graph.nodes:
         args = tuple(
-            "this rank's own" if position in node.meta.get("own", ()) else argument
+            "this rank's own" if position in meta(node).get("own", ()) else argument
             for position, argument in enumerate(node.args)
         )
         # The group of ranks that a collective runs in is this rank's own as well.
-        if isinstance(found := node.meta.get("boxing"), Boxing) and "own" not in node.meta:
+        if isinstance(found := meta(node).get("boxing"), Boxing) and "own" not in node.meta:
             args = (*node.args[:-1], f"along mesh dimension {found.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerograph import _torch
 from zerograph.backward import Overflow
 from zerograph.gradients import TOTAL_NORM
-from zerograph.step_graph import Role
+from zerograph.ir.metadata import Role
 
 # Outputs of the captured graph; ``guard`` makes the second part of the first.
 NOT_FINITE = Role("check", "not_finite")

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from zerograph import source
 from zerograph._torch import OpOverload
-from zerograph.step_graph import found_infs, origin, output_nodes, role
+from zerograph.errors import CaptureError
+from zerograph.ir.metadata import meta, origin, role
+from zerograph.step_graph import found_infs, output_nodes
 
 aten = torch.ops.aten
 
@@ -70,7 +73,7 @@ class Edited:
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     """How each gradient that the captured ``graph`` returns was edited, by the parameter's name."""
     parameters = {found.name: node for node in graph.find_nodes(op="placeholder") if (found := role(node)) is not None}
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
     edits = _Edits()
     raws, keys = {}, {}
@@ -105,7 +108,7 @@ def norm_terms(norm: fx.Node) -> list[fx.Node]:
 
 def is_edit(node: fx.Node) -> bool:
     """Whether ``build()`` computed the node after the last ``backward()``, from what that left."""
-    return bool(node.meta.get("edit"))
+    return bool(meta(node).get("edit"))
 
 
 def mark_edits(graph: fx.Graph) -> None:
@@ -121,8 +124,8 @@ def mark_edits(graph: fx.Graph) -> None:
         if origin(node).phase == "backward" or any(user in before for user in node.users):
             before.add(node)
     for node in behind - before:
-        node.meta["edit"] = True
-        node.meta["origin"] = replace(origin(node), phase="backward")
+        meta(node)["edit"] = True
+        meta(node)["origin"] = replace(origin(node), phase="backward")
 
 
 def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
@@ -134,7 +137,7 @@ def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]
     if len(numbers) < 2:
         return
     raws = {optimizer: set(_terms_of(number)) for optimizer, number in numbers.items()}
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
     joined: dict[fx.Node, fx.Node] = {}
     for optimizer, number in numbers.items():
@@ -303,3 +306,21 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _call(node: fx.Node, words: Mapping[fx.Node, str]) -> str:
     args, kwargs = fx.map_arg((node.args, node.kwargs), words.__getitem__)
     return f"{node.target}({args}, {kwargs})"
+
+
+def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
+    """Return the total norm as the one operator that ``flatten`` knows; None of orders that torch computes itself."""
+    line, code = source.running_line()
+    if not tensors:
+        raise CaptureError(
+            f"there is no gradient to take a norm of\n  {line}   {code}\n"
+            "Call backward() before, and pass parameters of the graph's modules as build() sees them "
+            "(self.model.parameters(); a list that was made outside build() holds others)."
+        )
+    if error_if_nonfinite:
+        raise CaptureError(
+            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
+            "Return the norm from build() and look at it outside."
+        )
+    # Of other orders torch has special cases: those it computes itself.
+    return TOTAL_NORM(list(tensors), p) if p > 0 else None

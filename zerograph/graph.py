@@ -39,6 +39,7 @@ from zerograph.step_graph import FOUND_INF, found_inf_optimizer, output_nodes
 from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.threads import check_refused, one_thread
 from zerograph.update import refuse_unsupported
+from zerograph.wrapped import inner_optimizer
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -116,6 +117,7 @@ class ZeroGraph(Inspected, Stateful):
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        optimizer = inner_optimizer(optimizer)
         if any(one is optimizer for one in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
@@ -266,7 +268,7 @@ class ZeroGraph(Inspected, Stateful):
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+        known = self._capture_facts(members)
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
     def __repr__(self) -> str:
@@ -345,7 +347,7 @@ class ZeroGraph(Inspected, Stateful):
             plain = self.config.batch_on(job.mesh.dims)
             batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
             self._compiler.updates.lift_changed(self.config)
-            known = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+            known = self._capture_facts(members)
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             step = self._steps.get((key, layout_facts(members)))
@@ -440,6 +442,10 @@ class ZeroGraph(Inspected, Stateful):
     def _attributes(self) -> dict[str, Any]:
         own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
+
+    def _capture_facts(self, members: Members) -> dict[str, Any]:
+        facts = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
+        return facts | self._compiler.guards()
 
     def _members(self) -> Members:
         return find_members(self._attributes())

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from zerograph import source
 from zerograph._torch import pytree
+from zerograph.ir.metadata import meta
 from zerograph.step_graph import placeholders
 from zerograph.update_program import Path
 
@@ -167,12 +168,12 @@ class Lift:
         """Add an input for each of ``names`` behind the last one; the constants that were found read them."""
         graph = self.graph.graph
         last = placeholders(graph)[-1]
-        fake: Tensor = next(node for node in placeholders(graph) if node.meta["update_input"] == "lr").meta["val"]
+        fake: Tensor = next(node for node in placeholders(graph) if meta(node)["update_input"] == "lr").meta["val"]
         inputs: dict[str, fx.Node] = {}
         for number in names:
             with graph.inserting_after(last):
                 last = inputs[number] = graph.placeholder(number.replace("[", "_").replace("]", ""))
-            last.meta |= {"update_input": number, "val": fake.clone()}
+            meta(last).update({"update_input": number, "val": fake.clone()})
         reads: dict[tuple[str, bool], fx.Node] = {}
         for node, index, number, complement in self.edits:
             if (number, complement) not in reads:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zerograph import inspection, report
+from zerograph import inspection
 from zerograph.compiled import CompiledStep
 from zerograph.members import Members
-from zerograph.planner.machine import Machine
 from zerograph.sbp import NdSbp, Sbp
 
 if TYPE_CHECKING:
-    pass
+    from zerograph.planner.machine import Machine
 
 
 class Inspected(inspection.Views):
@@ -51,21 +50,32 @@ class Inspected(inspection.Views):
         """
         inspection.Inspection(self._compiled()).to_tensorboard(folder, self.steps_done)
 
-    def report(self, path: str | os.PathLike[str], machine: str | os.PathLike[str] | Machine | None = None) -> None:
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        machine: str | os.PathLike[str] | Machine | None = None,
+        beside: inspection.Views | None = None,
+    ) -> None:
         """Write one HTML page of the step compiled last, which needs no network: to be opened in a browser.
 
-        The graph by module after every pass, memory over the step, and what computes and is on the wire when. It is
-        this rank's: on several, let one of them call it.
+        The graph by module after every pass, memory over the step, and compute and collectives over time. It is this
+        rank's: on several ranks let one of them call it.
 
         Args:
             path: the file; what was there is overwritten.
-            machine: what the time is foretold for: ``"h100"``, ``"a100"``, ..., a YAML file, or a
+            machine: to predict times for: ``"h100"``, ``"a100"``, ..., a YAML file, or a
                 :class:`zerograph.planner.machine.Machine`; None for a page without times.
+            beside: another step to show side by side with this one: a graph that is compiled, or what ``prepare()``
+                returned. Both follow what a reader opens in one of them, and share their scales.
 
         Raises:
             ConfigError: nothing is compiled yet, there is no such machine, or the file cannot be written.
         """
-        report.write(inspection.Inspection(self._compiled()), path, title=type(self).__name__, machine=machine)
+        from zerograph import report
+
+        other = None if beside is None else inspection.Inspection(beside._inspected())
+        own = inspection.Inspection(self._compiled())
+        report.write(own, path, title=type(self).__name__, machine=machine, beside=other)
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """SBP between steps of every parameter, optimizer state and buffer, by qualified name.

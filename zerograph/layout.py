@@ -14,13 +14,14 @@ from zerograph.buckets import Bucket, Parameter, Rest, Slot, plan_buckets, split
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
+from zerograph.ir.metadata import role
 from zerograph.members import Members
 from zerograph.mesh import Mesh
 from zerograph.offload import resting_device
 from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import broadcast, show
-from zerograph.step_graph import Captured, placeholders, role
+from zerograph.step_graph import Captured, placeholders
 from zerograph.update_program import StateSpec, UpdateProgram
 
 

@@ -22,6 +22,7 @@ from zerograph.runtime.process_group import Job
 from zerograph.runtime.state import adopt, store_of
 from zerograph.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
 from zerograph.stand_in import ACCELERATOR
+from zerograph.wrapped import check_modules
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -66,12 +67,13 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
     """The members of a graph with these attributes: those that are modules count.
 
     Raises:
-        ConfigError: a lazy module that has not seen an input yet.
+        ConfigError: a lazy module that has not seen an input yet, or one whose parameters another library holds.
     """
     root = nn.Module()
     for name, value in attributes.items():
         if isinstance(value, nn.Module):
             root.add_module(name, value)
+    check_modules(root)
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

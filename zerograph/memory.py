@@ -23,9 +23,11 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.loop import loop_of
 from zerograph.sbp import PartialSum
-from zerograph.step_graph import Boxing, Origin, nbytes, origin, role
+from zerograph.sizes import show_bytes as show_bytes
+from zerograph.step_graph import nbytes
 from zerograph.transfers import CARRY, FETCH
 from zerograph.workspace import workspace_bytes
 
@@ -149,15 +151,6 @@ class Profile:
             if one.born <= at <= one.dies and not one.given:
                 kinds[one.kind] += one.bytes
         return kinds, self.nodes[at]
-
-
-def show_bytes(count: float) -> str:
-    """``12.3 MiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
 def profile(graph: fx.Graph, *, host: bool = False) -> Profile:
@@ -288,16 +281,16 @@ class _Walk:
     def _kind(self, node: fx.Node) -> MemoryKind:
         if node.target is FETCH and (fetched := role(node.all_input_nodes[0])) is not None:
             return _AT_REST[fetched.kind]
-        found = node.meta.get("boxing")
+        boxing = boxing_of(node)
         phase = origin(node).phase
-        if "gradient" in node.meta or (isinstance(found, Boxing) and found.tensor.startswith("gradient of ")):
+        if "gradient" in node.meta or (boxing is not None and boxing.tensor.kind == "gradient"):
             return "gradients"
-        if phase == "backward" and any(isinstance(one, PartialSum) for one in node.meta.get("sbp", ())):
+        if phase == "backward" and any(isinstance(one, PartialSum) for one in meta(node).get("sbp", ())):
             return "gradients"
         first = next((one for given in node.all_input_nodes[:1] for one in self.of[given][:1]), None)
         # From a bucket, or from its shard in the compute dtype.
         from_bucket = first is not None and first.kind in ("parameters", "gathered")
-        if from_bucket and (isinstance(found, Boxing) or node.target in _COPIES):
+        if from_bucket and (boxing is not None or node.target in _COPIES):
             return "gathered"
         return "update" if phase == "update" else "activations"
 
@@ -398,4 +391,4 @@ def _argument(node: fx.Node, place: tuple[int, str] | None) -> Any:
 
 def temporary_bytes(node: fx.Node) -> int:
     """Bytes that the node takes while it runs, beside its results."""
-    return int(node.meta.get("temporary", 0)) + workspace_bytes(node)
+    return int(meta(node).get("temporary", 0)) + workspace_bytes(node)

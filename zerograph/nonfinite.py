@@ -10,11 +10,12 @@ from torch import Tensor
 from zerograph.compiled import CompiledStep
 from zerograph.errors import NonFiniteError
 from zerograph.finite import NOT_FINITE
+from zerograph.ir.metadata import Role
 from zerograph.runtime.executor import bind
 from zerograph.runtime.process_group import explained as exchange_explained
 from zerograph.runtime.trace import Cause, Trace
 from zerograph.slots import shown, spans
-from zerograph.step_graph import Role, returned
+from zerograph.step_graph import returned
 
 # The last pass whose graph makes values only: no memory is written twice, and none rests in files.
 _LAST = "loop"

@@ -9,10 +9,13 @@ is added in fp32. Parameters that an operator reads in fp32 (the scale of a norm
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
 from zerograph.gradients import edited_gradients, is_edit
+from zerograph.ir.metadata import meta
 from zerograph.step_graph import is_view, placeholders
 
 aten = torch.ops.aten
@@ -27,7 +30,7 @@ def compute_copies(graph: fx.Graph, dtype: torch.dtype | None) -> frozenset[str]
     edits = edited_gradients(graph)
     found = set()
     for node in placeholders(graph, "parameter"):
-        name = node.meta["role"].name
+        name = meta(node)["role"].name
         # An edit that is made on the flat bucket reads the master shard there.
         on_bucket = name in edits and edits[name].on_bucket
         if node.meta["val"].dtype is torch.float32 and _is_copied(node, dtype, on_bucket=on_bucket):
@@ -44,6 +47,22 @@ def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
         or (is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
         for user in readers
     )
+
+
+def shown(low: torch.dtype | None, dtypes: Iterable[torch.dtype]) -> str:
+    """Name what a step computes in, for people: ``"fp32"``, ``"bf16 with fp32 masters"``.
+
+    Args:
+        low: the dtype of mixed precision, or None.
+        dtypes: those of the parameters as they rest.
+    """
+    names = [_NAMES.get(one, str(one).removeprefix("torch.")) for one in dict.fromkeys(dtypes)] or ["fp32"]
+    if low is None:
+        return " and ".join(names)
+    return f"{_NAMES[low]} with {' and '.join(names)} masters"
+
+
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:

@@ -14,7 +14,8 @@ class Progress:
 
     Attributes:
         of: what they are: ``"passes"``, ``"candidates"``.
-        doing: the part that comes next; nothing behind the last.
+        doing: the part that comes next; nothing after the last.
+        total: 0 where there are no parts to count.
     """
 
     of: str

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import meta
+from zerograph.ir.rewrite import closure
 from zerograph.sbp import Sbp
 
 aten = torch.ops.aten
@@ -131,15 +133,8 @@ def cut(joint: fx.Graph, inputs: int, outputs: int) -> Halves:
 
 
 def _needed(wanted: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
-    """``wanted`` and all that they are computed from, as far as it is not known."""
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [] if node in known else node.all_input_nodes
-    return found
+    """Return ``wanted`` and their ancestors, up to nodes that are known."""
+    return closure(wanted, lambda node: () if node in known else node.all_input_nodes)
 
 
 def _extract(
@@ -159,14 +154,14 @@ def _extract(
         copies[node] = _placeholder(graph, node.meta["val"])
     for node, one in packed.items():
         copies[node] = graph.call_function(aten.select.int, (one, 0, 0))
-        copies[node].meta["origin"] = node.meta["origin"]
+        meta(copies[node])["origin"] = meta(node)["origin"]
     needed = _needed([*results, *saved], set(restored))
     for node in joint.nodes:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     unpacked = [graph.call_function(aten.unsqueeze.default, (copies[node], 0)) for node in saved]
     for node, one in zip(unpacked, saved, strict=True):
-        node.meta["origin"] = one.meta["origin"]
+        meta(node)["origin"] = meta(one)["origin"]
     graph.output((*(copies[node] for node in results), *unpacked))
     return graph
 

@@ -11,6 +11,7 @@ from torch import fx
 from zerograph.buckets import Bucket, Folder, Rest
 from zerograph.config import Config
 from zerograph.errors import ConfigError
+from zerograph.ir.metadata import meta
 from zerograph.layout import Planned
 from zerograph.mesh import Mesh, local_shape
 from zerograph.offload import Offload
@@ -49,7 +50,7 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
 
 def with_rooms(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
     """The layout with each bucket resting in a room that the emitted graph has one for."""
-    names = {node.meta["role"].bucket for node in placeholders(graph, "room")}
+    names = {meta(node)["role"].bucket for node in placeholders(graph, "room")}
     found = []
     for one in layout:
         rest = one.bucket.rest

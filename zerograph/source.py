@@ -38,24 +38,26 @@ def is_users(filename: str) -> bool:
 
 
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
+# Optimizers of ours under OneFlow's names: what they compare hyperparameters with counts as what torch's do.
+_OUR_OPTIMIZERS = str(_PACKAGE / "compat" / "oneflow" / "optim") + os.sep
 
 
 def is_optimizers(filename: str) -> bool:
-    """Whether a file may hold an optimizer: the user's, or one of ``torch.optim``."""
-    return is_users(filename) or filename.startswith(_OPTIMIZERS)
+    """Tell whether a file may hold an optimizer: the user's, one of ``torch.optim``, or one of OneFlow's names."""
+    return is_users(filename) or filename.startswith((_OPTIMIZERS, _OUR_OPTIMIZERS))
 
 
 def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings.
 
     Args:
-        optimizers: lines of ``torch.optim`` count too.
+        optimizers: lines of ``torch.optim`` and of OneFlow's optimizers count too.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if is_users(filename) or (optimizers and is_optimizers(filename)):
-            return _describe(frame.f_code.co_filename, frame.f_lineno)
+            return described(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
 
@@ -105,13 +107,16 @@ def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if is_users(filename):
-            found = _describe(filename, traceback.tb_lineno)
+            found = described(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
 @functools.cache
-def _describe(filename: str, line: int) -> tuple[str, str]:
+def described(filename: str, line: int) -> tuple[str, str]:
+    """Return (``train.py:31``, the code on that line)."""
+    if filename.startswith(_OUR_OPTIMIZERS):
+        return f"flow/optim/{filename.removeprefix(_OUR_OPTIMIZERS)}:{line}", linecache.getline(filename, line).strip()
     if filename.startswith(_OPTIMIZERS):
         return f"torch/optim/{filename.removeprefix(_OPTIMIZERS)}:{line}", linecache.getline(filename, line).strip()
     relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename

@@ -1,116 +1,20 @@
-"""The step as a graph: the words that nodes carry in ``node.meta`` and what surrounds the graph.
-
-Keys that zerograph puts into ``node.meta``:
-
-============== ============================================================================================
-``val``        fake tensor of the node's value: global shape until ``localize``, this rank's shape afterwards
-``role``       :class:`Role` of a placeholder
-``origin``     :class:`Origin`: phase, module path and source line
-``recomputed`` true where backward makes a value of forward again
-``edit``       true where ``build()`` computed the node from gradients, after the last ``backward()``
-``sbp``        tuple with one SBP per mesh dimension (a tuple of such tuples where a node yields several tensors)
-``global``     global shape, from ``localize`` on
-``boxing``     :class:`Boxing` of a node that changes an SBP
-``local``      True for a node inside a local region, from ``localize`` on: it is nothing globally
-``own``        positions of the arguments that are this rank's own; all others are equal on all ranks
-``loop``       the :class:`zerograph.loop.Loop` of a node that runs one, whose body is a graph with the same keys
-============== ============================================================================================
-"""
+"""The step as a graph: what capture returns, and how to find inputs, outputs, writes and collectives in a graph."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, pytree
+from zerograph.ir.metadata import Boxing, Role, RoleKind, meta, role
 from zerograph.loop import loop_of
 from zerograph.region import Region
-from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
-
-Phase = Literal["forward", "backward", "update"]
-RoleKind = Literal[
-    "input",
-    "parameter",
-    "buffer",
-    "bucket",
-    # Memory for the whole of a bucket, of which the shard at rest is this rank's piece.
-    "room",
-    "state",
-    "hyperparameter",
-    "seed",
-    "scaler",
-    "check",
-    "output",
-    "gradient",
-    # Of a loop's body: what was computed before the loop, what it yields, and the number of the micro-batch.
-    "value",
-    "result",
-    "turn",
-]
-
-
-@dataclass(frozen=True)
-class Role:
-    """What an input or output of the graph is: ``Role("parameter", "model.fc.weight")``."""
-
-    kind: RoleKind
-    name: str
-
-    @property
-    def bucket(self) -> str | None:
-        """The bucket of which it is the shard, the room or an entry of state; None for what belongs to none."""
-        return self.name.partition(".")[0] if self.kind in ("bucket", "room", "state") else None
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a node comes from: the phase of the step, the module's qualified name, the user's source line."""
-
-    phase: Phase
-    module: str = ""
-    source: str = ""
-    code: str = ""
-
-
-@dataclass(frozen=True)
-class Boxing:
-    """A change of SBP along one mesh dimension.
-
-    Attributes:
-        source, target: the SBPs before and after; they differ at ``dim`` only.
-        dim, ranks: the mesh dimension, and its size.
-        tensor: names the global tensor.
-        bytes: size of what the ranks along ``dim`` hold of it together.
-        phase: when it happens.
-    """
-
-    source: NdSbp
-    target: NdSbp
-    dim: int
-    ranks: int
-    tensor: str
-    bytes: int
-    phase: Phase
-
-    @property
-    def kind(self) -> str:
-        """all-reduce, reduce-scatter, all-gather, all-to-all or slice."""
-        found = boxing_kind(self.source[self.dim], self.target[self.dim])
-        assert found is not None, self
-        return found
-
-    @property
-    def sent(self) -> float:
-        """Bytes that each rank sends; see :func:`zerograph.sbp.wire_bytes`."""
-        return wire_bytes(self.source[self.dim], self.target[self.dim], self.bytes, self.ranks)
+from zerograph.settling import Settled
 
 
 @dataclass
@@ -120,7 +24,7 @@ class Captured:
     ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
     name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
     entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
-    ``regions`` are what its nodes ``local`` stand for.
+    ``regions`` are what its nodes ``local`` stand for. ``settled`` is what it depends on in Python's state.
     """
 
     graph: fx.GraphModule
@@ -128,12 +32,7 @@ class Captured:
     returned: tuple[Any, ...]
     gradients: tuple[str, ...]
     regions: tuple[Region, ...] = ()
-
-
-def origin(node: fx.Node) -> Origin:
-    """The node's origin; nodes that passes made without one belong to the forward phase."""
-    found = node.meta.get("origin")
-    return found if isinstance(found, Origin) else Origin("forward")
+    settled: Settled = field(default_factory=Settled)
 
 
 def take_origins(graph: fx.Graph) -> None:
@@ -141,11 +40,6 @@ def take_origins(graph: fx.Graph) -> None:
     for node in graph.nodes:
         custom = node.meta.pop("custom", {})
         node.meta |= {key: custom[key] for key in ("origin", "recomputed") if key in custom}
-
-
-def role(node: fx.Node) -> Role | None:
-    found = node.meta.get("role")
-    return found if isinstance(found, Role) else None
 
 
 def is_view(node: fx.Node) -> bool:
@@ -166,17 +60,6 @@ def base_of(node: fx.Node) -> fx.Node:
     while (source := viewed(node)) is not None:
         node = source
     return node
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that the nodes are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        fresh = [given for given in stack.pop().all_input_nodes if given not in found]
-        found.update(fresh)
-        stack += fresh
-    return found
 
 
 def bucket_behind(node: fx.Node) -> Role | None:
@@ -212,7 +95,7 @@ def found_infs(graph: fx.Graph) -> dict[str, fx.Node]:
     From ``guard`` on it is not 0 where the optimizer is to change nothing. A graph of one optimizer, or one that scales
     no loss, has one number for all, under ``""``; a graph that scales no loss and checks nothing has none.
     """
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     return {
         found_inf_optimizer(r.name): node
         for node, r in zip(output_nodes(graph), roles, strict=True)
@@ -232,7 +115,7 @@ def found_inf_role(optimizer: str) -> Role:
 
 def returned(graph: fx.Graph, kind: RoleKind, name: str) -> fx.Node | None:
     """What the graph returns under this role, if it does."""
-    roles = graph.output_node().meta["roles"]
+    roles = meta(graph.output_node())["roles"]
     return next((node for node, r in zip(output_nodes(graph), roles, strict=True) if r == Role(kind, name)), None)
 
 
@@ -249,7 +132,7 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.nodes
-        if isinstance(node.meta.get("boxing"), Boxing) and node.meta["boxing"].kind != "slice"
+        if isinstance(meta(node).get("boxing"), Boxing) and meta(node)["boxing"].kind != "slice"
     ]
 
 
@@ -265,11 +148,6 @@ def collective_runs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
             inner = collective_runs(loop.body.graph)
             found += [(one, times * loop.micro_batches) for one, times in inner]
     return found
-
-
-def value(node: fx.Node) -> Any:
-    """The fake value of the node: a tensor, or a tuple of tensors, or None for what has no value."""
-    return node.meta.get("val")
 
 
 def nbytes(tensor: Tensor) -> int:

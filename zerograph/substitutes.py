@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerograph import _torch, source
+from zerograph import _torch, source, wrapped
 from zerograph.errors import CaptureError
 from zerograph.operators import ctc_loss
 
@@ -33,6 +33,7 @@ def substituted() -> Iterator[None]:
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
         stack.enter_context(_torch.causal_masks_unread())
+        stack.enter_context(wrapped.seen_through())
         yield
 
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch, source
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import Origin
 from zerograph.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
-from zerograph.step_graph import Origin
 
 aten = torch.ops.aten
 

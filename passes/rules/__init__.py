@@ -8,6 +8,7 @@
 ``attention``, ``loss``, ``random``   the rules, one line an operator
 """
 
+from zerograph.ir.signature import Signature
 from zerograph.passes.rules import (
     attention,
     indexing,
@@ -22,7 +23,6 @@ from zerograph.passes.rules import (
     shape,
     spatial,
 )
-from zerograph.passes.rules.factors import Signature
 from zerograph.passes.rules.registry import (
     all_broadcast,
     arguments,

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from zerograph import cache
 from zerograph._torch import OpOverload, is_mutable, pytree
-from zerograph.passes.rules.factors import Signature
+from zerograph.ir.signature import Signature
 from zerograph.passes.rules.registry import output_values, tensor_arguments
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 

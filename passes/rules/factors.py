@@ -24,18 +24,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerograph.sbp import Sbp, Split, broadcast, partial_sum
+from zerograph.ir.signature import Signature
+from zerograph.sbp import Split, broadcast, partial_sum
 
 Shape = tuple[int, ...]
 Linear = tuple[int | tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Signature:
-    """One legal assignment of an SBP, along one mesh dimension, to each tensor operand and each output."""
-
-    inputs: tuple[Sbp, ...]
-    outputs: tuple[Sbp, ...]
 
 
 @dataclass(frozen=True)

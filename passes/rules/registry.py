@@ -11,10 +11,11 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, schema_arguments
 from zerograph.errors import CaptureError
-from zerograph.passes.rules.factors import Linear, Shape, Signature, misfit, signatures
+from zerograph.ir.metadata import origin
+from zerograph.ir.signature import Signature
+from zerograph.passes.rules.factors import Linear, Shape, misfit, signatures
 from zerograph.region import local, region_of
 from zerograph.sbp import broadcast
-from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 

@@ -178,7 +178,7 @@ def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
         (loop,) = loops(graph)
         sums = {one.dtype for one in loop.results if one.gradient is not None}
         moved = [node for one in (graph, loop.body.graph) for node in collective_nodes(one)]
-        wire = {one.meta["val"].dtype for one in moved if one.meta["boxing"].tensor == "gradient of bucket0"}
+        wire = {one.meta["val"].dtype for one in moved if one.meta["boxing"].tensor.gradient_of("bucket0")}
         found.append((losses, sums, wire))
     return found
 

@@ -74,7 +74,7 @@ def see() -> dict[tuple[int, int], Seen]:
 
 
 def kinds(nodes: list[fx.Node]) -> Kinds:
-    return Counter(node.meta["boxing"].kind for node in nodes if "bucket" in node.meta["boxing"].tensor)
+    return Counter(node.meta["boxing"].kind for node in nodes if "bucket" in node.meta["boxing"].tensor.name)
 
 
 @functools.cache

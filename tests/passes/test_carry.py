@@ -17,10 +17,11 @@ import zerograph as zg
 from zerograph.buckets import Bucket
 from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
+from zerograph.ir.metadata import origin, role
 from zerograph.memory import WAIT, profile
 from zerograph.mesh import line
 from zerograph.passes import spill
-from zerograph.step_graph import nbytes, origin, placeholders, role
+from zerograph.step_graph import nbytes, placeholders
 from zerograph.transfers import CARRY, FETCH, LANDED
 
 aten = torch.ops.aten

@@ -16,12 +16,13 @@ import zerograph as zg
 from tests.liveness import most_alive_bytes, most_allocated_bytes
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import emit
 from zerograph.mesh import line
-from zerograph.passes.edit import emit
 from zerograph.passes.fill_rooms import fill_rooms
 from zerograph.runtime import collectives, wire
 from zerograph.runtime.state import Store
-from zerograph.step_graph import nbytes, origin, placeholders
+from zerograph.step_graph import nbytes, placeholders
 
 aten = torch.ops.aten
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -182,7 +183,7 @@ def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]
 def given(graph: fx.Graph, gathered: fx.Node) -> None:
     """The caller is given a view."""
     with graph.inserting_after(gathered):
-        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered))
+        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered), like=gathered)
     output = graph.output_node()
     output.args = ((*output.args[0], view),)  # type: ignore[misc]
 
@@ -190,10 +191,10 @@ def given(graph: fx.Graph, gathered: fx.Node) -> None:
 def read_late(graph: fx.Graph, gathered: fx.Node) -> None:
     """A view is read behind the update."""
     with graph.inserting_after(gathered):
-        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered))
+        view = emit(graph, aten.slice.Tensor, (gathered, 0, 0, 2), origin(gathered), like=gathered)
     output = graph.output_node()
     with graph.inserting_before(output):
-        total = emit(graph, aten.sum.default, (view,), origin(gathered))
+        total = emit(graph, aten.sum.default, (view,), origin(gathered), like=gathered)
     output.args = ((*output.args[0], total),)  # type: ignore[misc]
 
 

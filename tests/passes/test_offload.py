@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from tests.models import TrainStep, batches, make
+from zerograph.ir.metadata import origin, role
 from zerograph.mesh import line
-from zerograph.step_graph import nbytes, origin, role
+from zerograph.step_graph import nbytes
 from zerograph.transfers import FETCH, LANDED, PUT_BACK
 
 

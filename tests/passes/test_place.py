@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.metadata import Boxing, Role
 from zerograph.mesh import line
 from zerograph.passes.box import box
 from zerograph.passes.context import Context
 from zerograph.passes.line import Line, open_line
 from zerograph.passes.place import place
 from zerograph.sbp import Split, broadcast
-from zerograph.step_graph import Boxing, Role, placeholders
+from zerograph.step_graph import placeholders
 from zerograph.zero import OFF
 
 CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, ((Split(0),),))

@@ -11,13 +11,14 @@ from torch import Tensor, fx
 from tests.passes import samples, samples_torch
 from tests.passes.samples import Zeros
 from zerograph._torch import fake_mode, graph_module, pytree
+from zerograph.ir.metadata import Role
+from zerograph.ir.signature import Signature
 from zerograph.mesh import line
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.localize import localize
-from zerograph.passes.rules import Signature, registry
+from zerograph.passes.rules import registry
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
-from zerograph.step_graph import Role
 from zerograph.zero import OFF
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches
+from zerograph.ir.metadata import origin
 from zerograph.region import local
-from zerograph.step_graph import origin
 
 aten = torch.ops.aten
 LAYERS = 3

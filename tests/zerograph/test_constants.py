@@ -14,6 +14,9 @@ from tests.models import part
 from tests.plainly import inputs, model
 from tests.pool import Pool
 
+# Its list of builds shows how often a step was compiled.
+pytestmark = pytest.mark.filterwarnings("ignore:build.. adds to self.builds")
+
 SIZES = [8, 8, 8, 8, 8]
 Given = Mapping[str, Any]
 GIVEN: list[Given] = [

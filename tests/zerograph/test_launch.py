@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import warnings
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.pool import Pool
+from zerograph.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -31,6 +34,18 @@ def program(tmp_path: Path) -> Path:
     file = tmp_path / "train.py"
     file.write_text(found.group(1))
     return file
+
+
+def test_the_readmes_commands_work_with_its_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (ROOT / "README.md").read_text().replace("\n", "\x00")
+    said = re.findall(r"zerograph (?:plan|inspect|diff) train\.py:example[^`#\x00]*", readme)
+    assert {command.split()[1] for command in said} == {"plan", "inspect", "diff"}
+    monkeypatch.chdir(program.parent)
+    for command in dict.fromkeys(said):
+        found = CliRunner().invoke(app, shlex.split(command)[1:])
+        # Stages differ, which diff's exit code says.
+        assert found.exit_code == (1 if command.startswith("zerograph diff") else 0), (command, found.output)
+        assert "while the script was imported" not in found.stderr
 
 
 def together(program: Path) -> str:

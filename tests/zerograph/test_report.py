@@ -43,12 +43,12 @@ class Hostile(nn.Module):
 
 
 class TrainGpt(zg.ZeroGraph):
-    def __init__(self, turns: int = 1, layers: int = 2) -> None:
+    def __init__(self, turns: int = 1, layers: int = 2, stage: int = 3) -> None:
         super().__init__()
         with torch.device("meta"):
             self.model = Gpt(tied=False, layers=layers)
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(True, stage=3, shard_min_size=1)
+        self.config.enable_zero(True, stage=stage, shard_min_size=1)
         self.config.bucket_size = 16384
         self.config.backend = "eager"
         self.config.set_gradient_accumulation_steps(turns)
@@ -69,9 +69,9 @@ class Small(zg.ZeroGraph):
         return self.model(x).sum()
 
 
-def prepared(turns: int, layers: int = 2) -> Prepared:
+def prepared(turns: int, layers: int = 2, stage: int = 3) -> Prepared:
     tokens = torch.zeros(2 * turns, 12, dtype=torch.int64, device="meta")
-    return TrainGpt(turns, layers).prepare(line(4, 0, "ranks"), tokens, tokens)
+    return TrainGpt(turns, layers, stage).prepare(line(4, 0, "ranks"), tokens, tokens)
 
 
 def read(page: str) -> Any:
@@ -326,3 +326,21 @@ def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatc
     text = json.dumps(read((tmp_path / "step.html").read_text()))
     assert "models/__init__.py:7" in text
     assert "site-packages" not in text
+
+
+def test_a_graph_writes_its_report_beside_another_step(tmp_path: Path) -> None:
+    step = Small(nn.Linear(4, 4))
+    step.compile(torch.ones(2, 4))
+    step.report(tmp_path / "steps.html", beside=step.prepare(line(2, 0, "ranks"), torch.ones(2, 4)))
+    packed = re.search(r'<script id="data"[^>]*>([^<]*)</script>', (tmp_path / "steps.html").read_text())
+    assert packed is not None
+    titles = [json.loads(gzip.decompress(base64.b64decode(one)))["title"] for one in packed[1].split()]
+    assert titles == ["Small, 1 rank", "Small, 2 ranks"]
+
+
+def test_a_report_beside_a_graph_that_is_not_compiled_is_an_error(tmp_path: Path) -> None:
+    step = Small(nn.Linear(4, 4))
+    step.compile(torch.ones(2, 4))
+    with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
+        step.report(tmp_path / "steps.html", beside=Small(nn.Linear(4, 4)))
+    assert not list(tmp_path.iterdir())

@@ -34,13 +34,12 @@ def calibrate(
         arguments = ["calibrate", str(out), "--name", name or out.stem]
         ended = subprocess.run([sys.executable, *command, *arguments], env=environment).returncode
         raise typer.Exit(FAILED if ended else 0)
-    # Here, so that the command that only starts others does not wait for torch.
-    from zerograph.planner.calibrate import calibrate as measure
-    from zerograph.planner.machine import write
-    from zerograph.runtime.process_group import rank
-
-    bars = progress_bars() if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
+    bars = progress_bars("loading torch") if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
     with reported(), bars:
+        from zerograph.planner.calibrate import calibrate as measure
+        from zerograph.planner.machine import write
+        from zerograph.runtime.process_group import rank
+
         found = measure(name or out.stem)
     if rank() == 0:
         write(out, found)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zerograph.cli.failing import DIFFERS, as_json, reported
-from zerograph.cli.inspect import SCRIPT
+from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
 from zerograph.cli.progress import progress_bars
-from zerograph.cli.script import load, mesh_of, prepare
 from zerograph.errors import ConfigError
-from zerograph.inspection.diff import Diff, compare
 
-_PASS = "behind this pass; default: of a script the last, of dumps all"
+if TYPE_CHECKING:
+    from zerograph.inspection.diff import Diff
+
+_PASS = "after this pass; default: of a script the last, of dumps all"
 
 
 def diff(
@@ -26,18 +27,19 @@ def diff(
     module: Annotated[str | None, typer.Option(help="of a script: only this module's part")] = None,
     world_size: Annotated[int, typer.Option(help="of a script: how many ranks")] = 2,
     rank: Annotated[int, typer.Option(help="of a script: the rank to look at")] = 0,
-    inputs: Annotated[str | None, typer.Option(help="inputs in the script, where STEP is a ZeroGraph")] = None,
+    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
+    precision: Annotated[str | None, typer.Option(help=f"of a script: {PRECISION}", callback=precision_checked)] = None,
     json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
-    """What differs between two ZeRO stages of a step, or between two dumps of ZEROGRAPH_DUMP. Exit code 1 if any does.
+    """Show what differs between two ZeRO stages of a step, or two dumps of ZEROGRAPH_DUMP. Exit code 1 if any does.
 
     Examples: zerograph diff train.py:example --stages 2,3, or zerograph diff old/rank0/step1 new/rank0/step1 --pass box
     """
-    with reported(), progress_bars():
+    with reported(), progress_bars("loading torch"):
         if after is None:
-            found = [_of_stages(before, stages, pass_name, module, world_size, rank, inputs)]
-        elif stages is not None or module is not None:
-            raise ConfigError("two dumps are compared as they are: --stages and --module are for one script")
+            found = [_of_stages(before, stages, pass_name, module, world_size, rank, inputs, precision)]
+        elif stages is not None or module is not None or precision is not None:
+            raise ConfigError("two dumps are compared as they are: --stages, --module and --precision are for a script")
         else:
             found = _of_dumps(Path(before), Path(after), pass_name)
     differing = [one for one in found if one]
@@ -62,13 +64,18 @@ def _of_stages(
     world_size: int,
     rank: int,
     inputs: str | None,
+    precision: str | None,
 ) -> Diff:
+    from zerograph.cli.script import load, mesh_of, prepare, set_precision
+    from zerograph.inspection.diff import compare
+
     if stages is None:
         raise ConfigError("give two dumps, or a script and --stages 2,3")
     numbers = stages.split(",")
     if len(numbers) != 2 or not all(one.strip().isdigit() for one in numbers):
         raise ConfigError(f"--stages {stages}: two stages are 2,3, for instance")
     step, given = load(script, inputs)
+    set_precision(step, precision)
     texts = []
     for number in map(int, numbers):
         found = prepare(step, given, mesh_of(world_size, rank), stage=number)
@@ -106,6 +113,8 @@ def _passes(folder: Path) -> dict[str, Path]:
 
 
 def _of_files(before: Path | None, after: Path | None) -> Diff:
+    from zerograph.inspection.diff import compare
+
     return compare(_read(before), _read(after), (str(before or "/dev/null"), str(after or "/dev/null")))
 
 

@@ -10,14 +10,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from zerograph.cli.failing import as_json
-from zerograph.memory import show_bytes
+from zerograph.sizes import show_bytes
 
 _PACKAGES = ("zerograph", "torch", "numpy", "networkx", "safetensors", "rich", "typer", "filelock", "transformers")
 _PACKAGES_OF_OTHERS = ("triton", "deepspeed", "tensorboard")
@@ -52,6 +48,9 @@ def env(json: Annotated[bool, typer.Option("--json", help="for machines")] = Fal
     if json:
         as_json(found)
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(show_header=False, box=None, pad_edge=False)
     for section, entries in found.items():
         table.add_row(f"[bold]{section}[/bold]", "")
@@ -61,7 +60,9 @@ def env(json: Annotated[bool, typer.Option("--json", help="for machines")] = Fal
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """By section and name."""
+    """Return what there is to say, by section and name."""
+    import torch
+
     return {
         "system": {
             "platform": platform.platform(),
@@ -94,6 +95,8 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             if name not in _PACKAGES_OF_OTHERS:
                 found[name] = "not installed"
+    import torch
+
     # With what it was built for, which its package's own version leaves out.
     return found | {"torch": torch.__version__}
 
@@ -120,10 +123,14 @@ def _shared() -> str:
 
 
 def _cuda_version() -> str:
+    import torch
+
     return str(torch.version.cuda or torch.version.hip or "none: built for CPU")
 
 
 def _backends() -> list[str]:
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
@@ -137,6 +144,8 @@ def _compiler() -> str:
 
 
 def _devices() -> dict[str, str]:
+    import torch
+
     found = {"cpu": platform.processor() or platform.machine()}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from zerograph.checkpoint import export as exporting
 from zerograph.cli.failing import reported
 from zerograph.cli.progress import progress_bars
 
@@ -25,5 +24,7 @@ def export(
 
     Example: zerograph export runs/gpt model.safetensors
     """
-    with reported(), progress_bars():
+    with reported(), progress_bars("loading torch"):
+        from zerograph.checkpoint import export as exporting
+
         typer.echo(exporting.export(checkpoint, out, module))

@@ -9,12 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from zerograph.cli.failing import as_json, reported
+from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
 from zerograph.cli.progress import progress_bars
-from zerograph.cli.script import load, mesh_of, prepare
 from zerograph.errors import ConfigError
-from zerograph.report import write
-
-SCRIPT = "SCRIPT:STEP, as train.py:example: a ZeroGraph, or a function without arguments that returns (step, inputs)"
+from zerograph.progress import tell
 
 
 def inspect(
@@ -23,16 +21,18 @@ def inspect(
     rank: Annotated[int, typer.Option(help="the rank to look at")] = 0,
     mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, as 2x4")] = None,
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
+    precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
     device: Annotated[str, typer.Option(help="what tensors on the meta device stand for")] = "cpu",
-    inputs: Annotated[str | None, typer.Option(help="inputs in the script, where STEP is a ZeroGraph")] = None,
+    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
     text: Annotated[bool, typer.Option("--text", help="the graph, one node a line")] = False,
-    pass_name: Annotated[str | None, typer.Option("--pass", help="the graph behind this pass (with --text)")] = None,
+    pass_name: Annotated[str | None, typer.Option("--pass", help="the graph after this pass (with --text)")] = None,
     module: Annotated[str | None, typer.Option(help="only this module's part (with --text or --dot)")] = None,
     explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
     dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
-    machine: Annotated[str | None, typer.Option(help="foretell its times for h100, ... or a YAML file")] = None,
+    beside_stage: Annotated[int | None, typer.Option(help="with --report: this ZeRO stage on the same page")] = None,
+    machine: Annotated[str | None, typer.Option(help="predict its times on h100, ... or a YAML file")] = None,
     json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Compile a script's step as one rank of many would, without running it, and print what it is.
@@ -40,10 +40,16 @@ def inspect(
     No process group, no accelerator and no memory for the weights are needed: a model may be made on the meta device.
 
     Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box,
-    or --report step.html --machine h100
+    or --report step.html --machine h100, or --report stages.html --stage 2 --beside-stage 3
     """
-    with reported(), progress_bars():
+    with reported(), progress_bars("loading torch"):
+        if beside_stage is not None and report is None:
+            raise ConfigError("--beside-stage puts a second step on the page of a report: give --report PAGE.html too")
+        from zerograph.cli.script import load, mesh_of, prepare, set_precision, shown_precision
+        from zerograph.report import write
+
         step, given = load(script, inputs)
+        set_precision(step, precision)
         found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
         written = [path for path in (dot, report) if path is not None]
         if dot is not None:
@@ -55,8 +61,6 @@ def inspect(
                     dot.write_text(drawing)
                 except OSError as error:
                     raise ConfigError(f"{dot} cannot be written: {error.strerror}") from error
-        if report is not None:
-            write(found, report, title=type(step).__name__, machine=machine)
         shown: Any = None
         if explain is not None:
             life = found.explain(explain)
@@ -65,11 +69,21 @@ def inspect(
             lines = found.text(pass_name, module)
             shown = lines.splitlines() if json else lines
         elif json:
-            shown = {"script": script, "options": step.config.shown(changed=True), **found.summary.as_dict()}
+            options = step.config.shown(changed=True)
+            shown = {"script": script, "options": options, "precision": shown_precision(step)}
+            shown |= found.summary.as_dict()
         elif not written:
             options = step.config.shown(changed=True)
-            head = f"{type(step).__name__} of {script}, as rank {rank} of {mesh or world_size}: {options}"
+            where = f"as rank {rank} of {mesh or world_size}, in {shown_precision(step)}"
+            head = f"{type(step).__name__} of {script}, {where}: {options}"
             shown = f"{head}\n{found.describe() if full else found.page()}"
+        if report is not None:
+            # After all that reads the step's configuration: preparing another stage changes it.
+            other = None
+            if beside_stage is not None:
+                other = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=beside_stage)
+            tell("report", 0, 0, f"writing {report}")
+            write(found, report, title=type(step).__name__, machine=machine, beside=other)
     for path in written:
         typer.echo(path, err=json)
     if shown is not None:

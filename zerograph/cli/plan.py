@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from zerograph.cli.failing import DIFFERS, reported
+from zerograph.cli.options import INPUTS, PRECISION, precision_checked
 from zerograph.cli.progress import progress_bars
-from zerograph.cli.script import load, tracing
-from zerograph.config import in_bytes
-from zerograph.planner import bars, lanes, pictures, plots, show
-from zerograph.planner.closed_form import Precision, model_states
-from zerograph.planner.front import plan as plan_step
-from zerograph.planner.plan import Plan
-from zerograph.planner.search import STAGES
 from zerograph.progress import tell
+from zerograph.sizes import in_bytes
+
+if TYPE_CHECKING:
+    from zerograph.planner.plan import Plan
+
+_PRECISION = f"{PRECISION}; with --params: mixed, the default, or fp32"
+_FIT = "the size of a rank's device, 80GB, instead of the memory of --device"
+_HEADROOM = "what of it stays free, 4GiB, for context, NCCL and fragmentation  [default: 8 %, at least 2 GiB; CPU: 0]"
+
+Draw = Callable[[Sequence["Plan"], Path], None]
 
 
 def plan(
     step: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs)"),
+        typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs), or a ZeroGraph"),
     ] = None,
     params: Annotated[float | None, typer.Option(help="no script: so many parameters, in closed form")] = None,
-    precision: Annotated[str, typer.Option(help="mixed, or fp32: as the script says")] = "mixed",
+    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
+    precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
     world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; of nodes by ranks: 8x8")] = "8",
     stage: Annotated[
         str, typer.Option(help="off, 1, 2 or 3, or several: off,1,2,3; auto: the fastest that fits")
     ] = "auto",
     device: Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a YAML file of zerograph calibrate")] = "h100",
-    fit: Annotated[str | None, typer.Option(help="the memory of a rank, 80GiB, instead of the device's")] = None,
+    fit: Annotated[str | None, typer.Option(help=_FIT)] = None,
+    headroom: Annotated[str | None, typer.Option(help=_HEADROOM, show_default=False)] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="with --stage auto: state and parameters may rest in files of this directory")
     ] = None,
@@ -47,9 +52,9 @@ def plan(
     timeline: Annotated[Path | None, typer.Option(help="draw what runs when into this PNG or SVG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="numbers for machines, on one line for each plan")] = False,
 ) -> None:
-    """What a training step takes on each rank: memory, wire, time.
+    """Predict what a training step takes on each rank: memory, wire, time, tokens per second.
 
-    Of a script's step, compiled for that many ranks:  zerograph plan train.py:example --world-size 64 --fit 80GiB
+    Of a script's step, compiled for that many ranks:  zerograph plan train.py:example --world-size 64 --device h100
 
     As pictures, stage by stage:  zerograph plan train.py:example --stage off,1,2,3 --memory memory.png
 
@@ -57,81 +62,112 @@ def plan(
 
     Ends with 1 if something does not fit, with 2 if it cannot be planned.
     """
-    console, errors = Console(), Console(stderr=True)
     try:
         meshes = [_mesh(one) for one in world_size.split(",")]
-        limit = None if fit is None else in_bytes(fit)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if fit is not None and limit is None:
-        raise typer.BadParameter(f"--fit {fit!r}: give bytes, or a size like 80GiB")
-    if precision not in ("mixed", "fp32"):
-        raise typer.BadParameter(f"--precision {precision}: choose mixed or fp32")
+    limit = _bytes("--fit", fit)
+    free = 0 if headroom == "0" else _bytes("--headroom", headroom)
     if (step is None) == (params is None):
         raise typer.BadParameter("give a script's step, or --params, and not both")
-    asked_for = ((plots.draw, plot), (bars.draw, memory), (lanes.draw, timeline))
-    drawings = [(draw, path) for draw, path in asked_for if path is not None]
-    if params is not None and drawings:
-        raise typer.BadParameter("pictures are of a script's step: --params has no memory over time and no timeline")
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
+        if plot or memory or timeline:
+            raise typer.BadParameter("pictures are of a script's step: --params has no memory over time, no timeline")
+        if inputs is not None or headroom is not None:
+            raise typer.BadParameter("--inputs and --headroom are for a script's step: --params counts model states")
+        if precision not in (None, "mixed", "fp32"):
+            raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
-            fits = _closed_form(console, params, [_size(mesh) for mesh in meshes], precision, limit, as_json)
+            fits = _closed_form(params, [math.prod(mesh) for mesh in meshes], precision or "mixed", limit, as_json)
         raise typer.Exit(0 if fits else DIFFERS)
     assert step is not None
-    ways = list(itertools.product(meshes, stage.split(",")))
-    plans: list[Plan] = []
-    options: dict[str, Any] = {"amp_dtype": torch.bfloat16} if precision == "mixed" else {}
-    if nvme_path is not None:
-        options["nvme_path"] = nvme_path
-    if compress:
-        options["reduce_dtype"] = torch.bfloat16
-    with reported():
+    with reported(), progress_bars("loading torch"):
+        from zerograph.planner import bars, lanes, pictures, plots, show
+
+        asked_for: tuple[tuple[Draw, Path | None], ...]
+        asked_for = ((plots.draw, plot), (bars.draw, memory), (lanes.draw, timeline))
+        drawings = [(draw, path) for draw, path in asked_for if path is not None]
         for _, path in drawings:
             pictures.check(path)
-    with reported(), progress_bars():
-        subject, batch = load(step, meta=True)
-        for mesh, chosen in ways:
-            if len(ways) > 1:
-                tell("plans", len(plans), len(ways), f"stage {chosen} on {'x'.join(map(str, mesh))} ranks")
-            with tracing(subject):
-                plans.append(plan_step(subject, batch, mesh=mesh, stage=chosen, device=device, fit=limit, **options))
-    for one in plans:
-        if as_json:
-            typer.echo(json.dumps(one.as_dict()))
-        else:
-            console.print(show.page(one))
-    for draw, path in drawings:
-        with reported():
+        options: dict[str, Any] = {"device": device, "fit": limit, "headroom": free}
+        if nvme_path is not None:
+            options["nvme_path"] = nvme_path
+        plans = _plans(step, inputs, precision, list(itertools.product(meshes, stage.split(","))), options, compress)
+        for number, (draw, path) in enumerate(drawings):
+            tell("pictures", number, len(drawings), path.name)
             draw(plans, path)
-        errors.print(f"drawn: {path}", soft_wrap=True)
+    if as_json:
+        for one in plans:
+            typer.echo(json.dumps(one.as_dict()))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        for one in plans:
+            console.print(show.page(one))
+    for _, path in drawings:
+        typer.echo(f"drawn: {path}", err=True)
     raise typer.Exit(0 if all(one.fits for one in plans) else DIFFERS)
 
 
-def _closed_form(
-    console: Console, params: float, sizes: Sequence[int], precision: str, limit: int | None, as_json: bool
-) -> bool:
-    """Whether some stage fits for every number of ranks."""
+def _plans(
+    script: str,
+    inputs: str | None,
+    precision: str | None,
+    ways: Sequence[tuple[tuple[int, ...], str]],
+    options: dict[str, Any],
+    compress: bool,
+) -> list[Plan]:
+    """Plan a script's step in each of these ways: a mesh and a stage."""
+    import torch
+
+    from zerograph.cli.script import load, set_precision, tracing
+    from zerograph.planner.front import plan as plan_step
+
+    if compress:
+        options["reduce_dtype"] = torch.bfloat16
+    subject, batch = load(script, inputs, meta=True)
+    set_precision(subject, precision)
+    plans: list[Plan] = []
+    for mesh, chosen in ways:
+        if len(ways) > 1:
+            tell("plans", len(plans), len(ways), f"stage {chosen} on {'x'.join(map(str, mesh))} ranks")
+        with tracing(subject):
+            plans.append(plan_step(subject, batch, mesh=mesh, stage=chosen, **options))
+    return plans
+
+
+def _closed_form(params: float, sizes: Sequence[int], precision: str, limit: int | None, as_json: bool) -> bool:
+    """Print model states by number of ranks; return True if some stage fits for each of them."""
+    from zerograph.planner.closed_form import Precision, model_states
+
     kind: Precision = "fp32" if precision == "fp32" else "mixed"
     totals = {size: [model_states(params, size, stage, kind).total for stage in range(4)] for size in sizes}
     if as_json:
-        rows = [{"world_size": size, "bytes": dict(zip(STAGES, of, strict=True))} for size, of in totals.items()]
+        stages = ("off", "1", "2", "3")
+        rows = [{"world_size": size, "bytes": dict(zip(stages, of, strict=True))} for size, of in totals.items()]
         typer.echo(json.dumps(rows))
     else:
+        from rich.console import Console
+
+        from zerograph.planner import show
+
+        console = Console()
         console.print(f"model states of {params:,.0f} parameters, {kind} precision, on each rank (ZeRO, Table 1)")
         console.print(show.closed_form(params, sizes, kind, limit))
     return limit is None or all(min(of) <= limit for of in totals.values())
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    size = None if text is None else in_bytes(text)
+    if text is not None and size is None:
+        raise typer.BadParameter(f"{option} {text!r}: give bytes, or a size like 80GB or 40GiB")
+    return size
 
 
 def _mesh(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\s*[1-9]\d*(x[1-9]\d*)*\s*", text):
         raise ValueError(f"--world-size {text!r}: give a number of ranks, 64, or nodes by ranks, 8x8")
     return tuple(map(int, text.split("x")))
-
-
-def _size(mesh: Sequence[int]) -> int:
-    size = 1
-    for one in mesh:
-        size *= one
-    return size

@@ -7,12 +7,14 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import typer
 
 from zerograph import _torch, source
 from zerograph.errors import ConfigError, ZeroGraphError
@@ -20,6 +22,8 @@ from zerograph.graph import ZeroGraph
 from zerograph.inspection.names import close_to
 from zerograph.inspection.step import Prepared
 from zerograph.mesh import Mesh
+from zerograph.precision import LOW_DTYPES, shown
+from zerograph.progress import tell
 
 _HELP = (
     "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"
@@ -75,6 +79,39 @@ def prepare(
         step.config.enable_zero(mode if stage else "off", stage=stage or 1, shard_min_size=step.config.shard_min_size)
     with tracing(step):
         return step.prepare(mesh, *inputs, device=device)
+
+
+def set_precision(step: ZeroGraph, precision: str | None) -> None:
+    """Have the script's step compute in this precision; None: as the script says.
+
+    Args:
+        precision: as :func:`zerograph.cli.options.precision_checked` lets it through.
+
+    Raises:
+        ConfigError: fp32 of a step whose parameters are narrower.
+    """
+    if precision is None:
+        return
+    if precision == "fp32":
+        narrow = {one.dtype for one in _parameters(step) if one.dtype in LOW_DTYPES}
+        if narrow:
+            raise ConfigError(
+                f"--precision fp32: {type(step).__name__} has parameters in {', '.join(map(str, narrow))}\n"
+                "Make the model in fp32, or leave --precision out."
+            )
+        step.config.enable_amp(False)
+        return
+    step.config.enable_amp(dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+def shown_precision(step: ZeroGraph) -> str:
+    """Name what the step computes in."""
+    return shown(step.config.amp_dtype, (one.dtype for one in _parameters(step)))
+
+
+def _parameters(step: ZeroGraph) -> list[torch.nn.Parameter]:
+    modules = (one for one in vars(step).values() if isinstance(one, torch.nn.Module))
+    return [one for module in modules for one in module.parameters()]
 
 
 @contextlib.contextmanager
@@ -137,8 +174,10 @@ def _imported(path: Path) -> ModuleType:
         # As Python does for a script that it runs.
         sys.path.insert(0, folder)
     sys.modules[name] = module
+    tell("script", 0, 0, f"importing {path}")
     try:
-        spec.loader.exec_module(module)
+        with _counted_calls() as calls:
+            spec.loader.exec_module(module)
     except ZeroGraphError:
         raise
     except SystemExit as error:
@@ -148,7 +187,32 @@ def _imported(path: Path) -> ModuleType:
         ) from error
     except Exception as error:
         raise ConfigError(f"{path} failed while it was imported: {_told(error, path)}") from error
+    tell("script", 0, 0)
+    if calls.total():
+        steps = ", ".join(f"{name} ran {count} time{'s' * (count != 1)}" for name, count in calls.items())
+        typer.echo(
+            f"{path}: {steps} while the script was imported\n"
+            "Put the loop under: if __name__ == '__main__':  Commands import a script to find its step.",
+            err=True,
+        )
     return module
+
+
+@contextlib.contextmanager
+def _counted_calls() -> Iterator[Counter[str]]:
+    """Count how often steps run inside the block, by the name of their class."""
+    calls: Counter[str] = Counter()
+    run = ZeroGraph.__call__
+
+    def counted(self: ZeroGraph, *args: Any, **kwargs: Any) -> Any:
+        calls[type(self).__name__] += 1
+        return run(self, *args, **kwargs)
+
+    ZeroGraph.__call__ = counted  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        ZeroGraph.__call__ = run  # type: ignore[method-assign]
 
 
 def _named(module: ModuleType, name: str, path: str) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerograph.buckets import Bucket
-from zerograph.step_graph import Boxing, Phase, collective_runs
+from zerograph.ir.metadata import Boxing, Phase, meta
+from zerograph.step_graph import collective_runs
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,10 @@ def collectives(graph: fx.Graph, buckets: Sequence[Bucket]) -> list[tuple[Collec
 
 
 def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collective:
-    found: Boxing = node.meta["boxing"]
-    bucket = found.tensor.removeprefix("gradient of ")
-    tensors = contents.get(bucket, (found.tensor,))
-    return Collective(
-        found.kind, round(found.sent), found.bytes, tensors, found.phase, found.dim, found.tensor, node.name
-    )
+    found: Boxing = meta(node)["boxing"]
+    what = str(found.tensor)
+    tensors = contents.get(found.tensor.name, (what,))
+    return Collective(found.kind, round(found.sent), found.bytes, tensors, found.phase, found.dim, what, node.name)
 
 
 def short(tensors: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from zerograph.buckets import Bucket, Slot
 from zerograph.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.summary import Placed, Summary, summary
+from zerograph.ir.metadata import meta, role
 from zerograph.memory import show_bytes
 from zerograph.sbp import show
-from zerograph.step_graph import placeholders, role
+from zerograph.step_graph import placeholders
 
 
 def description(step: RewrittenStep) -> str:
@@ -43,7 +44,7 @@ def _parameters(step: RewrittenStep, found: Summary) -> list[str]:
             for slot, owner in zip(bucket.slots, owners, strict=True)
         ]
     plain = [(node, one) for node in placeholders(step.emitted, "parameter") if (one := role(node)) is not None]
-    lines += [f"{one.name} {_shape(node.meta['global'])} B, in no bucket" for node, one in plain]
+    lines += [f"{one.name} {_shape(meta(node)['global'])} B, in no bucket" for node, one in plain]
     at_rest = sum(found.at_rest.get(kind, 0) for kind in ("parameters", "optimizer state"))
     lines.append(f"{at_rest:,} bytes of parameters and optimizer state on this rank")
     return lines

@@ -14,13 +14,13 @@ from zerograph.buckets import Bucket, Slot
 from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.life import Event, Life, TensorKind
-from zerograph.inspection.names import boxing_of, close_to, is_wait, labels, within
+from zerograph.inspection.names import close_to, is_wait, labels, within
 from zerograph.inspection.spots import Spot, Spots
 from zerograph.inspection.summary import rests
 from zerograph.inspection.text import dtype_name, operator_name
+from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.mesh import local_shape
 from zerograph.sbp import NdSbp, Split, show
-from zerograph.step_graph import Boxing, origin, role
 from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ class _Finder:
         layout = update.layouts.get(entry)
         value: Tensor = node.meta["val"]
         if layout is None:
-            shape, sbp = tuple(value.shape), node.meta["sbp"]
+            shape, sbp = tuple(value.shape), meta(node)["sbp"]
             count, whose = value.numel() * value.element_size(), "one for the whole bucket"
         else:
             index = bucket.slots.index(slot)
@@ -190,7 +190,7 @@ class _Finder:
                 if user in behind:
                     continue
                 behind[user] = node
-                mine = user.meta.get("parameter")
+                mine = meta(user).get("parameter")
                 if mine == slot.name:
                     views.append(user)
                 elif mine is None and (_is_form(user) or user.target in (FETCH, CARRY)):
@@ -268,17 +268,17 @@ class _Finder:
     def _gradient(self, bucket: Bucket, slot: Slot) -> Iterator[Event]:
         for spot in self.spots:
             node = spot.node
-            if node.meta.get("gradient") == bucket.name:
+            if meta(node).get("gradient") == bucket.name:
                 for maker in _makers(node, bucket, slot):
                     size = slot.numel * node.meta["val"].element_size()
                     yield self._event("gradient made", maker, note=operator_name(maker), count=size)
             moved = boxing_of(node)
-            if moved is not None and moved.tensor == f"gradient of {bucket.name}":
+            if moved is not None and moved.tensor.gradient_of(bucket.name):
                 yield self._event("reduction starts", node, note=_boxing(moved))
             started = boxing_of(node.all_input_nodes[0]) if is_wait(node) else None
-            if started is not None and started.tensor == f"gradient of {bucket.name}":
+            if started is not None and started.tensor.gradient_of(bucket.name):
                 yield self._event("reduction ends", node)
-            if node.meta.get("gradient") == bucket.name and moved is None:
+            if meta(node).get("gradient") == bucket.name and moved is None:
                 for event in self._freed(node):
                     yield replace(event, what="gradient freed")
 
@@ -347,13 +347,13 @@ class _Finder:
             raise ConfigError(
                 f"{node.name} yields several tensors: ask for one of {', '.join(yields) or 'its readers'}"
             )
-        sbp: NdSbp | None = node.meta.get("sbp")
+        sbp: NdSbp | None = meta(node).get("sbp")
         return Life(
             name=labels(node.graph)[node],
             asked=self.asked,
             kind=kind,
             dtype=dtype_name(value.dtype),
-            shape=tuple(node.meta.get("global", value.shape)),
+            shape=tuple(meta(node).get("global", value.shape)),
             local=tuple(value.shape),
             sbp="local" if sbp is None else show(sbp),
             bucket=None,
@@ -380,7 +380,7 @@ def _is_form(node: fx.Node) -> bool:
 
 
 def _slots(step: RewrittenStep, flat: fx.Node) -> Sequence[Slot]:
-    return next(bucket.slots for bucket in step.context.buckets if bucket.name == flat.meta["role"].name)
+    return next(bucket.slots for bucket in step.context.buckets if bucket.name == meta(flat)["role"].name)
 
 
 def _makers(joined: fx.Node, bucket: Bucket, slot: Slot) -> list[fx.Node]:
@@ -412,8 +412,7 @@ def _computes(node: fx.Node) -> fx.Node:
 
 def _boxing(found: Boxing) -> str:
     along = f" along mesh dimension {found.dim}" if len(found.source) > 1 else ""
-    what = found.tensor
-    return f"{found.kind} {show(found.source)} -> {show(found.target)}{along} of {what}"
+    return f"{found.kind} {show(found.source)} -> {show(found.target)}{along} of {found.tensor}"
 
 
 def _held_here(what: str, note: str, count: int) -> Event:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerograph.inspection.text import shapes
-from zerograph.memory import show_bytes
+from zerograph.sizes import show_bytes
 
 TensorKind = Literal["parameter", "optimizer state", "buffer", "input", "value"]
 

@@ -27,7 +27,8 @@ from zerograph.errors import ConfigError
 from zerograph.inspection.diff import compare
 from zerograph.inspection.names import close_to, labels
 from zerograph.inspection.step import Inspection
-from zerograph.memory import profile, show_bytes
+from zerograph.memory import profile
+from zerograph.sizes import show_bytes
 
 VARIABLE = "ZEROGRAPH_LOGS"
 NAMES = ("passes", "placement", "collectives", "memory")

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from zerograph.ir.metadata import Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.passes.boxing import boxing
-from zerograph.step_graph import Boxing, Role, origin, role
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -35,7 +35,7 @@ def label(node: fx.Node, bucket: str | None = None) -> str:
     if given is not None:
         return input_name(given)
     if "parameter" in node.meta:
-        return f"{node.meta['parameter']}:{node.name}"
+        return f"{meta(node)['parameter']}:{node.name}"
     if (name := short_tensor(tensor_moved(node.all_input_nodes[0] if is_wait(node) else node))) is not None:
         return f"{name}:{node.name}"
     where = origin(node)
@@ -49,18 +49,12 @@ def reference(node: fx.Node) -> str:
     given = role(node)
     if given is not None:
         return input_name(given)
-    return str(node.meta.get("parameter", node.name))
+    return str(meta(node).get("parameter", node.name))
 
 
 def input_name(given: Role) -> str:
     """``input0``, ``output0``, or the qualified name of what it is."""
     return f"{given.kind}{given.name}" if given.kind in ("input", "output") else given.name
-
-
-def boxing_of(node: fx.Node) -> Boxing | None:
-    """The change of SBP that the node makes, if it makes one."""
-    found = node.meta.get("boxing")
-    return found if isinstance(found, Boxing) else None
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -73,19 +67,19 @@ def is_boxing(node: fx.Node) -> bool:
     return boxing_of(node) is not None or node.target is boxing
 
 
-def tensor_moved(node: fx.Node) -> str:
-    """What the node that changes an SBP moves; empty for any other, or where it is not known yet."""
-    found = boxing_of(node)
-    if found is not None:
-        return found.tensor
-    return str(node.meta.get("tensor", "")) if node.target is boxing else ""
+def tensor_moved(node: fx.Node) -> TensorRef | None:
+    """Return the tensor that a boxing node moves; None for any other node, or where it is not known yet."""
+    known = boxing_of(node)
+    if known is not None:
+        return known.tensor
+    return meta(node).get("tensor") if node.target is boxing else None
 
 
-def short_tensor(name: str) -> str | None:
-    """``bucket0``, ``bucket0.grad``; None for what lies in no bucket."""
-    if name.startswith("gradient of "):
-        return f"{name.removeprefix('gradient of ')}.grad"
-    return name if name and " " not in name else None
+def short_tensor(tensor: TensorRef | None) -> str | None:
+    """Return ``bucket0`` or ``bucket0.grad``; None for a tensor that has no name of one word."""
+    if tensor is None or " " in tensor.name:
+        return None
+    return f"{tensor.name}.grad" if tensor.kind == "gradient" else tensor.name
 
 
 def within(path: str, module: str) -> bool:
@@ -104,7 +98,7 @@ def _bucket(node: fx.Node, about: dict[fx.Node, str | None]) -> str | None:
     if given is not None:
         return given.name.split(".")[0] if given.kind in ("bucket", "state") else None
     if "bucket" in node.meta:
-        return str(node.meta["bucket"])
+        return str(meta(node)["bucket"])
     if origin(node).phase != "update":
         return None
     found = {name for source in node.all_input_nodes if (name := about.get(source)) is not None}

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zerograph.inspection.names import boxing_of, is_boxing, is_wait, labels, tensor_moved
+from zerograph.inspection.names import is_boxing, is_wait, labels, tensor_moved
 from zerograph.inspection.text import dtype_name, operator_name
+from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.loop import loop_of
 from zerograph.mesh import local_shape
 from zerograph.passes.context import Context
 from zerograph.sbp import show
-from zerograph.step_graph import origin, role
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def _walk(graph: fx.Graph, prefix: str, times: int) -> Iterator[tuple[fx.Node, s
 def _facts(
     node: fx.Node, name: str, identifier: str, at: int, times: int, context: Context, *, localized: bool
 ) -> NodeFacts:
-    value, sbp, where, moved = node.meta.get("val"), node.meta.get("sbp"), origin(node), boxing_of(node)
+    value, sbp, where, moved = node.meta.get("val"), meta(node).get("sbp"), origin(node), boxing_of(node)
     is_tensor = isinstance(value, Tensor)
     here = tuple(value.shape) if isinstance(value, Tensor) else ()
-    whole = node.meta.get("global", here) if localized else here
+    whole = meta(node).get("global", here) if localized else here
     if isinstance(value, Tensor) and not localized and sbp is not None:
         here = local_shape(here, sbp, context.mesh if len(sbp) == context.mesh.dims else context.in_time().mesh)
     count = 1
@@ -129,9 +129,9 @@ def _facts(
         at=at,
         times=times,
         boxing="" if moved is None else moved.kind,
-        tensor=tensor_moved(node),
+        tensor=str(tensor_moved(node) or ""),
         sent=0 if moved is None else round(moved.sent),
-        parameter=given.name if given is not None and given.kind == "parameter" else node.meta.get("parameter", ""),
+        parameter=given.name if given is not None and given.kind == "parameter" else meta(node).get("parameter", ""),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from zerograph.inspection.collectives import short
 from zerograph.inspection.summary import Placed, Sent, Summary
-from zerograph.memory import show_bytes
+from zerograph.sizes import show_bytes
 
 # As many rows as a section may take.
 _ROWS = 6

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from zerograph.ir.metadata import meta, origin
 from zerograph.memory import Profile, show_bytes
-from zerograph.step_graph import origin
 
 
 def made_again(whole: Profile, blocks: Sequence[str]) -> str:
@@ -19,10 +19,10 @@ def made_again(whole: Profile, blocks: Sequence[str]) -> str:
     made = kept = 0
     where: set[str] = set()
     for found in (whole, *whole.bodies.values()):
-        where |= {origin(node).module for node in found.nodes if node.meta.get("recomputed")}
+        where |= {origin(node).module for node in found.nodes if meta(node).get("recomputed")}
         for one in found.storages:
             born, dies = found.nodes[one.born], found.nodes[one.dies]
-            if one.kind == "activations" and born.meta.get("recomputed"):
+            if one.kind == "activations" and meta(born).get("recomputed"):
                 made += one.bytes
             elif one.kind == "activations" and _crosses(born, dies):
                 kept += one.bytes

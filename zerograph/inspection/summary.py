@@ -13,10 +13,11 @@ from zerograph.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.recompute import made_again
 from zerograph.inspection.text import dtype_name
+from zerograph.ir.metadata import meta, role
 from zerograph.memory import Memory, MemoryKind, profile
 from zerograph.mesh import local_shape
 from zerograph.sbp import NdSbp, show
-from zerograph.step_graph import output_nodes, placeholders, role
+from zerograph.step_graph import output_nodes, placeholders
 from zerograph.update_program import UpdateProgram
 
 
@@ -164,7 +165,7 @@ def inputs(step: RewrittenStep) -> tuple[Value, ...]:
     # The captured graph is the last one in global shapes.
     nodes = placeholders(step.captured.graph.graph, "input")
     return tuple(
-        Value(f"input{node.meta['role'].name}", show(sbp), dtype_name(value.dtype), tuple(value.shape))
+        Value(f"input{meta(node)['role'].name}", show(sbp), dtype_name(value.dtype), tuple(value.shape))
         for node, sbp in zip(nodes, step.context.inputs, strict=True)
         if (value := node.meta["val"]) is not None
     )
@@ -175,7 +176,7 @@ def outputs(emitted: fx.Graph) -> tuple[Value, ...]:
     about = emitted.output_node().meta
     returned = zip(about["needs"], output_nodes(emitted), about["roles"], strict=True)
     return tuple(
-        Value(f"output{found.name}", show(need), dtype_name(node.meta["val"].dtype), tuple(node.meta["global"]))
+        Value(f"output{found.name}", show(need), dtype_name(node.meta["val"].dtype), tuple(meta(node)["global"]))
         for need, node, found in returned
         if found.kind == "output"
     )

@@ -22,12 +22,12 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import ConfigError
-from zerograph.inspection.names import boxing_of, close_to, input_name, is_boxing, is_wait, labels, reference, within
+from zerograph.inspection.names import close_to, input_name, is_boxing, is_wait, labels, reference, within
+from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.loop import Loop, loop_of
 from zerograph.mesh import local_shape
 from zerograph.passes.context import Context
 from zerograph.sbp import NdSbp, show
-from zerograph.step_graph import origin, role
 
 _MARKS = {"input": "input ", "boxing": ">>    ", "wait": "<<    ", "": "      "}
 
@@ -146,11 +146,11 @@ def _shown(value: Any) -> str:
 
 
 def _value(node: fx.Node, context: Context, *, localized: bool) -> str:
-    value, sbp = node.meta.get("val"), node.meta.get("sbp")
+    value, sbp = node.meta.get("val"), meta(node).get("sbp")
     if not isinstance(value, Tensor):
         return ""
     here = tuple(value.shape)
-    whole = node.meta.get("global") if localized else here
+    whole = meta(node).get("global") if localized else here
     if not localized and sbp is not None:
         mesh = context.mesh if len(sbp) == context.mesh.dims else context.in_time().mesh
         here = local_shape(here, sbp, mesh)
@@ -181,15 +181,15 @@ def _where(node: fx.Node) -> str:
     if "origin" not in node.meta:
         return ""
     found = origin(node)
-    again = " (again)" if node.meta.get("recomputed") else ""
+    again = " (again)" if meta(node).get("recomputed") else ""
     return f"  # {found.phase}{again} {found.source}".rstrip()
 
 
 def _returned(node: fx.Node) -> str:
     # A body returns nothing: it writes what it leaves.
     returned = node.args[0]
-    needs: Sequence[NdSbp] = node.meta.get("needs", ())
-    roles = node.meta.get("roles", ())
+    needs: Sequence[NdSbp] = meta(node).get("needs", ())
+    roles = meta(node).get("roles", ())
     shown = []
     given = [one for one in returned if isinstance(one, fx.Node)] if isinstance(returned, (list, tuple)) else []
     for index, one in enumerate(given):

@@ -20,10 +20,10 @@ from torch.profiler import profile as torch_profile
 from zerograph.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.collectives import Collective, collectives
-from zerograph.inspection.names import boxing_of, is_wait, labels
+from zerograph.inspection.names import is_wait, labels
+from zerograph.ir.metadata import Boxing, boxing_of, meta
 from zerograph.loop import Loop, loop_of
 from zerograph.memory import show_bytes
-from zerograph.step_graph import Boxing
 
 Function = Callable[..., Sequence[Any]]
 
@@ -149,7 +149,7 @@ def _start(found: Boxing | Collective, node: str) -> str:
 
 def _compiled(node: fx.Node) -> tuple[str, ...]:
     """The names of the nodes that the backend made one function of, and that this one calls; empty for any other."""
-    return tuple(node.meta.get("compiled", ()))
+    return tuple(meta(node).get("compiled", ()))
 
 
 class _Interpreter(fx.Interpreter):

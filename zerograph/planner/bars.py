@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zerograph.memory import show_bytes
 from zerograph.planner import pictures
 from zerograph.planner.plan import Plan
+from zerograph.sizes import show_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def figure(plans: Sequence[Plan]) -> Figure:
             xytext=(0, 2),
             textcoords="offset points",
         )
-    capacity = min(plan.capacity for plan in plans) / _UNIT
+    capacity = min(plan.usable for plan in plans) / _UNIT
     if max(plan.memory.peak for plan in plans) > capacity * _UNIT / 2:
         # Far above all bars it would only make them small.
         for axes in (together, apart):
@@ -61,7 +61,8 @@ def figure(plans: Sequence[Plan]) -> Figure:
         axes.set_axisbelow(True)
     first = plans[0]
     where = "" if len({plan.mesh for plan in plans}) > 1 else f" on {pictures.ranks(first)} ranks"
-    drawn.suptitle(f"{first.parameters:,} parameters{where}, each on {first.machine}", fontsize=10)
+    each = f"each on {first.machine}, in {first.precision}"
+    drawn.suptitle(f"{first.parameters:,} parameters{where}, {each}", fontsize=10)
     handles, said = together.get_legend_handles_labels()
     drawn.legend(handles, said, loc="outside lower center", ncols=len(said), fontsize=8, frameon=False)
     return drawn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ import torch
 from zerograph.errors import ConfigError, MemoryBudgetError
 from zerograph.graph import ZeroGraph
 from zerograph.members import Members
-from zerograph.memory import show_bytes
-from zerograph.planner.machine import Machine, machine
+from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call
 from zerograph.planner.search import Candidate, Search, search
 from zerograph.runtime.process_group import Job, agree, digest
+from zerograph.sizes import show_bytes
 
 _log = logging.getLogger("zerograph")
 
@@ -73,7 +74,9 @@ def _found(graph: ZeroGraph, job: Job, members: Members, call: Call) -> Search:
         )
     if limit is None:
         limit = int(torch.cuda.get_device_properties(device).total_memory)
-    found = search(graph, call, [job.mesh.shape], described, limit)
+        limit -= default_headroom(limit, accelerator=True)
+    described = replace(described, device=replace(described.device, memory=limit, headroom=0))
+    found = search(graph, call, [job.mesh.shape], described)
     if found.best is None:
         raise MemoryBudgetError(
             f"nothing that config.stage = 'auto' tried fits into {show_bytes(limit)} on this rank:\n"

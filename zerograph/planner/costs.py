@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.metadata import Boxing
 from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
 from zerograph.planner.machine import Device, Link, Machine
-from zerograph.step_graph import Boxing, is_view, nbytes
+from zerograph.step_graph import is_view, nbytes
 
 aten = torch.ops.aten
 
@@ -105,16 +106,23 @@ def carry_seconds(node: fx.Node, device: Device) -> float:
 
 
 def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
-    """Of a collective: the first bytes' way through each level of the network, and the slowest level's rate."""
+    """Return the seconds of a collective: the latency of each level of the network, and the slowest level's rate.
+
+    NCCL runs gathers and reductions on as many rings as a node has ranks of the group. Each ring enters and leaves a
+    node once, by the link of another rank, so that these links share what crosses between nodes: the bus bandwidth
+    that nccl-tests reports is that of all of a node's links together. An all-to-all sends every piece from its own
+    rank, and so do the CPU's exchanges.
+    """
     crossed = list(_crossed(mesh, boxing.dim, machine.links))
     if not crossed or not boxing.sent:
         return 0.0
-    latency = sum(link.latency * math.ceil(math.log2(members)) for link, members in crossed)
-    return latency + max(link.rate.seconds(boxing.sent) for link, _ in crossed)
+    latency = sum(link.latency * math.ceil(math.log2(members)) for link, members, _ in crossed)
+    rings = machine.device.accelerator and boxing.kind != "all-to-all"
+    return latency + max(link.rate.seconds(boxing.sent / (within if rings else 1)) for link, _, within in crossed)
 
 
-def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link, int]]:
-    """The levels that a group along a mesh dimension crosses, and between how many of the level's parts.
+def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link, int, int]]:
+    """Yield the levels that a group along a mesh dimension crosses, the parts it joins there, and ranks in each part.
 
     Ranks that follow each other are close: along the last dimension all of a node's, along one further out those with
     the same place in each block of ``stride`` ranks.
@@ -124,7 +132,7 @@ def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link
     for link in links:
         reach = size if link.ranks is None else min(size, max(1, link.ranks // stride))
         if reach > within:
-            yield link, math.ceil(reach / within)
+            yield link, math.ceil(reach / within), within
             within = reach
 
 

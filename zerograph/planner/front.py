@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from zerograph.errors import ConfigError
-from zerograph.planner.machine import Machine, machine
+from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Plan, planned
 from zerograph.planner.search import STAGES, Candidate, search
 from zerograph.planner.subject import Loss, Optimizer, graph_of
+from zerograph.sizes import in_bytes
 
 
 def plan(
@@ -24,7 +25,8 @@ def plan(
     stage: int | str | None = None,
     device: str | os.PathLike[str] | Machine = "h100",
     loss: Loss | None = None,
-    fit: int | None = None,
+    fit: int | str | None = None,
+    headroom: int | str | None = None,
     nvme_path: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Plan:
@@ -46,7 +48,9 @@ def plan(
             for memory as it needs (see :mod:`zerograph.planner.search`); None: as the graph's configuration says.
         device: a machine that is built in, a YAML file, or a :class:`Machine`.
         loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
-        fit: the bytes that a rank has, instead of the device's memory.
+        fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory that ``device`` has.
+        headroom: what of that a plan leaves free for the device's context, NCCL's buffers and fragmentation, in bytes
+            or as ``"4GiB"``. None: 8 %, and at least 2 GiB, of an accelerator; nothing of a CPU.
         nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files
             there, too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
         options: further options of :class:`zerograph.config.Config`.
@@ -60,8 +64,11 @@ def plan(
         ZeroGraphError: as compiling the step does.
     """
     described = machine(device)
-    if fit is not None:
-        described = replace(described, device=replace(described.device, memory=fit))
+    memory = described.device.memory if fit is None else _size("fit", fit)
+    free = default_headroom(memory, accelerator=described.device.accelerator)
+    if headroom is not None:
+        free = 0 if headroom in (0, "0") else _size("headroom", headroom)
+    described = replace(described, device=replace(described.device, memory=memory, headroom=free))
     shape = _shape(world_size, mesh)
     graph = graph_of(model, optimizer, loss)
     if stage == "auto":
@@ -88,11 +95,18 @@ def _fastest(
     inner = described.links[0].ranks
     if free and inner is not None and inner < shape[0] and shape[0] % inner == 0:
         meshes.append((shape[0] // inner, inner))
-    found = search(graph, batch, meshes, described, described.device.memory, **options)
+    found = search(graph, batch, meshes, described, **options)
     best = found.best or min((one for one in found.candidates if one.plan is not None), key=_peak, default=None)
     if best is None or best.plan is None:
         raise ConfigError(f"nothing of this can be compiled: {found.candidates[0].verdict}")
     return replace(best.plan, alternatives=found.candidates)
+
+
+def _size(name: str, value: int | str) -> int:
+    size = in_bytes(value)
+    if size is None:
+        raise ConfigError(f"plan({name}={value!r}): give bytes, more than 0, or a size like '80GB' or '40GiB'")
+    return size
 
 
 def _peak(one: Candidate) -> int:

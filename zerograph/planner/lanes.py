@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from zerograph.ir.metadata import Boxing, meta, origin
 from zerograph.planner import pictures
 from zerograph.planner.plan import Plan
 from zerograph.planner.timeline import Event, Timeline
-from zerograph.step_graph import Boxing, origin
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -107,12 +107,12 @@ def _spans(time: Timeline, lane: str) -> Iterator[tuple[str, float, float]]:
 def _what(event: Event) -> str:
     if event.waits:
         return WAITING
-    boxing = event.node.meta.get("boxing")
+    boxing = meta(event.node).get("boxing")
     if event.stream == "communication" and isinstance(boxing, Boxing):
         return boxing.kind
     if event.stream != "compute":
         return "transfer"
-    return "recompute" if event.node.meta.get("recomputed") else origin(event.node).phase
+    return "recompute" if meta(event.node).get("recomputed") else origin(event.node).phase
 
 
 def _turns(time: Timeline) -> Span | None:
@@ -142,6 +142,6 @@ def _has(time: Timeline, lane: str) -> bool:
 def _said(plan: Plan, unit: str, times: float) -> str:
     seconds = plan.time.seconds or 1.0
     idle = (plan.time.exposed + plan.time.transfers) / seconds
-    where = f"{plan.stage} on {pictures.ranks(plan)} ranks, each on {plan.machine}"
+    where = f"{plan.stage} on {pictures.ranks(plan)} ranks, each on {plan.machine}, in {plan.precision}"
     waits = f", {idle:.0%} of it waiting" if idle >= 0.005 else ""
     return f"{where}: {plan.time.seconds * times:,.3g} {unit}{waits}"

@@ -47,9 +47,12 @@ class Device:
     """What computes.
 
     Attributes:
-        memory: bytes.
+        memory: bytes that the device has.
+        headroom: bytes of them that a plan leaves free; see :func:`default_headroom`.
         products: operations per second in matrix products and the like, by dtype (``"bfloat16"``); what is not listed
             runs as ``"float32"`` does.
+        peaks: operations per second in matrix products as the data sheet has them, by dtype; what model-flops
+            utilisation is a share of. Empty where no data sheet is known.
         shares: of the rate of ``products``, what products of other kinds reach: ``"convolution"``, ``"attention"``;
             those that are not listed reach it all.
         moved: bytes per second that operators read and write, by kind of operator (see
@@ -77,6 +80,13 @@ class Device:
     accelerator: bool = True
     cpu: float = 40e9
     cpu_memory: int | None = None
+    headroom: int = 0
+    peaks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a step's tensors may take."""
+        return max(0, self.memory - self.headroom)
 
     def product_seconds(self, dtype: str, operations: float, kind: str = "") -> float:
         """Of a product of so many floating-point operations."""
@@ -93,7 +103,7 @@ class Link:
 
     Attributes:
         ranks: how many ranks that follow each other it joins: those of a node, of a pod; None for all.
-        rate: bytes per second that each rank sends while others do too.
+        rate: bytes per second that each rank sends over its own link while others do too.
         latency: seconds until the first byte is there.
     """
 
@@ -144,6 +154,15 @@ def machine(which: str | os.PathLike[str] | Machine) -> Machine:
         raise ConfigError(f"{os.fspath(which)} does not describe a machine: {reason}") from error
 
 
+def default_headroom(memory: int, *, accelerator: bool) -> int:
+    """Bytes of a device's memory that no plan may count on.
+
+    An accelerator's context, NCCL's buffers and the allocator's fragmentation are not in the graph: 8 % of the memory,
+    and at least 2 GiB. A CPU has none of the three.
+    """
+    return max(2 * 2**30, memory * 8 // 100) if accelerator else 0
+
+
 def names() -> list[str]:
     """The machines that are built in."""
     folder = resources.files(__package__) / "machines"
@@ -162,6 +181,7 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
             "products": {dtype: _plain(rate) for dtype, rate in device.products.items()},
             "moved": {kind: _plain(rate) for kind, rate in device.moved.items()},
             "shares": {kind: _short(share) for kind, share in device.shares.items()},
+            **({"peaks": dict(device.peaks)} if device.peaks else {}),
             "overhead": _short(device.overhead),
             "in_step": _short(device.in_step),
             "host": device.host,
@@ -184,6 +204,7 @@ def _read(content: Mapping[str, Any]) -> Machine:
         memory=int(_positive(given["memory"])),
         products={str(dtype): _rate(rate) for dtype, rate in given["products"].items()},
         moved={str(kind): _rate(rate) for kind, rate in given["moved"].items()},
+        peaks={str(dtype): _positive(rate) for dtype, rate in given.get("peaks", {}).items()},
         shares={str(kind): _positive(share) for kind, share in given.get("shares", {}).items()},
         overhead=_number(given["overhead"]),
         in_step=_positive(given.get("in_step", 1.0)),

@@ -48,7 +48,9 @@ def figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("drawing plans needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(
+            "drawing plans needs matplotlib: pip install 'zerograph[plot]', or matplotlib alone"
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

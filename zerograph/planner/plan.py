@@ -6,12 +6,18 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, fx
+
+from zerograph import precision
+from zerograph._torch import pytree
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
+from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
 from zerograph.loop import loop_of
 from zerograph.memory import Memory, Profile, Storage, profile
 from zerograph.mesh import Mesh
@@ -22,7 +28,7 @@ from zerograph.planner.resting import Resting, resting
 from zerograph.planner.show import text
 from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
-from zerograph.step_graph import Boxing, collective_runs
+from zerograph.step_graph import collective_runs
 
 if TYPE_CHECKING:
     from zerograph.planner.search import Candidate
@@ -61,7 +67,9 @@ class Plan:
     Attributes:
         mesh: shape of the grid of ranks.
         options: the configuration: mode and stage, and what is not the default.
-        machine: name of what it would run on; ``capacity`` is the memory of one of its devices.
+        precision: what it computes in: ``"fp32"``, ``"bf16 with fp32 masters"``.
+        machine: name of what it would run on; ``capacity`` is the memory of one of its devices, of which ``headroom``
+            stays free.
         parameters: elements of the model.
         at_rest: bytes between steps, by kind: parameters (masters, where they are computed with in less), optimizer
             state, buffers.
@@ -76,7 +84,12 @@ class Plan:
         profile: bytes held over the step, node by node.
         wire: what is sent.
         time: the step's time and its parts.
+        samples: of a rank's part of the batch: the size of dimension 0.
+        tokens: of a rank's part of the batch: the elements of its first tensor of whole numbers that has a dimension
+            beside the samples; None where it has none.
         operations: floating-point operations of a rank's products in a step.
+        model_operations: those without recomputation.
+        peak_rate: operations per second of the device's data sheet in this precision; None where none is known.
         prepared: the compiled step that all of this was read from.
         compile_seconds: what compiling it took here.
         alternatives: what else was tried, and why it lost, where the plan was searched for.
@@ -84,8 +97,10 @@ class Plan:
 
     mesh: tuple[int, ...]
     options: str
+    precision: str
     machine: str
     capacity: int
+    headroom: int
     parameters: int
     at_rest: Mapping[str, int]
     most: Mapping[str, int]
@@ -97,7 +112,11 @@ class Plan:
     profile: Profile = field(repr=False)
     wire: Sequence[Wire]
     time: Timeline
+    samples: int
+    tokens: int | None
     operations: int
+    model_operations: int
+    peak_rate: float | None
     prepared: Prepared = field(repr=False)
     compile_seconds: float
     alternatives: Sequence[Candidate] = field(default=(), repr=False)
@@ -113,8 +132,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory, and what is offloaded within the CPU's."""
-        return self.memory.peak <= self.capacity and self.host_fits
+        """Whether the peak leaves the headroom free, and what is offloaded is within the CPU's memory."""
+        return self.memory.peak <= self.usable and self.host_fits
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the device's memory that a step's tensors may take."""
+        return max(0, self.capacity - self.headroom)
 
     @property
     def host_fits(self) -> bool:
@@ -131,6 +155,28 @@ class Plan:
         """The share of the step's time in which the device computes."""
         return self.time.compute / self.time.seconds if self.time.seconds else 1.0
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples that each device trains on in a second."""
+        return self.samples / self.time.seconds if self.time.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that each device trains on in a second; None where the batch has none."""
+        if self.tokens is None:
+            return None
+        return self.tokens / self.time.seconds if self.time.seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Model-flops utilisation: the products of the model, nothing recomputed, as a share of the data sheet's peak.
+
+        The scores of attention that its backward makes again do not count.
+        """
+        if self.peak_rate is None or not self.time.seconds:
+            return None
+        return self.model_operations / self.time.seconds / self.peak_rate
+
     def __str__(self) -> str:
         return text(self)
 
@@ -141,8 +187,10 @@ class Plan:
             "mesh": list(self.mesh),
             "stage": self.stage,
             "options": self.options,
+            "precision": self.precision,
             "machine": self.machine,
             "capacity": self.capacity,
+            "headroom": self.headroom,
             "fits": self.fits,
             "parameters": self.parameters,
             "at_rest": dict(self.at_rest),
@@ -165,7 +213,13 @@ class Plan:
                 "updating": self.time.updating,
                 **self.time.phases,
             },
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
             "operations": self.operations,
+            "model_operations": self.model_operations,
+            "mfu": self.mfu,
             "efficiency": self.efficiency,
             "compile_seconds": self.compile_seconds,
             "alternatives": [
@@ -197,6 +251,7 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
     with configured(graph, **_for(machine, graph, options)) as config:
         prepared = graph.prepare(grid, *args, device=stood_for(machine), **kwargs)
         shown = config.shown(changed=True)
+        low = config.amp_dtype
     took = time.perf_counter() - began
     emitted = prepared.graph.graph
     held = profile(emitted)
@@ -204,8 +259,10 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
     return Plan(
         mesh=tuple(mesh),
         options=shown,
+        precision=precision.shown(low, (bucket.dtype for bucket in prepared.context.buckets)),
         machine=machine.name,
         capacity=machine.device.memory,
+        headroom=machine.device.headroom,
         parameters=sum(math.prod(slot.shape) for bucket in prepared.context.buckets for slot in bucket.slots),
         at_rest=_at_rest(held),
         most=_most(held.storages, held),
@@ -217,7 +274,11 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
         profile=held,
         wire=_wire(prepared),
         time=timeline(emitted, machine, grid),
-        operations=_operations(emitted),
+        samples=samples(batch),
+        tokens=_tokens(batch),
+        operations=_operations(emitted, flops),
+        model_operations=_operations(emitted, model_flops),
+        peak_rate=_peak_rate(machine, prepared, low),
         prepared=prepared,
         compile_seconds=took,
     )
@@ -298,28 +359,28 @@ def _model_states(prepared: Prepared, held: Profile) -> ModelStates:
     if policy.regather:
         gathered = 0
     elif policy.split:
-        gathered = _moved(held, "", "all-gather").get("gathered", 0)
+        gathered = _moved(held, None, "all-gather").get("gathered", 0)
     else:
         gathered = _most(held.storages, held).get("gathered", 0)
     early = policy.split and policy.reduce_early
     return ModelStates(
         parameters=gathered if low else masters + gathered,
-        gradients=_moved(held, "gradient of ", "reduce-scatter" if early else None).get("gradients", 0),
+        gradients=_moved(held, "gradient", "reduce-scatter" if early else None).get("gradients", 0),
         optimizer_state=rests.get("optimizer state", 0) + (masters if low else 0),
     )
 
 
-def _moved(held: Profile, prefix: str, kind: str | None) -> dict[str, int]:
+def _moved(held: Profile, tensor: TensorKind | None, kind: str | None) -> dict[str, int]:
     """By kind, the most of what collectives of such tensors yield, of that ``kind``; None: of what any is given."""
     found: dict[Storage, None] = {}
     for node in held.nodes:
-        boxing = node.meta.get("boxing")
-        if isinstance(boxing, Boxing) and boxing.tensor.startswith(prefix) and kind in (None, boxing.kind):
+        boxing = boxing_of(node)
+        if boxing is not None and tensor in (None, boxing.tensor.kind) and kind in (None, boxing.kind):
             for one in node.all_input_nodes if kind is None else node.users:
                 found |= dict.fromkeys(storage for storage in held.of[one] if storage is not None)
     most = Counter(_most(list(found), replace(held, bodies={})))
     for body in held.bodies.values():
-        most |= Counter(_moved(body, prefix, kind))
+        most |= Counter(_moved(body, tensor, kind))
     return dict(most)
 
 
@@ -327,18 +388,52 @@ def _wire(prepared: Prepared) -> list[Wire]:
     times: Counter[tuple[str, str, int]] = Counter()
     sent: Counter[tuple[str, str, int]] = Counter()
     for node, count in collective_runs(prepared.graph.graph):
-        boxing: Boxing = node.meta["boxing"]
+        boxing: Boxing = meta(node)["boxing"]
         key = boxing.kind, boxing.phase, boxing.dim
         times[key] += count
         sent[key] += round(boxing.sent) * count
     return [Wire(kind, phase, dim, times[kind, phase, dim], sent[kind, phase, dim]) for kind, phase, dim in times]
 
 
-def _operations(graph: Any) -> int:
+def _operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
     total = 0
     for node in graph.nodes:
         if (loop := loop_of(node)) is not None:
-            total += loop.micro_batches * _operations(loop.body.graph)
+            total += loop.micro_batches * _operations(loop.body.graph, count)
         elif node.op == "call_function":
-            total += flops(node)
+            total += count(node)
     return total
+
+
+def model_flops(node: fx.Node) -> int:
+    """Return the operations that the model's mathematics asks for: none of what backward makes again."""
+    if meta(node).get("recomputed"):
+        return 0
+    count = flops(node)
+    # Of its five products one makes the scores again.
+    return count * 4 // 5 if "scaled_dot_product" in str(node.target) and "backward" in str(node.target) else count
+
+
+def _peak_rate(machine: Machine, prepared: Prepared, low: torch.dtype | None) -> float | None:
+    """Return the data sheet's rate in the dtype that most parameters are computed with."""
+    if low is None:
+        sizes: Counter[torch.dtype] = Counter()
+        for bucket in prepared.context.buckets:
+            sizes[bucket.dtype] += math.prod(bucket.shape)
+        low = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    return machine.device.peaks.get(str(low).removeprefix("torch."))
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in order."""
+    return [one for one in pytree.tree_leaves(arguments(batch)) if isinstance(one, Tensor)]
+
+
+def samples(batch: Any) -> int:
+    """Return the size of dimension 0 of a rank's part of the batch."""
+    return min((one.shape[0] for one in tensors(batch) if one.dim()), default=1)
+
+
+def _tokens(batch: Any) -> int | None:
+    whole = (one for one in tensors(batch) if one.dim() >= 2 and one.dtype in (torch.int64, torch.int32))
+    return next((one.numel() for one in whole), None)

@@ -35,9 +35,9 @@ def figure(plans: Sequence[Plan]) -> Figure:
     pictures.stacked(
         memory, labels, [{str(kind): count / 2**30 for kind, count in plan.memory.kinds.items()} for plan in plans]
     )
-    if max(plan.memory.peak for plan in plans) > plans[0].capacity / 10:
+    if max(plan.memory.peak for plan in plans) > plans[0].usable / 10:
         # Beside what takes next to nothing the bars would not be seen.
-        memory.axhline(plans[0].capacity / 2**30, color="black", linestyle="--", linewidth=1, label="there is")
+        memory.axhline(plans[0].usable / 2**30, color="black", linestyle="--", linewidth=1, label="there is")
     memory.set(title="peak of a rank, GiB", xlabel="ranks")
 
     seconds.bar(labels, [plan.time.compute for plan in plans], label="computing", color="#4477AA")

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from zerograph._torch import pytree
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
 from zerograph.graph import ZeroGraph
-from zerograph.memory import show_bytes
 from zerograph.offload import Offload
 from zerograph.planner.machine import Machine
-from zerograph.planner.plan import Plan, arguments, laid_out, planned
+from zerograph.planner.plan import Plan, laid_out, planned, samples, tensors
 from zerograph.planner.resting import Resting
 from zerograph.planner.timeline import Timeline
 from zerograph.progress import tell
+from zerograph.sizes import show_bytes, show_seconds
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -70,22 +67,20 @@ def search(
     batch: Any,
     meshes: Sequence[Sequence[int]],
     machine: Machine,
-    limit: int,
     stages: Sequence[str] = tuple(STAGES),
     nvme_path: str | None = None,
     **options: Any,
 ) -> Search:
     """Try every stage on every mesh, as it is, with its optimizer on the CPU of an accelerator, and in files.
 
-    Where that does not fit backward makes again what it must (``recompute="auto"`` within ``limit``), and then the
-    batch is cut into micro-batches as well, twice as many each time. A family is left at the first that fits.
+    Where that does not fit backward recomputes what it must (``recompute="auto"`` within the usable memory), and then
+    the batch is cut into micro-batches as well, twice as many each time. A family is left at the first that fits.
 
     Args:
         batch: one rank's part.
-        limit: the most bytes on a rank.
+        machine: the memory of its device without headroom is the most that a rank may hold.
         nvme_path: a directory for files. None: that of the configuration; if it has none, nothing rests in files.
     """
-    machine = replace(machine, device=replace(machine.device, memory=limit))
     places = _places(graph, machine, nvme_path, options)
     families = [_Family(tuple(mesh), stage, place) for place in places for mesh in meshes for stage in place.stages]
     families = [one for one in families if one.stage in stages]
@@ -188,9 +183,9 @@ class _Trying:
         if family.place.name and not rests.trains:
             return False
         self.rests[family] = rests
-        if rests.device > device.memory:
+        if rests.device > device.usable:
             self._note(family, f"does not fit: {show_bytes(rests.device)} at rest")
-        elif rests.least > device.memory:
+        elif rests.least > device.usable:
             what = "gradients" if rests.gradients >= rests.largest else "the largest parameter"
             more = f"{show_bytes(rests.least - rests.device)} of {what}" if what == "gradients" else what
             self._note(family, f"does not fit: {show_bytes(rests.device)} at rest, and {more}")
@@ -213,12 +208,12 @@ class _Trying:
         if plan is None:
             return False
         self.plain[family] = plan
-        return not plan.fits and plan.memory.at_rest <= plan.capacity and plan.host_fits
+        return not plan.fits and plan.memory.at_rest <= plan.usable and plan.host_fits
 
     def with_less(self, family: _Family) -> bool:
         """Try it with less memory for more time, until something fits or nothing can; False: all is known then."""
         time = self.plain[family].time
-        ways = list(_ways(self.batch, self.machine.device.memory, self.options))
+        ways = list(_ways(self.batch, self.machine.device.usable, self.options))
         if self._loses(family, time, ways[0][0]) or self._settles(family, *ways.pop(0)):
             return False
         if len(ways) >= _MANY and self._settles(family, *ways.pop(), last=True):
@@ -232,7 +227,7 @@ class _Trying:
         """Whether it cannot be faster than what was found: less memory takes no less computing."""
         least = time.compute + time.updating
         if least >= self.fastest:
-            self._note(family, f"slower: computes for {least:.4g} s with nothing more given up", given_up)
+            self._note(family, f"slower: computes for {show_seconds(least)} with nothing more given up", given_up)
         return least >= self.fastest
 
     def _settles(self, family: _Family, given_up: str, more: Mapping[str, Any], *, last: bool = False) -> bool:
@@ -263,8 +258,11 @@ class _Trying:
         # Read, and written.
         files = 2 * rests.files / device.file
         if files > computing + updating:
-            return files, f"its files alone take {files:.4g} s"
-        return computing + updating, f"the CPU's update takes {updating:.4g} s beside {computing:.4g} s of computing"
+            return files, f"its files alone take {show_seconds(files)}"
+        return (
+            computing + updating,
+            f"the CPU's update takes {show_seconds(updating)} beside {show_seconds(computing)} of computing",
+        )
 
     def _options(self, family: _Family) -> dict[str, Any]:
         return {**self.options, **STAGES[family.stage], **family.place.options}
@@ -311,9 +309,9 @@ def _ways(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[
     """What is given up, from the least on."""
     saving = {"recompute": "auto", "memory_budget": limit}
     yield "recompute", saving
-    samples = _samples(batch)
+    count = samples(batch)
     steps = int(options.get("gradient_accumulation_steps", 1)) * 2
-    while samples % steps == 0:
+    while count % steps == 0:
         yield f"recompute, {steps} micro-batches", {**saving, "gradient_accumulation_steps": steps}
         steps *= 2
 
@@ -321,8 +319,8 @@ def _ways(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[
 def _verdict(one: Candidate, best: Candidate | None) -> str:
     if one.plan is None:
         return one.verdict
-    if one.plan.memory.peak > one.plan.capacity:
-        return f"does not fit: {show_bytes(one.plan.memory.peak - one.plan.capacity)} too much"
+    if one.plan.memory.peak > one.plan.usable:
+        return f"does not fit: {show_bytes(one.plan.memory.peak - one.plan.usable)} too much"
     if not one.plan.fits:
         assert one.plan.host is not None
         assert one.plan.cpu_capacity is not None
@@ -338,17 +336,8 @@ def _seconds(one: Candidate) -> float:
     return one.plan.time.seconds
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(arguments(batch)) if isinstance(one, Tensor)]
-
-
-def _samples(batch: Any) -> int:
-    """Of a rank's part of the batch: the size of dimension 0."""
-    return min((one.shape[0] for one in _tensors(batch) if one.dim()), default=1)
-
-
 def _bytes(batch: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in _tensors(batch))
+    return sum(one.numel() * one.element_size() for one in tensors(batch))
 
 
 def _grid(mesh: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zerograph.memory import show_bytes
 from zerograph.planner.closed_form import Precision, model_states
+from zerograph.sizes import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from zerograph.planner.plan import Plan
@@ -31,7 +31,7 @@ def text(plan: Plan, width: int = 100) -> str:
 def page(plan: Plan) -> RenderableType:
     """A plan on a page: what it is of, memory, wire, time, and what else was tried."""
     grid = "x".join(map(str, plan.mesh))
-    head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}")
+    head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}, in {plan.precision}")
     head.append(f"\n{plan.options}", style="dim")
     parts: list[RenderableType] = [head, _memory(plan), _wire(plan), _time(plan)]
     if plan.alternatives:
@@ -44,12 +44,15 @@ def _memory(plan: Plan) -> RenderableType:
     for kind in dict.fromkeys([*plan.memory.kinds, *plan.most]):
         cells = (plan.at_rest.get(kind, 0), plan.most.get(kind, 0), plan.memory.kinds.get(kind, 0))  # type: ignore[call-overload]
         table.add_row(kind, *(show_bytes(count) if count else "" for count in cells))
-    fits = "fits" if plan.memory.peak <= plan.capacity else "does not fit"
+    fits = "fits" if plan.memory.peak <= plan.usable else "does not fit"
     table.add_section()
     table.add_row("together", show_bytes(plan.memory.at_rest), "", show_bytes(plan.memory.peak))
     where = plan.memory.where
     place = ", ".join(filter(None, (where.phase, where.module)))
-    said = f"{fits} into {show_bytes(plan.capacity)}; the peak is in {place}"
+    room = show_bytes(plan.capacity)
+    if plan.headroom:
+        room = f"{show_bytes(plan.usable)} ({room} without a headroom of {show_bytes(plan.headroom)})"
+    said = f"{fits} into {room}; the peak is in {place}"
     lines: list[RenderableType] = [table, Text(said, style="green" if plan.fits else "bold red")]
     if plan.host is not None and plan.host.peak >= _WORTH_A_LINE:
         room = "" if plan.cpu_capacity is None else f", of {show_bytes(plan.cpu_capacity)}"
@@ -75,7 +78,7 @@ def _wire(plan: Plan) -> RenderableType:
 
 
 def _time(plan: Plan) -> RenderableType:
-    table = _table("time of a step", "seconds", "share")
+    table = _table("time of a step", "time", "share")
     whole = plan.time.seconds or 1.0
     for what, seconds in (
         ("computing", plan.time.compute),
@@ -83,20 +86,31 @@ def _time(plan: Plan) -> RenderableType:
         ("waiting for transfers", plan.time.transfers),
         *([("waiting for the CPU's update", plan.time.updating)] if plan.time.updating else ()),
     ):
-        table.add_row(what, f"{seconds:.4g}", f"{seconds / whole:.1%}")
+        table.add_row(what, show_seconds(seconds), f"{seconds / whole:.1%}")
     table.add_section()
-    table.add_row("together", f"{plan.time.seconds:.4g}", "")
+    table.add_row("together", show_seconds(plan.time.seconds), "")
     hidden = max(0.0, plan.time.communication - plan.time.exposed)
-    said = f"collectives take {plan.time.communication:.4g} s, {hidden:.4g} s of it behind computation; "
-    return Group(table, Text(f"{said}{plan.operations / whole / 1e12:.3g} Tflop/s in products"))
+    said = f"collectives take {show_seconds(plan.time.communication)}, {show_seconds(hidden)} of it while it computes"
+    return Group(table, Text(_speed(plan)), Text(said))
+
+
+def _speed(plan: Plan) -> str:
+    """Return the speed of each device: tokens or samples a second, operations, and the share of its peak."""
+    count, unit = plan.samples_per_second, "samples"
+    if plan.tokens_per_second is not None:
+        count, unit = plan.tokens_per_second, "tokens"
+    number = f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
+    rate = plan.operations / (plan.time.seconds or 1.0) / 1e12
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    return f"each device: {number} {unit}/s, {rate:.3g} Tflop/s in products{mfu}"
 
 
 def candidates(tried: Sequence[Candidate]) -> Table:
     """What a search tried, and why each was not chosen."""
-    table = Table("stage", "mesh", "given up", "peak", "seconds", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table("stage", "mesh", "given up", "peak", "time", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
     for one in tried:
         peak = "" if one.plan is None else show_bytes(one.plan.memory.peak)
-        seconds = "" if one.plan is None else f"{one.plan.time.seconds:.4g}"
+        seconds = "" if one.plan is None else show_seconds(one.plan.time.seconds)
         chosen = one.verdict.startswith("the fastest")
         grid = "x".join(map(str, one.mesh))
         table.add_row(one.stage, grid, one.given_up, peak, seconds, one.verdict, style="bold green" if chosen else "")

@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import Boxing, Phase, meta, origin
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT
 from zerograph.mesh import Mesh
 from zerograph.planner import costs
 from zerograph.planner.machine import Machine
-from zerograph.step_graph import Boxing, Phase, nbytes, origin
+from zerograph.step_graph import nbytes
 from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
 Stream = Literal["compute", "communication", "host", "files", "cpu"]
@@ -54,7 +55,7 @@ class Event:
     @property
     def name(self) -> str:
         """The collective's kind and tensor, or module and operator."""
-        boxing = self.node.meta.get("boxing")
+        boxing = meta(self.node).get("boxing")
         if isinstance(boxing, Boxing) and self.stream == "communication":
             return f"{boxing.kind} of {boxing.tensor}"
         what = str(self.node.target).removeprefix("aten.").removesuffix(".default")
@@ -166,7 +167,7 @@ class _Walk:
                 self.phases[origin(node).phase] += (self.now - began) * times
 
     def _node(self, node: fx.Node, times: int, turn: int | None) -> None:
-        boxing = node.meta.get("boxing")
+        boxing = meta(node).get("boxing")
         if (loop := loop_of(node)) is not None:
             began = self.now
             self.run(loop.body.graph, times * loop.micro_batches, 0)
@@ -226,7 +227,7 @@ def _size(node: fx.Node) -> int:
 def _arguments(event: Event) -> dict[str, Any]:
     found = origin(event.node)
     said = {"node": event.node.name, "module": found.module, "source": found.source, "phase": found.phase}
-    boxing = event.node.meta.get("boxing")
+    boxing = meta(event.node).get("boxing")
     if isinstance(boxing, Boxing):
-        said |= {"tensor": boxing.tensor, "bytes sent": str(round(boxing.sent))}
+        said |= {"tensor": str(boxing.tensor), "bytes sent": str(round(boxing.sent))}
     return {key: value for key, value in said.items() if value}

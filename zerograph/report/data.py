@@ -20,6 +20,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
 from zerograph.inspection.step import Inspection
+from zerograph.ir.metadata import Boxing, Role, TensorRef, meta, origin, role
 from zerograph.loop import loop_of
 from zerograph.memory import WAIT, profile
 from zerograph.passes.context import Context
@@ -31,7 +32,7 @@ from zerograph.report.intern import Interned
 from zerograph.report.sequence import Held, Placed, Sequenced, held, sequence
 from zerograph.sbp import show
 from zerograph.source import relative_to_package
-from zerograph.step_graph import Boxing, Role, is_view, nbytes, origin, role
+from zerograph.step_graph import is_view, nbytes
 
 # Lanes of the picture, from left to right. Communication has one beside each phase.
 REST, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
@@ -241,7 +242,7 @@ class _Reader:
             self._nodes.code[line] = found.code
         if node.op in ("placeholder", "get_attr"):
             return Where(self._module_of(given), "", REST, "")
-        if isinstance(node.meta.get("boxing"), Boxing) or node.target is WAIT:
+        if isinstance(meta(node).get("boxing"), Boxing) or node.target is WAIT:
             lane = _WIRES[found.phase]
         else:
             lane = _LANES[found.phase]
@@ -291,17 +292,18 @@ def _tensor(node: fx.Node) -> str:
     """The tensor that a user would look for under another name than the node's."""
     if (given := role(node)) is not None:
         return given.name
-    boxing = node.meta.get("boxing")
+    boxing = meta(node).get("boxing")
     if isinstance(boxing, Boxing):
-        return _shown(boxing.tensor)
-    if isinstance(name := node.meta.get("parameter"), str):
+        return _shown(str(boxing.tensor))
+    if isinstance(name := meta(node).get("parameter"), str):
         return name
-    return f"gradient of {name}" if isinstance(name := node.meta.get("gradient"), str) else ""
+    bucket = meta(node).get("gradient")
+    return "" if bucket is None else str(TensorRef("gradient", bucket))
 
 
 def _boxing(boxing: Boxing) -> tuple[str, str, str, str, int, int, int, int]:
     source, target = show(boxing.source), show(boxing.target)
-    tensor = _shown(boxing.tensor)
+    tensor = _shown(str(boxing.tensor))
     return (boxing.kind, source, target, tensor, boxing.bytes, round(boxing.sent), boxing.dim, boxing.ranks)
 
 
@@ -315,13 +317,13 @@ def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
     value = node.meta.get("val")
     parts = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
     shape = ", ".join(f"{_shape(one.shape)} {_dtype(one.dtype)}".strip() for one in parts)
-    whole = node.meta.get("global")
-    boxed = isinstance(node.meta.get("boxing"), Boxing)
+    whole = meta(node).get("global")
+    boxed = isinstance(meta(node).get("boxing"), Boxing)
     flags = (
         (VIEW if is_view(node) or node.target is operator.getitem else 0)
         | (BOXING if boxed else 0)
         | (WAITS if node.target is WAIT else 0)
-        | (RECOMPUTED if node.meta.get("recomputed") else 0)
+        | (RECOMPUTED if meta(node).get("recomputed") else 0)
         | (RETURNED if returned else 0)
         | (REPEATED if repeated else 0)
         | (IN_PLACE if isinstance(node.target, OpOverload) and _torch.is_mutable(node.target) else 0)
@@ -340,7 +342,7 @@ def _short(node: fx.Node) -> str:
     """What a node does, in a word."""
     if (given := role(node)) is not None:
         return given.kind
-    boxing = node.meta.get("boxing")
+    boxing = meta(node).get("boxing")
     if isinstance(boxing, Boxing):
         return boxing.kind
     if (loop := loop_of(node)) is not None:
@@ -354,9 +356,9 @@ def _short(node: fx.Node) -> str:
 
 
 def _sbp(node: fx.Node) -> str:
-    found = node.meta.get("sbp")
+    found = meta(node).get("sbp")
     if not found:
-        return "local" if node.meta.get("local") else ""
+        return "local" if meta(node).get("local") else ""
     if isinstance(found[0], tuple):
         # An operator with several results.
         counted = Counter(show(one) for one in found if one)

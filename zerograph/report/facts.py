@@ -12,6 +12,7 @@ from torch import Tensor
 from zerograph import source
 from zerograph.inspection.step import Inspection
 from zerograph.inspection.text import dtype_name
+from zerograph.ir.metadata import meta
 from zerograph.memory import Profile
 from zerograph.planner.machine import Machine
 from zerograph.planner.timeline import Timeline
@@ -48,7 +49,7 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
         Fact("parameters", _parameters(step), "count"),
         Fact("precision", _precision(step)),
         Fact("collectives", sum(times for _, times in runs), "count"),
-        Fact("sent per rank", round(sum(node.meta["boxing"].sent * times for node, times in runs)), "bytes"),
+        Fact("sent per rank", round(sum(meta(node)["boxing"].sent * times for node, times in runs)), "bytes"),
         Fact("predicted peak", profile.peak, "bytes"),
         *([] if machine is None or time is None else _speed(machine, time)),
         *_made_from(),
@@ -75,7 +76,7 @@ def _plain(step: Inspection) -> list[Tensor]:
     """Return the parameters that lie in no bucket."""
     names = {slot.name for bucket in step.context.buckets for slot in bucket.slots}
     nodes = placeholders(step.captured.graph.graph, "parameter")
-    return [node.meta["val"] for node in nodes if node.meta["role"].name not in names]
+    return [node.meta["val"] for node in nodes if meta(node)["role"].name not in names]
 
 
 def _speed(machine: Machine, time: Timeline) -> list[Fact]:

@@ -1,4 +1,8 @@
-"""One HTML file that needs nothing else: the data, packed, and the code that draws it."""
+"""One HTML file that needs nothing else: the data, packed, and the code that draws it.
+
+Several steps on one page are several reports in frames, made by the page from one template. The page and the frames
+load nothing: frames have the page's policy too.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +20,55 @@ from zerograph.report.layout import lay_out
 
 _ASSETS = resources.files("zerograph.report") / "assets"
 _SCRIPTS = ("model.js", "graph.js", "charts.js", "report.js")
+_BESIDE_SCRIPTS = ("model.js", "beside.js")
 
 
 def page(report: Report) -> str:
-    """The page as text. Names from the user's code are in it only packed, or escaped."""
+    """Return the page as text. Names from the user's code are in it only packed, or escaped."""
     return render(report.title, pack(contents(report)))
 
 
+def beside(title: str, reports: Sequence[Report]) -> str:
+    """Return a page that shows several steps side by side, over the same scales."""
+    template = render("", "\0").replace("<html ", "<html data-beside ", 1)
+    return _filled(
+        "beside.html",
+        title=html.escape(title),
+        style=_asset("report.css"),
+        script="\n".join(map(_asset, _BESIDE_SCRIPTS)),
+        template=pack(template),
+        data="\n".join(pack(contents(report)) for report in reports),
+    )
+
+
 def render(title: str, data: str) -> str:
-    """The page around packed data."""
-    parts = {
-        "title": html.escape(title),
-        "style": _asset("report.css"),
-        "library": _asset("cytoscape.min.js"),
-        "script": "\n".join(map(_asset, _SCRIPTS)),
-        "data": data,
-    }
+    """Return the page around packed data."""
+    return _filled(
+        "page.html",
+        title=html.escape(title),
+        style=_asset("report.css"),
+        library=_asset("cytoscape.min.js"),
+        script="\n".join(map(_asset, _SCRIPTS)),
+        data=data,
+    )
+
+
+def _filled(name: str, **parts: str) -> str:
+    """Return an asset with its ``{{names}}`` replaced."""
     # Cut once: what is put in is not looked at again.
-    found = []
-    for piece in _asset("page.html").split("{{"):
-        name, closed, rest = piece.partition("}}")
-        found.append(parts[name] + rest if closed and name in parts else piece)
-    return "".join(found)
+    filled = []
+    for piece in _asset(name).split("{{"):
+        part, closed, rest = piece.partition("}}")
+        filled.append(parts[part] + rest if closed and part in parts else piece)
+    return "".join(filled)
 
 
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def pack(data: Mapping[str, Any]) -> str:
-    """JSON, gzip and base64, which no name in it can break out of."""
+def pack(data: Mapping[str, Any] | str) -> str:
+    """Return data as JSON, gzipped, in base64: no name in it can break out of the page."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     # No time of packing in it: equal reports are equal files.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

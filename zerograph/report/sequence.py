@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from zerograph.ir.metadata import role
 from zerograph.loop import loop_of
 from zerograph.memory import Profile
-from zerograph.step_graph import role
 
 
 @dataclass(frozen=True, eq=False)

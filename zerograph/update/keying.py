@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from zerograph.ir.metadata import meta
 from zerograph.update.memory import FACTORIES, root_of
 
 
@@ -19,7 +20,7 @@ def key_of(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:
     lines: list[str] = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            names[node] = node.meta["update_input"]
+            names[node] = meta(node)["update_input"]
         elif node.op == "call_function" and node not in names:
             names[node] = f"%{len(lines)}"
             lines.append(f"{node.target} {_shown(node.args, names)} {_shown(node.kwargs, names)}")

@@ -30,10 +30,10 @@ _OF_TORCH = Programs()
 def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
     """What stands for the optimizer in a key, and where its programs are kept.
 
-    An optimizer of torch's own computes with its groups alone; one of a user's class may hold anything, so what was
-    traced of it is good for this instance, in the graph that keeps ``own``.
+    An optimizer of torch's own, or of OneFlow's names, computes with its groups alone; one of a user's class may hold
+    anything, so what was traced of it is good for this instance, in the graph that keeps ``own``.
     """
     kind: Any = type(optimizer)
-    if kind.__module__.startswith("torch.optim."):
+    if kind.__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim.")):
         return kind, _OF_TORCH
     return id(optimizer), own

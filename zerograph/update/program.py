@@ -20,6 +20,7 @@ from zerograph import hyperparameters
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.hyperparameters import Lift, Watched
+from zerograph.ir.metadata import meta
 from zerograph.mutation import without_mutation
 from zerograph.step_graph import placeholders
 from zerograph.update.keying import initial_value, key_of
@@ -155,7 +156,7 @@ def _functional(graph: fx.GraphModule) -> fx.GraphModule:
     nodes = placeholders(graph.graph)
     functional = without_mutation(graph)
     for old, new in zip(nodes, placeholders(functional.graph), strict=True):
-        new.meta["update_input"] = old.meta["update_input"]
+        meta(new)["update_input"] = meta(old)["update_input"]
     for node in functional.graph.find_nodes(op="get_attr"):
         constant = getattr(functional, str(node.target))
         if isinstance(constant, Tensor) and constant.dim() == 0:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import meta
 from zerograph.update.memory import root_of
 from zerograph.update.sampling import Sample
 
@@ -66,7 +67,7 @@ def check_separate(
     reads: dict[fx.Node, set[str]] = {}
     for node in both.graph.nodes:
         if node.op == "placeholder":
-            name = node.meta["update_input"]
+            name = meta(node)["update_input"]
             reads[node] = set() if name == "lr" else {"second" if name.endswith(" 1") else "first"}
         elif node.op != "output":
             memory = _memory(node)

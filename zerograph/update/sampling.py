@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch, source
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import meta
 from zerograph.step_graph import placeholders
 from zerograph.update.memory import FACTORIES
 
@@ -107,7 +108,7 @@ class Sample:
         self.asks_sizes |= mode.asks_sizes
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
         for node, name in zip(placeholders(traced.graph), inputs, strict=True):
-            node.meta["update_input"] = name
+            meta(node)["update_input"] = name
         _shape_from_param(traced, self.shape)
         _widen_scalars(traced)
         return traced, after
@@ -262,7 +263,7 @@ def width(value: Tensor) -> torch.dtype:
 
 def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
     """Tensors made with the parameter's shape written out are made like the parameter instead."""
-    param = next(node for node in placeholders(graph.graph) if node.meta["update_input"] == "param")
+    param = next(node for node in placeholders(graph.graph) if meta(node)["update_input"] == "param")
     for node in list(graph.graph.nodes):
         if node.target in _SIZED and len(shape) and tuple(node.args[_SIZED[node.target]]) == tuple(shape):
             fill = FACTORIES[node.target](node)

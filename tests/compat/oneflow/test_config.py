@@ -209,7 +209,8 @@ def test_an_unknown_name_is_said_to_be_in_neither_namespace() -> None:
             namespace.no_such_thing  # noqa: B018
     assert flow.randn(2).shape == (2,)
     assert nn.LayerNorm is torch.nn.LayerNorm
-    assert flow.optim.AdamW is torch.optim.AdamW
+    assert flow.optim.NAdam is torch.optim.NAdam
+    assert issubclass(flow.optim.AdamW, torch.optim.AdamW)
     assert nn.functional.gelu is torch.nn.functional.gelu
 
 

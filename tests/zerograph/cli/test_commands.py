@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +45,7 @@ def test_inspect_shows_a_step_of_any_number_of_ranks() -> None:
         (["inspect", f"{models.__file__}:nothing"], "has no 'nothing'; it has example"),
         (["inspect", SCRIPT, "--rank", "2"], "there is no rank 2 of 2"),
         (["inspect", SCRIPT.replace(":example", ":Step")], "is the class Step"),
+        (["inspect", SCRIPT, "--beside-stage", "3"], "give --report PAGE.html too"),
         (["diff", SCRIPT], "two dumps, or a script and --stages"),
         (["diff", "none", "nothing"], "there is no dump none"),
         (["diff", SCRIPT, "--stages", "two"], "two stages are 2,3"),
@@ -60,6 +65,23 @@ def test_diff_of_stages_ends_with_1_where_they_differ() -> None:
     again = [one["text"] for one in about["changes"] if one["kind"] == "+" and "all-gather" in one["text"]]
     assert again
     assert run("diff", SCRIPT, "--stages", "3,3").exit_code == 0
+
+
+def test_inspect_writes_two_stages_on_one_page(tmp_path: Path) -> None:
+    alone, both = tmp_path / "alone.html", tmp_path / "both.html"
+    stages = ("--stage", "2", "--beside-stage", "3")
+    assert run("inspect", SCRIPT, "--stage", "2", "--report", str(alone)).exit_code == 0
+    assert run("inspect", SCRIPT, *stages, "--report", str(both)).exit_code == 0
+    (one,), (first, second) = packed(alone), packed(both)
+    assert first["facts"] == one["facts"]
+    assert [each["facts"][0][1] for each in (first, second)] == ["ZeRO stage 2", "ZeRO stage 3"]
+
+
+def packed(page: Path) -> list[dict[str, Any]]:
+    """Return the data of each step on a report's page."""
+    data = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page.read_text())
+    assert data is not None
+    return [json.loads(gzip.decompress(base64.b64decode(one))) for one in data[1].split()]
 
 
 def test_diff_of_dumps_compares_pass_by_pass(tmp_path: Path) -> None:

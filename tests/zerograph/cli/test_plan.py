@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from typer.testing import CliRunner
 
+import zerograph as zg
 from zerograph.__main__ import app
 
 SCRIPT = """
@@ -27,6 +33,26 @@ class Step(zg.ZeroGraph):
 
 def planned():
     return Step(), torch.zeros(8, 64)
+
+def low():
+    step = Step()
+    step.config.enable_amp(dtype=torch.bfloat16)
+    return step, torch.zeros(8, 64)
+
+def narrow():
+    step = Step()
+    step.model.bfloat16()
+    return step, torch.zeros(8, 64, dtype=torch.bfloat16)
+
+def tokens():
+    step = Step()
+    step.model = torch.nn.Sequential(torch.nn.Embedding(50, 64), step.model)
+    return step, torch.zeros(8, 16, dtype=torch.int64)
+
+def a_part():
+    return torch.zeros(8, 64)
+
+a_step = Step()
 
 def misshapen():
     return Step(), torch.zeros(8, 63)
@@ -71,6 +97,94 @@ def test_numbers_for_machines(script: str) -> None:
 def test_what_does_not_fit_ends_with_1(script: str) -> None:
     assert run(f"{script}:planned", "--stage", "auto", "--fit", "1KiB")[0] == 1
     assert run("--params", "7.5e9", "--fit", "1GiB")[0] == 1
+
+
+def numbers(*arguments: str) -> dict[str, Any]:
+    code, shown = run(*arguments, "--world-size", "2", "--stage", "2", "--json")
+    assert code == 0, shown
+    plan: dict[str, Any] = json.loads(next(line for line in shown.splitlines() if line.startswith("{")))
+    return plan
+
+
+def test_one_script_has_one_precision(script: str) -> None:
+    """Commands and ``zg.plan`` take that of the script, say it, and give the same answer for the same step."""
+    plain, low = numbers(f"{script}:planned"), numbers(f"{script}:low")
+    assert (plain["precision"], low["precision"]) == ("fp32", "bf16 with fp32 masters")
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(SCRIPT, names)
+    for name, by_command in (("planned", plain), ("low", low)):
+        by_call = zg.plan(*names[name](), world_size=2, stage=2)
+        assert by_call.time.seconds == by_command["seconds"]["step"]
+        assert by_call.precision == by_command["precision"]
+    asked = CliRunner().invoke(app, ["inspect", f"{script}:low", "--json"])
+    assert json.loads(asked.stdout)["precision"] == "bf16 with fp32 masters"
+    assert "in fp32: mode=" in CliRunner().invoke(app, ["inspect", f"{script}:planned"]).stdout
+    assert "each on h100, in fp32" in run(f"{script}:planned", "--stage", "2")[1]
+
+
+def test_a_precision_may_be_another_than_the_scripts(script: str) -> None:
+    low = numbers(f"{script}:low")["seconds"]["step"]
+    assert numbers(f"{script}:planned", "--precision", "bf16")["seconds"]["step"] == low
+    assert numbers(f"{script}:low", "--precision", "fp32")["precision"] == "fp32"
+    assert numbers(f"{script}:planned", "--precision", "fp16")["precision"] == "fp16 with fp32 masters"
+    text = CliRunner().invoke(app, ["inspect", f"{script}:planned", "--precision", "bf16", "--text"]).stdout
+    assert "bf16" in text
+    differ = CliRunner().invoke(app, ["diff", f"{script}:planned", "--stages", "2,2", "--precision", "fp16"])
+    assert differ.exit_code == 0
+    code, shown = run(f"{script}:narrow", "--precision", "fp32")
+    assert code == 2
+    assert "has parameters in torch.bfloat16" in shown
+
+
+def test_a_graph_of_the_script_takes_inputs_by_name(script: str) -> None:
+    code, shown = run(f"{script}:a_step", "--stage", "2")
+    assert code == 2
+    assert "--inputs NAME" in shown
+    assert numbers(f"{script}:a_step", "--inputs", "a_part") == numbers(f"{script}:planned") | {"compile_seconds": ANY}
+
+
+def test_a_plan_leaves_headroom_and_says_so(script: str) -> None:
+    """Context, NCCL and fragmentation take 8 % of an accelerator's memory, and at least 2 GiB."""
+    for fit, left in (("80GiB", 80 * 0.08), ("10GiB", 2)):
+        plan = numbers(f"{script}:planned", "--fit", fit)
+        assert plan["headroom"] == pytest.approx(left * 2**30, abs=1)
+    assert (
+        "fits into 73.6 GiB (80.0 GiB without a headroom of 6.4 GiB)" in run(f"{script}:planned", "--fit", "80GiB")[1]
+    )
+    assert numbers(f"{script}:planned", "--device", "cpu")["headroom"] == 0
+    peak = numbers(f"{script}:planned")["peak"]["bytes"]
+    needed = peak + 2 * 2**30
+    options = (f"{script}:planned", "--world-size", "2", "--stage", "2", "--fit")
+    assert run(*options, str(needed))[0] == 0
+    assert run(*options, str(needed - 1))[0] == 1
+    assert run(*options, str(peak), "--headroom", "0")[0] == 0
+    assert run(*options, str(peak - 1), "--headroom", "0")[0] == 1
+
+
+def test_a_plan_says_how_fast_a_device_is(script: str) -> None:
+    plan = numbers(f"{script}:tokens")
+    step = plan["seconds"]["step"]
+    assert (plan["samples"], plan["tokens"]) == (8, 8 * 16)
+    assert plan["tokens_per_second"] == 128 / step
+    # One product forward and one for the weight's gradient: the table is not trained.
+    assert plan["mfu"] == pytest.approx(2 * 2 * 128 * 64 * 64 / step / 67e12)
+    assert numbers(f"{script}:planned")["tokens"] is None
+    shown = run(f"{script}:tokens", "--stage", "2", "--world-size", "2")[1]
+    assert re.search(r"each device: [\d,]+ tokens/s, [\d.e-]+ Tflop/s in products, MFU [\d.]+%", shown)
+    assert re.search(r"together +[\d.]+ (us|ms)", shown)
+    assert re.search(r"each device: [\d,]+ samples/s", run(f"{script}:planned", "--stage", "2")[1])
+
+
+def test_a_script_whose_loop_ran_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "unguarded.py"
+    path.write_text(SCRIPT.partition("if __name__")[0] + "for _ in range(3):\n    a_step(torch.zeros(8, 64))\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "zerograph", "inspect", f"{path}:planned", "--json"], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert (
+        "unguarded.py: Step ran 3 times while the script was imported\nPut the loop under: if __name__" in found.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def test_bars_are_on_standard_error_of_a_terminal_only(arguments: list[str], bar
     assert dict(re.findall(r"^([a-z ]*?) +\S+ +\d+/(\d+) ", plain, re.M)) == {of: str(n) for of, n in bars.items()}
     assert "\x1b" not in found.stdout
     quiet = run(*arguments, "--json", terminal=False)
-    assert "/" not in quiet.stderr
+    assert all(line.startswith("zerograph: ") for line in quiet.stderr.splitlines())
+    assert "\x1b" not in quiet.stderr
     assert numbers(quiet.stdout) == numbers(found.stdout)
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerograph as zg
+from zerograph.ir.metadata import Boxing
 from zerograph.mesh import Mesh
 from zerograph.planner.costs import seconds, wire_seconds
 from zerograph.planner.machine import Device, Rate, machine, names, write
 from zerograph.sbp import broadcast, split
-from zerograph.step_graph import Boxing
 
 
 @pytest.mark.parametrize("name", ["a100", "cpu", "h100", "h200"])
@@ -72,7 +72,7 @@ def gather(mesh: Mesh, dim: int, sent: float) -> Boxing:
     ("shape", "dim", "levels", "rate"),
     [
         ((8,), 0, [(6e-6, 3)], 360e9),
-        ((64,), 0, [(6e-6, 3), (15e-6, 3)], 40e9),
+        ((64,), 0, [(6e-6, 3), (15e-6, 3)], 8 * 40e9),
         ((8, 8), 1, [(6e-6, 3)], 360e9),
         ((8, 8), 0, [(15e-6, 3)], 40e9),
         ((4, 2), 0, [(6e-6, 2)], 360e9),
@@ -82,7 +82,8 @@ def test_a_collective_is_as_slow_as_the_farthest_link_that_it_crosses(
     shape: tuple[int, ...], dim: int, levels: list[tuple[float, int]], rate: float
 ) -> None:
     mesh = Mesh(shape, (0,) * len(shape), ("",) * len(shape))
-    # Doubling: as many rounds within each level as its parts have powers of two.
+    # Doubling: as many rounds within each level as its parts have powers of two. Eight ranks of a node share its eight
+    # links to the other nodes, of 40 GB/s each, as the rings of NCCL do.
     expected = sum(latency * rounds for latency, rounds in levels) + 1e9 / rate
     assert wire_seconds(gather(mesh, dim, 1e9), mesh, machine("h100")) == pytest.approx(expected, rel=1e-6)
 
@@ -108,3 +109,15 @@ def test_links_join_more_and_more_ranks(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(zg.ConfigError, match="the last one all"):
         machine(tmp_path / "bad.yaml")
+
+
+def test_only_rings_share_the_links_of_a_node() -> None:
+    """An all-to-all's pieces leave by their own rank's link, and so do those of the CPU's exchanges."""
+    mesh, h100 = Mesh((64,), (0,), ("",)), machine("h100")
+    gathers = gather(mesh, 0, 1e9)
+    turned = dataclasses.replace(gathers, source=(split(0),), target=(split(1),))
+    assert turned.kind == "all-to-all"
+    assert wire_seconds(turned, mesh, h100) > 1e9 * 7 / 8 / 64 / 40e9
+    cpu = dataclasses.replace(h100, device=dataclasses.replace(h100.device, accelerator=False))
+    assert wire_seconds(gathers, mesh, cpu) == pytest.approx(63e-6 + 1e9 / 40e9, rel=1e-6)
+    assert wire_seconds(gathers, mesh, h100) < wire_seconds(gathers, mesh, cpu) / 7

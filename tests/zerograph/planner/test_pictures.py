@@ -28,6 +28,11 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def lines_of_json(shown: str) -> list[str]:
+    """Return the plans in what a command printed, without its progress."""
+    return [line for line in shown.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     """By file name, the pictures that a command draws."""
@@ -65,7 +70,7 @@ def test_bars_are_as_high_as_the_plans_say(tmp_path: Path, kept: dict[str, Figur
     options = ("--world-size", "4", "--stage", "off,1,2,3", "--json")
     code, shown = run(SCRIPT, *options, "--memory", str(tmp_path / "memory.png"))
     assert code == 0, shown
-    plans = {plan["stage"]: plan for plan in map(json.loads, shown.splitlines()[:4])}
+    plans = {plan["stage"]: plan for plan in map(json.loads, lines_of_json(shown))}
     assert list(plans) == STAGES
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     together, apart = kept["memory.png"].axes
@@ -85,7 +90,7 @@ def test_spans_are_as_long_as_the_plans_say(tmp_path: Path, kept: dict[str, Figu
     options = ("--world-size", "16", "--stage", "off,1,2,3", "--json")
     code, shown = run(SCRIPT, *options, "--timeline", str(tmp_path / "timeline.svg"))
     assert code == 0, shown
-    plans = [json.loads(line) for line in shown.splitlines()[:4]]
+    plans = [json.loads(line) for line in lines_of_json(shown)]
     assert "<svg" in (tmp_path / "timeline.svg").read_text()
     rows = kept["timeline.svg"].axes
     assert len(rows) == 4
@@ -145,14 +150,14 @@ def test_curves_have_a_line_for_each_stage() -> None:
         ([SCRIPT, "--memory", "memory.txt"], "no picture's name"),
         ([SCRIPT, "--timeline", "nowhere/timeline.png"], "nowhere is no folder"),
         (["--params", "1e9", "--memory", "memory.png"], "of a script's step"),
-        ([SCRIPT, "--precision", "bf16"], "choose mixed or fp32"),
+        ([SCRIPT, "--precision", "int8"], "choose fp32, bf16, fp16"),
     ],
 )
 def test_a_picture_that_cannot_be_is_an_error_before_anything_is_compiled(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zerograph.cli.plan.load", lambda *_, **__: pytest.fail("it was compiled"))
+    monkeypatch.setattr("zerograph.cli.script.load", lambda *_, **__: pytest.fail("it was compiled"))
     code, shown = run(*arguments)
     assert code == 2
     assert said in " ".join(shown.replace("\u2502", " ").split())

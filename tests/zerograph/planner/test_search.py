@@ -41,7 +41,7 @@ class Wide(zg.ZeroGraph):
 
 
 def plan(**arguments: Any) -> zg.Plan:
-    return zg.plan(Wide, X, world_size=RANKS, **{"device": "a100", **arguments})
+    return zg.plan(Wide, X, world_size=RANKS, **{"device": "a100", "headroom": 0, **arguments})
 
 
 def offloaded(**arguments: Any) -> zg.Plan:

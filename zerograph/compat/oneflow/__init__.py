@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from zerograph.compat.oneflow import amp, boxing, env, installed, nn, optim, sbp
+from zerograph.compat.oneflow import amp, boxing, env, installed, nn, one_embedding, optim, sbp
 from zerograph.compat.oneflow.factories import FACTORIES
 from zerograph.compat.oneflow.files import load, save
 from zerograph.compat.oneflow.placements import placement
 
-__all__ = ["amp", "boxing", "env", "load", "nn", "optim", "placement", "save", "sbp"]
+__all__ = ["amp", "boxing", "env", "load", "nn", "one_embedding", "optim", "placement", "save", "sbp"]
 
 installed.install()
 globals().update(FACTORIES)

@@ -6,6 +6,7 @@ otherwise with it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,9 +36,14 @@ def install() -> None:
     added.to_global = modules.module_to_global
     # module.to(nn.graph.GraphModule).activation_checkpointing = True; torch refuses classes there.
     added.to = _also_to_graph_module(nn.Module.to)
+    # weight.numpy(), which torch refuses while the parameter wants a gradient; weight.to(flow.Tensor): itself.
+    added = nn.Parameter
+    added.numpy = lambda x, *, force=False: x.detach().numpy(force=force)
+    added.to = _also_to_tensor(Tensor.to)
     # loss.numpy(), loss.tolist(), f"{loss:.4f}" of a global tensor: the whole value. Torch refuses them.
     added = DTensor
     added.numpy = _numpy
+    added.to = _also_to_tensor(DTensor.to)
     added.tolist = lambda x: tensors.whole_of(x).tolist()
     added.__format__ = _format
 
@@ -54,8 +60,16 @@ def _also_to_graph_module(original: Any) -> Any:
     return to
 
 
+def _also_to_tensor(original: Any) -> Any:
+    @functools.wraps(original)
+    def to(self: Tensor, *args: Any, **options: Any) -> Any:
+        return self if args == (Tensor,) else original(self, *args, **options)
+
+    return to
+
+
 def _numpy(x: DTensor, *, force: bool = False) -> Any:
-    if x.requires_grad and not force:
+    if x.requires_grad and not (force or x.is_leaf):
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
     return tensors.whole_of(x).numpy(force=force)
 

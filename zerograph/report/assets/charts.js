@@ -7,10 +7,11 @@ const PHASES = ["forward", "recomputed", "backward", "update", "waits"], KINDS =
 const STREAM_HEIGHT = 24, AXIS_HEIGHT = 20, SIDE = 84;
 
 class Charts {
-  /** @param chosen is told the node of the last pass that was clicked. */
-  constructor(model, chosen) {
+  /** @param chosen is called with the node of the last pass that was clicked, told with another axis. */
+  constructor(model, chosen, told) {
     this.model = model;
     this.chosen = chosen;
+    this.told = told;
     this.memory = model.memory();
     this.nodes = model.graph(model.last).nodes;
     this.canvas = document.getElementById("drawn");
@@ -69,7 +70,19 @@ class Charts {
   }
 
   get events() { return this.over === "time" ? this.byTime : this.byNodes; }
-  get end() { return this.over === "time" ? this.begins[this.memory.size] : this.memory.size; }
+  /** Where the axis ends; beside another report both end where the longer one does. */
+  get end() { return this.over === "time" ? Math.max(this.ownEnd, this.scale ? this.scale.time : 0) : this.memory.size; }
+  get ownEnd() { return this.over === "time" ? this.begins[this.memory.size] : this.memory.size; }
+  get peakBytes() { return this.memory.total[this.memory.peak] || 0; }
+  /** Nanoseconds that the step takes; 0 where no times are predicted. */
+  get seconds() { return this.time ? this.begins[this.memory.size] : 0; }
+
+  /** Draw over the scale that several reports have together: {bytes, time}. */
+  share(scale) {
+    this.scale = scale;
+    this.whole();
+    this.draw();
+  }
   value(at) { return this.over === "time" ? this.begins[at] : at; }
   whole() { this.from = 0; this.to = this.end; }
 
@@ -81,7 +94,7 @@ class Charts {
       button.setAttribute("aria-checked", String(over === this.over));
       button.disabled = over === "time" && !this.time;
       if (button.disabled) button.title = "Times are predicted when report() is given a machine.";
-      button.addEventListener("click", () => { this.over = over; this.whole(); this.head(); this.draw(); });
+      button.addEventListener("click", () => { this.lay(over); this.told("axis", over); });
       return button;
     }), make("button", { type: "button", className: "whole", textContent: "whole step", onclick: () => { this.whole(); this.draw(); } }));
     const key = (color, label, extra = "") => make("span", { className: `key ${extra}` }, swatch(color), label);
@@ -91,6 +104,15 @@ class Charts {
     const group = (title, all) => (all.length ? [make("span", { className: "group" }, make("b", { textContent: title }), ...all)] : []);
     document.getElementById("kinds").replaceChildren(...group("Memory", shown.reverse()), ...group("Compute", keys(PHASES, { waits: "waiting" })),
       ...group("Communication", keys([...KINDS, "transfer"], { transfer: "host and files" })));
+  }
+
+  /** Draw over another axis: "time" or "nodes". */
+  lay(over) {
+    if (over === "time" && !this.time) return;
+    this.over = over;
+    this.whole();
+    this.head();
+    this.draw();
   }
 
   listen() {
@@ -199,7 +221,7 @@ class Charts {
     const streams = STREAMS.filter((stream) => this.events.some((event) => event.stream === stream));
     this.streams = streams;
     this.memoryHeight = height - AXIS_HEIGHT - streams.length * STREAM_HEIGHT - 4;
-    this.most = Math.max(1, this.memory.total[this.memory.peak] || 0);
+    this.most = Math.max(1, this.peakBytes, this.scale ? this.scale.bytes : 0);
     this.pen = pen;
     this.colors = palette();
     this.drawMemory();
@@ -226,6 +248,7 @@ class Charts {
     const fills = memory.kinds.map((kind) => colors(memoryColor(kind)));
     this.tops = new Float64Array(Math.ceil(this.plotWidth));
     for (let column = 0; column < this.plotWidth; column++) {
+      if (this.inverse(SIDE + column) > this.ownEnd) break;
       const at = this.within(SIDE + column);
       let sum = 0, bottom = this.memoryHeight;
       memory.kinds.forEach((kind, one) => {

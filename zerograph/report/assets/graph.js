@@ -11,11 +11,15 @@ const LANE = { least: 148, wire: 132, gap: 22, pad: 10 };
 const PLAIN = /^(_to_copy|empty|full|copy_|zero_|clone|_unsafe_view|zeros|ones|arange|add$)/;
 
 class GraphView {
-  /** @param chosen is told the node (or null) that was selected, chosenRow the module that was opened or closed. */
-  constructor(model, chosen, chosenRow) {
+  /**
+   * @param chosen is called with the node (or null) that was selected, chosenRow with the module that was opened or closed.
+   * @param told is called with what the user did, for reports that stand beside this one.
+   */
+  constructor(model, chosen, chosenRow, told) {
     this.model = model;
     this.chosen = chosen;
     this.chosenRow = chosenRow;
+    this.told = told;
     this.pass = model.last;
     this.open = new Set();
     this.items = new Map();
@@ -93,6 +97,19 @@ class GraphView {
     const least = Math.min(BAR + 2, height - this.height * zoom - 40);
     const left = Math.min(10, width - this.width * zoom - 10);
     this.cy.pan({ x: Math.max(left, Math.min(10, pan.x + x)), y: Math.max(least, Math.min(BAR + 2, pan.y + y)) });
+    this.told("scroll", this.anchor());
+  }
+
+  /** The row at the top, and how many pixels of it are above. */
+  anchor() {
+    const place = this.visible.findLast((one) => this.y(one.top) <= BAR + 2) || this.visible[0];
+    return place && { title: this.model.rows[place.row].title, above: BAR + 2 - this.y(place.top) };
+  }
+
+  /** Bring a row of that title to the top, as in another report. */
+  align(anchor) {
+    const place = anchor && this.visible.find((one) => this.model.rows[one.row].title === anchor.title);
+    if (place) this.pan(0, BAR + 2 - anchor.above - this.y(place.top));
   }
 
   zoom(factor, at) {
@@ -135,6 +152,7 @@ class GraphView {
     this.mark(this.selected);
     this.focus(row);
     this.chosenRow(row);
+    this.told("toggle", this.model.rows[row].title, open);
     say(`${this.model.path(row)} ${open ? "open" : "closed"}`);
   }
 
@@ -143,6 +161,7 @@ class GraphView {
     this.draw();
     this.cy.pan({ x: this.cy.pan().x, y: BAR + 2 });
     this.overlay();
+    this.told("collapse");
   }
 
   key(event) {
@@ -591,10 +610,4 @@ function short(text, most) {
 /** The end of a qualified name says most. */
 function tail(text, most) {
   return text.length > most ? `…${text.slice(1 - most)}` : text;
-}
-
-function make(tag, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
 }

@@ -1,4 +1,4 @@
-// What the page knows of a step: tables, the nodes after each pass, and memory over them. Draws nothing.
+// The data of a step: tables, the nodes after each pass, and memory over them; and how values are written as text.
 "use strict";
 
 const LANES = ["inputs, state", "boxing", "forward", "backward", "boxing", "update", "boxing"];
@@ -280,4 +280,10 @@ function showTime(nanoseconds) {
   const [unit, size] = units.find(([, one]) => nanoseconds >= one) || units[3];
   const value = nanoseconds / size;
   return `${value >= 100 || unit === "ns" ? value.toFixed(0) : value.toPrecision(3)} ${unit}`;
+}
+
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
 }

@@ -46,10 +46,14 @@ function nodeTip(model, node) {
 class Page {
   constructor(model) {
     this.model = model;
+    // Beside another report, that one does the same: called with what the user did.
+    this.told = () => {};
+    const told = (...what) => this.told(...what);
+    document.title = byId("title").textContent = model.data.title;
     this.facts();
     this.legend();
-    this.graph = new GraphView(model, (node) => this.details(node), (row) => this.about(row));
-    this.charts = new Charts(model, (node) => this.go(node.name));
+    this.graph = new GraphView(model, (node) => this.details(node), (row) => this.about(row), told);
+    this.charts = new Charts(model, (node) => this.go(node.name), told);
     this.slider();
     this.details(null);
     this.contributors();
@@ -90,7 +94,20 @@ class Page {
     this.said();
   }
 
-  /** What a pass made, removed and changed. */
+  /** Do what a user did in a report beside this one, where there is such a row or pass here. */
+  follow(what, ...about) {
+    const [name, open] = about;
+    if (what === "pass") this.show(this.model.data.passes.findIndex((pass) => pass.name === name));
+    else if (what === "axis") this.charts.lay(name);
+    else if (what === "collapse") this.graph.collapse();
+    else if (what === "scroll") this.graph.align(name);
+    else {
+      const row = this.model.rows.find((one) => one.title === name && this.graph.places.has(one.id));
+      if (row) this.graph.toggle(row.id, open);
+    }
+  }
+
+  /** Count what a pass added, removed and changed. */
   changes(at) {
     if (at === 0) return { made: this.model.orders[0].length, gone: 0, other: 0, any: true };
     const { name } = this.model.data.records;
@@ -110,6 +127,7 @@ class Page {
     if (at < 0 || at > this.model.last || at === this.graph.pass) return;
     byId("pass").value = String(at);
     this.graph.show(at);
+    this.told("pass", this.model.data.passes[at].name);
     this.said();
     const index = this.graph.selected === null ? undefined : this.graph.graph.byText.get(this.graph.selected);
     this.details(index === undefined ? null : this.graph.graph.nodes[index]);
@@ -137,6 +155,7 @@ class Page {
 
   details(node) {
     const panel = byId("details");
+    document.documentElement.toggleAttribute("data-selected", node !== null);
     if (node === null) {
       panel.replaceChildren(make("h2", { textContent: "Nothing selected" }), make("p", { className: "dim", textContent:
         "Open a module on the left, click a node in the graph or in the time line, or search with /." }));

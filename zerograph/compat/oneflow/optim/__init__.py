@@ -1,4 +1,4 @@
-"""``flow.optim``: torch's optimizers. A group's ``clip_grad_max_norm`` and ``clip_grad_norm_type`` are honoured."""
+"""``flow.optim``: OneFlow's optimizers where they differ from torch's, and torch's others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from zerograph.compat.oneflow.optim import lr_scheduler
+from zerograph.compat.oneflow.optim.base import Optimizer
+from zerograph.compat.oneflow.optim.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop
 
-__all__ = ["lr_scheduler"]
+__all__ = ["LAMB", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Optimizer", "RMSprop", "lr_scheduler"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,378 @@
-"""``flow.optim.lr_scheduler``: torch's schedulers."""
+"""``flow.optim.lr_scheduler``: OneFlow's schedulers, over torch's.
+
+A rate of OneFlow's follows from the initial one and the number of the step. Where torch's class computes the same, it
+is torch's with OneFlow's arguments ``last_step`` and ``verbose``.
+"""
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from zerograph import _torch
+from zerograph.compat.oneflow.notices import without_effect
+from zerograph.errors import ConfigError
+
+_Plain = torch.optim.lr_scheduler.LRScheduler
+
+
+class LRScheduler(_Plain):
+    """Set each group's learning rate from its initial one and the number of the step: write :meth:`rate`.
+
+    Args:
+        last_step: the step that was done last; -1: none.
+        verbose: no effect.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_step: int = -1, verbose: bool = False) -> None:
+        _note_verbose(verbose)
+        super().__init__(optimizer, last_step)
+
+    @property
+    def last_step(self) -> int:
+        """The number of the step that the rates are for, from 0."""
+        return self.last_epoch
+
+    def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of a step, from 0, of a group that started with ``base_lr``."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[Any]:
+        return [self.rate(float(base_lr), self.last_epoch) for base_lr in self.base_lrs]
+
+
+class ConstantLR(LRScheduler):
+    """``factor`` times the initial rate for ``total_iters`` steps, then the initial rate."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: float = 1.0 / 3,
+        total_iters: int = 5,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        _check_factor("ConstantLR", "factor", factor)
+        self.factor, self.total_iters = factor, total_iters
+        super().__init__(optimizer, last_step, verbose)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        return base_lr * self.factor if step < self.total_iters else base_lr
+
+
+class LinearLR(LRScheduler):
+    """A line from ``start_factor`` to ``end_factor`` times the initial rate, over ``total_iters`` steps."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        start_factor: float = 1.0 / 3,
+        end_factor: float = 1.0,
+        total_iters: int = 5,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        _check_factor("LinearLR", "start_factor", start_factor)
+        _check_factor("LinearLR", "end_factor", end_factor)
+        self.start_factor, self.end_factor, self.total_iters = start_factor, end_factor, total_iters
+        super().__init__(optimizer, last_step, verbose)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        if step >= self.total_iters:
+            return base_lr * self.end_factor
+        return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * (step / self.total_iters))
+
+
+class CosineDecayLR(LRScheduler):
+    """A half cosine from the initial rate to ``alpha`` times it, over ``decay_steps``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        decay_steps: int,
+        alpha: float = 0.0,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        _check(decay_steps > 0, f"CosineDecayLR(decay_steps={decay_steps!r}): more than 0")
+        self.decay_steps, self.alpha = decay_steps, alpha
+        super().__init__(optimizer, last_step, verbose)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step, self.decay_steps) / self.decay_steps))
+        return base_lr * ((1 - self.alpha) * cosine + self.alpha)
+
+
+class PolynomialLR(LRScheduler):
+    """``(initial - end) * (1 - step / steps) ** power + end``; with ``cycle`` the steps grow by themselves, never end.
+
+    Args:
+        steps: how many (``decay_batch`` is an older name of it).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int | None = None,
+        end_learning_rate: float = 0.0001,
+        power: float = 1.0,
+        cycle: bool = False,
+        last_step: int = -1,
+        verbose: bool = False,
+        *,
+        decay_batch: int | None = None,
+    ) -> None:
+        given = decay_batch if steps is None else steps
+        if given is None or given <= 0 or (steps is not None and decay_batch is not None):
+            raise ConfigError(f"PolynomialLR(steps={steps!r}): give the number of steps, more than 0")
+        self.max_decay_steps, self.end_learning_rate, self.power, self.cycle = given, end_learning_rate, power, cycle
+        super().__init__(optimizer, last_step, verbose)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        steps = self.max_decay_steps
+        if self.cycle:
+            step = max(step, 1)
+            steps *= math.ceil(step / steps)
+        left = 1 - min(step, steps) / steps
+        return float((base_lr - self.end_learning_rate) * left**self.power + self.end_learning_rate)
+
+
+class CosineAnnealingWarmRestarts(LRScheduler):
+    """A half cosine from the initial rate to ``eta_min``, again and again; the n-th takes ``T_0 * T_mult ** n`` steps.
+
+    Args:
+        decay_rate: what each restart multiplies the initial rate by.
+        restart_limit: after so many of them the rate stays ``eta_min``; 0: never.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        T_0: int,  # noqa: N803
+        T_mult: int = 1,  # noqa: N803
+        eta_min: float = 0.0,
+        decay_rate: float = 1.0,
+        restart_limit: int = 0,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        for name, value in (("T_0", T_0), ("T_mult", T_mult)):
+            _check(
+                isinstance(value, int) and value >= 1,
+                f"CosineAnnealingWarmRestarts({name}={value!r}): a whole number from 1 up",
+            )
+        self.T_0, self.T_mult, self.eta_min = T_0, T_mult, eta_min
+        self.decay_rate, self.restart_limit = decay_rate, restart_limit
+        super().__init__(optimizer, last_step, verbose)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        restarts, steps = 0, self.T_0
+        if self.T_mult == 1:
+            restarts, step = divmod(step, steps)
+        while step >= steps:
+            restarts, step, steps = restarts + 1, step - steps, steps * self.T_mult
+        if 0 < self.restart_limit <= restarts:
+            return self.eta_min
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+        return self.eta_min + (base_lr * self.decay_rate**restarts - self.eta_min) * cosine
+
+
+class SequentialLR(LRScheduler):
+    """One scheduler after the other, from one milestone to the next.
+
+    Args:
+        interval_rescaling: whether a scheduler counts its steps from its milestone, for each or all; without it, from
+            the start of training, where torch's always counts from the milestone.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedulers: Sequence[_Plain],
+        milestones: Sequence[int],
+        interval_rescaling: Sequence[bool] | bool = False,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        each = isinstance(interval_rescaling, Sequence)
+        rescaling: list[Any] = list(interval_rescaling) if each else [interval_rescaling] * len(milestones)  # type: ignore[arg-type]
+        _check(
+            len(schedulers) == len(milestones) + 1 == len(rescaling) + 1,
+            f"SequentialLR() with {len(schedulers)} schedulers, {len(milestones)} milestones and {len(rescaling)} "
+            "interval_rescaling: give one scheduler more than milestones, and one bool for each milestone",
+        )
+        for one in schedulers:
+            _check(one.optimizer is optimizer, f"SequentialLR(): {type(one).__name__} is of another optimizer")
+            _check_closed(one)
+        self._schedulers, self.milestones = list(schedulers), list(milestones)
+        self.interval_rescaling = rescaling
+        super().__init__(optimizer, last_step, verbose)
+
+    def get_lr(self) -> list[Any]:
+        return self.rates(list(self.base_lrs), self.last_epoch)
+
+    def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        """Return all groups' rates of a step."""
+        place = bisect.bisect_right(self.milestones, step)
+        if place > 0 and self.interval_rescaling[place - 1]:
+            step -= self.milestones[place - 1]
+        return rates_at(self._schedulers[place], base_lrs, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {key: value for key, value in super().state_dict().items() if key != "_schedulers"}
+        return {**state, "_schedulers": [one.state_dict() for one in self._schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "_schedulers"})
+        for one, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
+            one.load_state_dict(state)
+
+
+class ChainedScheduler(SequentialLR):
+    """Schedulers one on top of the other: the rate of each is the initial one of the next."""
+
+    def __init__(self, schedulers: Sequence[_Plain]) -> None:
+        _check(bool(schedulers), "ChainedScheduler([]): give schedulers")
+        optimizer = schedulers[0].optimizer
+        for one in schedulers:
+            _check(one.optimizer is optimizer, "ChainedScheduler(): its schedulers are of different optimizers")
+            _check_closed(one)
+        self._schedulers, self.milestones, self.interval_rescaling = list(schedulers), [], []
+        LRScheduler.__init__(self, optimizer)
+
+    def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        rates = list(base_lrs)
+        for one in self._schedulers:
+            rates = rates_at(one, rates, step)
+        return rates
+
+
+class WarmupLR(SequentialLR):
+    """A linear or constant warm-up, then another scheduler, or the initial rate.
+
+    A linear one rises from ``warmup_factor`` times the initial rate to what the scheduler has at step ``warmup_iters``.
+
+    Args:
+        scheduler_or_optimizer: what comes after it; of an optimizer its initial rate.
+        warmup_prefix: the scheduler counts its steps from the end of the warm-up, which rises to the initial rate.
+    """
+
+    def __init__(
+        self,
+        scheduler_or_optimizer: _Plain | torch.optim.Optimizer,
+        warmup_factor: float = 1.0 / 3,
+        warmup_iters: int = 5,
+        warmup_method: str = "linear",
+        warmup_prefix: bool = False,
+        last_step: int = -1,
+        verbose: bool = False,
+    ) -> None:
+        _check(
+            warmup_method in ("linear", "constant"),
+            f"WarmupLR(warmup_method={warmup_method!r}): choose 'linear' or 'constant'",
+        )
+        after = None if isinstance(scheduler_or_optimizer, torch.optim.Optimizer) else scheduler_or_optimizer
+        optimizer: Any = scheduler_or_optimizer if after is None else after.optimizer
+        _check(
+            isinstance(optimizer, torch.optim.Optimizer),
+            f"WarmupLR({scheduler_or_optimizer!r:.60}): give a scheduler or an optimizer",
+        )
+        _check(after is not None or warmup_iters > 0, "WarmupLR(optimizer, warmup_iters=0) does nothing: leave it out")
+        self.warmup_factor, self.warmup_iters = warmup_factor, warmup_iters
+        self.warmup_method, self.warmup_prefix = warmup_method, warmup_prefix
+        schedulers: list[_Plain] = [] if after is None else [after]
+        if warmup_iters > 0:
+            schedulers.insert(0, self._warmup(optimizer, after, last_step))
+        milestones = [warmup_iters] * (len(schedulers) - 1)
+        super().__init__(optimizer, schedulers, milestones, warmup_prefix, last_step, verbose)
+
+    def _warmup(self, optimizer: torch.optim.Optimizer, after: _Plain | None, last_step: int) -> _Plain:
+        if self.warmup_method == "constant":
+            return ConstantLR(optimizer, self.warmup_factor, self.warmup_iters, last_step)
+        end = 1.0
+        if after is not None and not self.warmup_prefix:
+            _check_closed(after)
+            base_lrs = [float(one) for one in after.base_lrs]
+            _check(
+                all(math.isclose(one, base_lrs[0], rel_tol=1e-5, abs_tol=1e-8) for one in base_lrs),
+                f"WarmupLR(): the groups start with the rates {base_lrs}; a linear warm-up needs them equal, or "
+                "warmup_prefix=True: else use several optimizers",
+            )
+            end = float(rates_at(after, base_lrs, self.warmup_iters)[0]) / base_lrs[0]
+        return LinearLR(optimizer, self.warmup_factor, end, self.warmup_iters, last_step)
+
+
+WarmUpLR = WarmupLR
+
+
+def rates_at(scheduler: _Plain, base_lrs: Sequence[Any], step: int) -> list[Any]:
+    """Return what the scheduler would set at a step, from 0, for groups that started with ``base_lrs``.
+
+    Raises:
+        ConfigError: its rates follow from more than the number of the step.
+    """
+    if isinstance(scheduler, SequentialLR):
+        return scheduler.rates(base_lrs, step)
+    if isinstance(scheduler, LRScheduler):
+        return [scheduler.rate(float(one), step) for one in base_lrs]
+    _check_closed(scheduler)
+    before = scheduler.base_lrs, scheduler.last_epoch
+    scheduler.base_lrs, scheduler.last_epoch = list(base_lrs), step
+    try:
+        return _torch.closed_rates(scheduler)
+    finally:
+        scheduler.base_lrs, scheduler.last_epoch = before
+
+
+def _check_closed(scheduler: _Plain) -> None:
+    closed = isinstance(scheduler, LRScheduler) or _torch.has_closed_rates(scheduler)
+    _check(
+        closed,
+        f"{type(scheduler).__name__} cannot be part of another scheduler: its rates follow from more than the step's "
+        "number",
+    )
+
+
+def _check(good: bool, problem: str) -> None:
+    if not good:
+        raise ConfigError(problem)
+
+
+def _check_factor(kind: str, name: str, factor: float) -> None:
+    _check(0 <= factor <= 1, f"{kind}({name}={factor!r}): a number from 0 to 1")
+
+
+def _note_verbose(verbose: bool) -> None:
+    if verbose:
+        without_effect("verbose=True of a scheduler", "print scheduler.get_last_lr() for the rates")
+
+
+def _of_torch(kind: Any) -> Any:
+    """Return a subclass of torch's scheduler that takes OneFlow's ``last_step`` and ``verbose``."""
+
+    def construct(self: Any, *args: Any, last_step: int = -1, verbose: bool = False, **options: Any) -> None:
+        _note_verbose(verbose)
+        kind.__init__(self, *args, **({} if last_step == -1 else {"last_epoch": last_step}), **options)
+
+    members = {
+        "__init__": construct,
+        "__doc__": f"Torch's ``{kind.__name__}``, with ``last_step`` and ``verbose``.",
+        "__module__": __name__,
+        "last_step": property(lambda self: self.last_epoch),
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+CosineAnnealingLR: Any = _of_torch(torch.optim.lr_scheduler.CosineAnnealingLR)
+ExponentialLR: Any = _of_torch(torch.optim.lr_scheduler.ExponentialLR)
+LambdaLR: Any = _of_torch(torch.optim.lr_scheduler.LambdaLR)
+MultiStepLR: Any = _of_torch(torch.optim.lr_scheduler.MultiStepLR)
+MultiplicativeLR: Any = _of_torch(torch.optim.lr_scheduler.MultiplicativeLR)
+StepLR: Any = _of_torch(torch.optim.lr_scheduler.StepLR)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,6 @@
 
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.graph import Graph
-from zerograph.compat.oneflow.nn.graph.module import GraphModule
+from zerograph.compat.oneflow.nn.graph.module import GraphModule, GraphTensor
 
-__all__ = ["Graph", "GraphConfig", "GraphModule"]
+__all__ = ["Graph", "GraphConfig", "GraphModule", "GraphTensor"]

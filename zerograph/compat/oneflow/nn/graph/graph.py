@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph._torch import pytree
 from zerograph.batch import Batch
 from zerograph.compat.oneflow.modules import keep_state_whole
+from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
 from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
-from zerograph.compat.oneflow.nn.graph.module import checkpoints
+from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
 from zerograph.compat.oneflow.nn.graph.report import report
+from zerograph.compat.oneflow.optim.base import check_options
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
 from zerograph.compiled import CompiledStep
 from zerograph.config import Config
@@ -106,7 +108,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             lr_sch: its scheduler (``lr_scheduler`` is zerograph's own name for it).
 
         Raises:
-            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping.
+            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping;
+                an option of OneFlow's in a group of an optimizer that does not have it.
         """
         if is_sparse:
             raise ConfigError("add_optimizer(is_sparse=True): updates are dense here; leave it out")
@@ -114,6 +117,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             raise ConfigError("add_optimizer() takes lr_sch= or lr_scheduler=, which are the same, not both")
         if isinstance(optimizer, torch.optim.Optimizer):
             check_clipping(optimizer)
+            check_options(optimizer)
         super().add_optimizer(optimizer, lr_scheduler if lr_sch is None else lr_sch)
         self.config.mark_training()
 
@@ -232,6 +236,11 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         made: Graph = traced()
         return made
 
+    def _state(self) -> Iterator[GraphTensor]:
+        """Every parameter and buffer of the graph's modules, each once."""
+        members = self._members()
+        return map(GraphTensor, (*members.parameters.values(), *members.buffers.values()))
+
     def _check_state(self, state: Any, strict: bool) -> None:
         if not isinstance(state, Mapping):
             raise ConfigError(
@@ -292,7 +301,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
-        with checkpoints(self._members().root):
+        micro_batches = self.config.gradient_accumulation_steps
+        with checkpoints(self._members().root), of_micro_batches(micro_batches, (args, kwargs)):
             result = super()._traced_build(*args, **kwargs)
         clip(self._optimizers)
         return result

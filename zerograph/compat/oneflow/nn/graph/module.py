@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zerograph.errors import ConfigError
@@ -65,6 +65,30 @@ class GraphModule:
 
     def __repr__(self) -> str:
         return f"GraphModule({type(self._module).__name__}, activation_checkpointing={self.activation_checkpointing})"
+
+
+class GraphTensor:
+    """A parameter or buffer as its graph sees it, from ``graph._state()``: ``to(flow.Tensor)`` is the tensor itself."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def to(self, kind: type) -> Any:
+        """Return the tensor for ``flow.Tensor``, and this for ``GraphTensor``.
+
+        Raises:
+            ConfigError: another class.
+        """
+        if kind is Tensor:
+            return self._tensor
+        if kind is GraphTensor:
+            return self
+        raise ConfigError(f"to({kind!r:.60}) of a graph's tensor: give flow.Tensor, for the tensor itself")
+
+    def __repr__(self) -> str:
+        return f"GraphTensor({type(self._tensor).__name__}, shape={tuple(self._tensor.shape)})"
 
 
 @contextlib.contextmanager

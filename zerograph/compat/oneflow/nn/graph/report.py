@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zerograph.graph import ZeroGraph
+from zerograph.ir.metadata import origin
 from zerograph.sbp import show
-from zerograph.step_graph import origin
 
 
 def report(graph: ZeroGraph, title: str, level: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import FakeTensor, Known, OpOverload
-from zerograph.step_graph import value
+from zerograph.ir.metadata import value
 
 
 def evaluate(node: fx.Node) -> Any:

@@ -1,0 +1,355 @@
+"""Python state that build() changes, and random numbers of Python and numpy: as in plain PyTorch, or told."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.plainly import Step, inputs, model
+from tests.pool import Pool
+from zerograph.mesh import line
+
+COUNTS = {"calls": 0}
+CALLS = 0
+COLLECTED: list[Any] = []
+CACHE: dict[str, float] = {}
+GENERATOR = np.random.default_rng(0)
+
+
+@dataclasses.dataclass
+class State:
+    calls: int = 0
+
+
+def warm_up(calls: int, loss: Tensor) -> Tensor:
+    return loss * 0.1 if calls < 2 else loss
+
+
+def in_a_dict(made: Any, loss: Tensor) -> Tensor:
+    made.counts["calls"] += 1
+    return warm_up(made.counts["calls"], loss)
+
+
+def in_a_nested_list(made: Any, loss: Tensor) -> Tensor:
+    made.nested["a"][0][1] += 1
+    return warm_up(made.nested["a"][0][1], loss)
+
+
+def in_an_object(made: Any, loss: Tensor) -> Tensor:
+    made.state.calls += 1
+    return warm_up(made.state.calls, loss)
+
+
+def in_a_namespace(made: Any, loss: Tensor) -> Tensor:
+    made.namespace.calls += 1
+    return warm_up(made.namespace.calls, loss)
+
+
+def in_a_global_dict(made: Any, loss: Tensor) -> Tensor:
+    COUNTS["calls"] += 1
+    return warm_up(COUNTS["calls"], loss)
+
+
+def in_a_global(made: Any, loss: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return warm_up(CALLS, loss)
+
+
+def counted() -> Callable[[Any, Tensor], Tensor]:
+    calls = 0
+
+    def in_a_closure(made: Any, loss: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return warm_up(calls, loss)
+
+    return in_a_closure
+
+
+def in_a_default(made: Any, loss: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return warm_up(calls[0], loss)
+
+
+def in_the_function(made: Any, loss: Tensor) -> Tensor:
+    in_the_function.calls += 1  # type: ignore[attr-defined]
+    return warm_up(in_the_function.calls, loss)  # type: ignore[attr-defined]
+
+
+def by_the_length_of_a_list(made: Any, loss: Tensor) -> Tensor:
+    made.seen.append("call")
+    return warm_up(len(made.seen), loss)
+
+
+COUNTERS = {
+    "a dict": (lambda: in_a_dict, r"model\.counts\['calls'\]", 'made.counts["calls"] += 1'),
+    "a nested list": (lambda: in_a_nested_list, r"model\.nested\['a'\]\[0\]\[1\]", "+= 1"),
+    "an object": (lambda: in_an_object, r"model\.state\.calls", "made.state.calls += 1"),
+    "a namespace": (lambda: in_a_namespace, r"model\.namespace\.calls", "made.namespace.calls += 1"),
+    "a global dict": (lambda: in_a_global_dict, r"COUNTS\['calls'\]", 'COUNTS["calls"] += 1'),
+    "a global": (lambda: in_a_global, "CALLS", "CALLS += 1"),
+    "a closure": (counted, "calls", "calls += 1"),
+    "a default": (lambda: in_a_default, r"defaults of in_a_default\[0\]\[0\]", "calls[0] += 1"),
+    "the function": (lambda: in_the_function, r"in_the_function\.calls", "in_the_function.calls += 1"),
+}
+
+
+def with_state() -> nn.Module:
+    made: Any = model()
+    made.counts, made.nested, made.state = {"calls": 0}, {"a": [(0, 1), [2, 0]][1:]}, State()
+    made.nested["a"] = [[2, 0]]
+    made.namespace, made.seen = types.SimpleNamespace(calls=0), []
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _from_the_beginning() -> None:
+    global CALLS
+    COUNTS["calls"] = CALLS = 0
+    COLLECTED.clear()
+    CACHE.clear()
+    in_a_default.__defaults__[0][0] = 0  # type: ignore[index]
+    in_the_function.calls = 0  # type: ignore[attr-defined]
+
+
+def losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> tuple[list[float], Any]:
+    made = with_state()
+    step = Step(made, lambda made, x: act(made, made(x).square().mean()))
+    return [step(*inputs([4])).item() for _ in range(steps)], step
+
+
+def plain_losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> list[float]:
+    made = with_state()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = act(made, made(*inputs([4])).square().mean())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("where", COUNTERS)
+def test_a_counter_of_calls_counts_as_in_plain_pytorch_with_a_warning(where: str) -> None:
+    make, name, code = COUNTERS[where]
+    expected = plain_losses_of(make(), 4)
+    _from_the_beginning.__wrapped__()  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=f"build.. changes Python state .*: {name}\n") as told:
+        losses, _ = losses_of(make(), 4)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert any(code in str(one.message) for one in told)
+
+
+def test_a_list_whose_length_decides_is_followed() -> None:
+    expected = plain_losses_of(by_the_length_of_a_list, 4)
+    with pytest.warns(UserWarning, match=r"changes Python state .*model.seen"):
+        losses, _ = losses_of(by_the_length_of_a_list, 4)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_is_only_collected_is_said_to_be_lost() -> None:
+    def collect(made: Any, loss: Tensor) -> Tensor:
+        made.seen.append("call")
+        return loss
+
+    with pytest.warns(UserWarning, match=r"build.. adds to model.seen\n.*made.seen.append.\"call\"."):
+        _, step = losses_of(collect, 3)
+    assert step.model.seen == ["call"]
+    assert len(step._steps) == 1
+
+
+def cached(made: Any, loss: Tensor) -> Tensor:
+    if "scale" not in made.counts:
+        made.counts["scale"] = 3.0
+    if "scale" not in CACHE:
+        CACHE["scale"] = 2.0
+    made.namespace.ready = True
+    return loss * CACHE["scale"] * made.counts["scale"]
+
+
+def test_a_cache_is_neither_warned_of_nor_compiled_for_again() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses, step = losses_of(cached, 3)
+    assert losses == pytest.approx(plain_losses_of(cached, 3), rel=1e-12)
+    assert len(step._steps) == 1
+
+
+def first_otherwise(made: Any, loss: Tensor) -> Tensor:
+    first, made.counts["begun"] = "begun" not in made.counts, True
+    return loss * 5 if first else loss
+
+
+def test_a_first_step_that_is_another_one_is_followed_by_one_more_compilation() -> None:
+    losses, step = losses_of(first_otherwise, 4)
+    assert losses == pytest.approx(plain_losses_of(first_otherwise, 4), rel=1e-12)
+    assert len(step._steps) == 2
+
+
+def test_state_is_as_before_after_an_error() -> None:
+    def fail(made: Any, loss: Tensor) -> Tensor:
+        made.counts["calls"] += 1
+        COUNTS["calls"] += 1
+        COLLECTED.append(loss)
+        random.random()
+        return loss if loss > 0 else loss * 2
+
+    before = random.getstate()
+    with pytest.raises(zg.CaptureError, match="read a tensor's value"):
+        losses_of(fail, 1)
+    assert COUNTS == {"calls": 0}
+    assert not COLLECTED
+    assert random.getstate() == before
+
+
+def test_tensors_collected_in_a_global_are_lost_with_a_warning() -> None:
+    def collect(made: Any, loss: Tensor) -> Tensor:
+        COLLECTED.append(loss.detach())
+        return loss
+
+    with pytest.warns(UserWarning, match="build.. stores tensors in COLLECTED"):
+        losses_of(collect, 2)
+    assert not COLLECTED
+
+
+def carried() -> Callable[[Any, Tensor], Tensor]:
+    average: Any = None
+
+    def body(made: Any, loss: Tensor) -> Tensor:
+        nonlocal average
+        average = loss.detach() if average is None else 0.9 * average + 0.1 * loss.detach()
+        return loss * average
+
+    return body
+
+
+def test_a_tensor_carried_in_a_closure_is_refused() -> None:
+    with pytest.raises(zg.CaptureError, match=r"build.. reads a tensor .* the step before is to leave in average"):
+        losses_of(carried(), 1)
+
+
+def branch(made: Any, loss: Tensor) -> Tensor:
+    return loss if random.random() < 0.999 else loss * 2
+
+
+def numpy_branch(made: Any, loss: Tensor) -> Tensor:
+    return loss if np.random.rand() < 0.001 else loss * 2
+
+
+def numpy_scale(made: Any, loss: Tensor) -> Tensor:
+    return loss * float(np.random.normal())
+
+
+def choice(made: Any, loss: Tensor) -> Tensor:
+    return loss * random.choice([1, 2, 3])
+
+
+def own_generator(made: Any, loss: Tensor) -> Tensor:
+    return loss * GENERATOR.random()
+
+
+RANDOM = {
+    branch: "random.random()",
+    numpy_branch: "np.random.rand()",
+    numpy_scale: "np.random.normal()",
+    choice: "random.choice(",
+    own_generator: "GENERATOR.random()",
+}
+
+
+@pytest.mark.parametrize("act", RANDOM)
+def test_a_step_that_depends_on_random_numbers_of_python_is_refused_with_the_line(act: Any) -> None:
+    made = model()
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    with pytest.raises(zg.CaptureError, match=r"depends on random numbers .*\n  .*test_python_state.py:\d+ ") as error:
+        Step(made, lambda made, x: act(made, made(x).square().mean())).prepare(line(2, 0, "ranks"), *inputs([4]))
+    assert RANDOM[act] in str(error.value)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+def test_a_random_number_for_something_else_is_a_warning() -> None:
+    def log(made: Any, loss: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            str(loss.shape)
+        return loss
+
+    random.seed(0)
+    with pytest.warns(UserWarning, match="build.. draws random numbers of Python or numpy\n.*random.random"):
+        losses_of(log, 2)
+    drawn = random.getstate()
+    random.seed(0)
+    random.random()
+    assert random.getstate() == drawn
+
+
+def draws_otherwise(act: Any) -> str:
+    np.random.seed(torch.distributed.get_rank())
+    made = model()
+    try:
+        Step(made, lambda made, x: act(made, made(x).square().mean()))(*inputs([4]))
+    except zg.ZeroGraphError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_numpy_draws_that_differ_between_ranks_name_the_line(pool: Pool) -> None:
+    for message in pool.run(2, draws_otherwise, numpy_scale):
+        assert "depends on random numbers" in message
+        assert "return loss * float(np.random.normal())" in message
+
+
+def test_dropout_and_layer_drop_of_torch_stay_as_they_are() -> None:
+    def drop(made: Any, loss: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(loss, 0.5) + torch.where(torch.rand(()) < 0.5, loss, 0.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses_of(drop, 2)
+
+
+def test_a_private_number_of_the_graph_counts() -> None:
+    class Counting(Step):
+        def build(self, x: Tensor) -> Tensor:
+            self._calls = getattr(self, "_calls", 0) + 1
+            loss = warm_up(self._calls, self.model(x).square().mean())
+            loss.backward()
+            return loss
+
+    step = Counting(model(), lambda made, x: x)
+    plain = copy.deepcopy(step.model)
+    with pytest.warns(UserWarning, match=r"changes Python state .*: self\._calls\n"):
+        losses = [step(*inputs([4])).item() for _ in range(3)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number, found in enumerate(losses):
+        optimizer.zero_grad()
+        loss = warm_up(number + 1, plain(*inputs([4])).square().mean())
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_a_learning_rate_set_in_build_is_seen() -> None:
+    def halve(made: Any, loss: Tensor) -> Tensor:
+        for group in made.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+        return loss
+
+    made = with_state()
+    step = Step(made, lambda made, x: halve(made, made(x).square().mean()))
+    made.optimizers = tuple(step._optimizers)
+    with pytest.warns(UserWarning, match=r"changes Python state .*param_groups\[0\]\['lr'\]"):
+        step.prepare(line(2, 0, "ranks"), *inputs([4]))

@@ -1,0 +1,213 @@
+"""Gradient accumulation as OneFlow has it: the mean of the micro-batches' gradients, also of a loss that is a sum.
+
+A graph computes with the whole batch, whose mean is the mean of equal micro-batches' means. Of a sum over the batch
+OneFlow's gradient is one k-th, k being the number of micro-batches. So ``backward()`` of a loss that grows with the
+batch starts from one k-th of it. How a loss grows is followed through the calls that compute it while ``build()`` is
+traced: a power of the batch's size for each tensor, 1 for a sum over the batch and for its size, 0 for a mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zerograph import _torch
+from zerograph._torch import pytree
+from zerograph.errors import CaptureError
+from zerograph.source import running_line
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """How a tensor depends on the batch.
+
+    Attributes:
+        rows: one of its dimensions is the batch's.
+        power: of the batch's size that its elements grow with.
+        where: the line that made it so, for messages.
+        mixed: the line that added a sum over the batch to what is none; empty if none did.
+    """
+
+    rows: bool = False
+    power: int = 0
+    where: str = ""
+    mixed: str = ""
+
+
+_CONSTANT = _Growth()
+_REDUCTIONS = ("mean", "sum", "none", "batchmean")
+_LOSSES = {
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+}
+_SUMS, _MEANS = {"sum", "nansum", "dot", "vdot", "inner"}, {"mean", "nanmean"}
+_TIMES, _OVER = {"mul", "multiply"}, {"div", "divide", "true_divide"}
+_TERMS = {"add", "sub", "subtract", "stack", "cat", "concat", "where", "lerp"}
+_SAME = {
+    "abs", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "expand", "flatten", "float", "half",
+    "neg", "permute", "relu", "reshape", "select", "squeeze", "to", "transpose", "type", "type_as", "unsqueeze", "view",
+}  # fmt: skip
+_NUMBERS = {"tensor", "as_tensor", "scalar_tensor", "full"}
+
+
+@contextlib.contextmanager
+def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
+    """Inside, ``backward()`` of a loss that grows with the batch gives the mean of ``count`` micro-batches' gradients.
+
+    Args:
+        inputs: what ``build()`` is called with.
+    """
+    tensors = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.dim()]
+    if count == 1 or not tensors:
+        yield
+        return
+    watch = _Watch(tensors)
+
+    def run(original: Callable[..., None], roots: Any, *args: Any, **kwargs: Any) -> None:
+        if _torch.backward_sequence_number() is None:
+            one = isinstance(roots, Tensor)
+            divided = [_divided(root, watch.of(root), count) for root in ([roots] if one else roots)]
+            roots = divided[0] if one else divided
+        original(roots, *args, **kwargs)
+
+    with _torch.backward_by(run), watch:
+        yield
+
+
+def _divided(root: Tensor, growth: _Growth, count: int) -> Tensor:
+    if growth.mixed:
+        raise CaptureError(
+            f"build() adds a sum over the batch to what is none\n  {growth.mixed}\n"
+            f"The sum is made at {growth.where or 'a line unknown'}. With set_gradient_accumulation_steps() OneFlow's "
+            "gradient is the mean of the micro-batches', of which a sum's is one k-th and a mean's the same: call "
+            "backward() for each of the terms, or divide the sum by the batch's size."
+        )
+    return root / count if growth.power == 1 else root
+
+
+class _Watch(TorchFunctionMode):
+    """Follow how each tensor grows with the batch."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._sizes = {one.shape[0] for one in inputs} - {0, 1}
+        # Tensors are kept with what is known of them: their ids stay theirs.
+        self._known: dict[int, tuple[Tensor, _Growth]] = {id(one): (one, _Growth(rows=True)) for one in inputs}
+
+    def of(self, value: Any) -> _Growth:
+        """How a tensor or number grows."""
+        if isinstance(value, Tensor):
+            known = self._known.get(id(value))
+            # What an autograd function of the user's made is of the batch as far as anyone can tell.
+            return known[1] if known else _Growth(rows=value.requires_grad and not value.is_leaf and value.dim() > 0)
+        return _Growth(power=1) if self._counts(value) else _CONSTANT
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").strip("_")
+        # Of an operator in place the tensor grows as before, until it has been called.
+        growth = None if name in ("get", "set", "backward") else self._after(name, args, kwargs)
+        earlier = next((known for one in pytree.tree_leaves((args, kwargs)) if (known := self.of(one)).mixed), None)
+        if growth is not None and earlier is not None:
+            growth = replace(growth, where=earlier.where, mixed=earlier.mixed)
+        result = func(*args, **kwargs)
+        if growth is not None:
+            for one in pytree.tree_leaves(result):
+                if isinstance(one, Tensor):
+                    self._known[id(one)] = one, replace(growth, rows=growth.rows and one.dim() > 0)
+        return result
+
+    def _after(self, name: str, args: Any, kwargs: Any) -> _Growth:
+        name = {"truediv": "div", "rtruediv": "rdiv", "rsub": "sub"}.get(name, name)
+        plain = name.removeprefix("i") if name in ("iadd", "isub", "imul", "idiv", "itruediv") else name
+        plain = {"truediv": "div", "radd": "add", "rmul": "mul"}.get(plain, plain)
+        given = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        rows = any(one.rows for one in given)
+        if plain in _LOSSES:
+            return self._loss(args, kwargs, rows)
+        if plain in _NUMBERS and args and self._counts(args[-1]):
+            return _Growth(power=1)
+        if not given:
+            return _CONSTANT
+        first = given[0]
+        if plain in _SUMS | _MEANS:
+            whole = rows and self._reduces_batch(args, kwargs)
+            grows = whole and plain in _SUMS
+            line = running_line()[0] if grows else first.where
+            return _Growth(rows and not whole, first.power + grows, line)
+        if plain in _TIMES and len(args) == 2:
+            one, other = self.of(args[0]), self._factor(args[1])
+            return _Growth(rows, one.power + other, one.where)
+        if plain in (*_OVER, "rdiv") and len(args) == 2:
+            over, under = (args[1], args[0]) if plain == "rdiv" else args
+            return self._quotient(over, under, rows)
+        if plain in _TERMS:
+            return self._terms(args, kwargs, rows)
+        return _Growth(rows, first.power if plain in _SAME else 0, first.where)
+
+    def _loss(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
+        said = [one for one in (*args, *kwargs.values()) if isinstance(one, str) and one in _REDUCTIONS]
+        reduction = said[0] if said else "mean"
+        if not rows or reduction == "none":
+            return _Growth(rows)
+        return _Growth(power=1, where=running_line()[0]) if reduction == "sum" else _CONSTANT
+
+    def _quotient(self, over: Any, under: Any, rows: bool) -> _Growth:
+        one = self.of(over)
+        if isinstance(under, Tensor):
+            return _Growth(rows, one.power - self.of(under).power, one.where)
+        # A mean over 16 rows that is divided by 16 is divided by a number: only rows and sums are by their count.
+        counted = self._counts(under) and (rows or one.power > 0)
+        return _Growth(rows, one.power - counted, one.where)
+
+    def _factor(self, value: Any) -> int:
+        if isinstance(value, Tensor):
+            return self.of(value).power
+        return -1 if isinstance(value, float) and value and self._counts(1 / value) else 0
+
+    def _terms(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
+        terms = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        powers = {one.power for one in terms}
+        if len(powers) > 1 and not rows and 1 in powers:
+            line, code = running_line()
+            grows = next(one.where for one in terms if one.power == 1)
+            return _Growth(power=1, where=grows, mixed=f"{line}   {code}")
+        return _Growth(rows, max(powers, key=abs, default=0), next((one.where for one in terms if one.where), ""))
+
+    def _reduces_batch(self, args: Any, kwargs: Any) -> bool:
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if dims is None or isinstance(dims, (Tensor, torch.dtype)):
+            return True
+        x: Tensor = args[0]
+        chosen = [one % x.dim() for one in ([dims] if isinstance(dims, int) else dims)]
+        # The first dimension that is as long as the batch is taken for its; else the first.
+        batch = next((n for n, size in enumerate(x.shape) if size in self._sizes), 0)
+        return batch in chosen or not chosen
+
+    def _counts(self, value: Any) -> bool:
+        """Whether a number is the batch's size, or that of something with as many parts for each of its rows."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 2**62:
+            return False
+        whole = round(value)
+        return abs(value - whole) < 1e-6 * value and any(whole % size == 0 for size in self._sizes)

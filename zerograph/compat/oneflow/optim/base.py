@@ -1,0 +1,171 @@
+"""What OneFlow's optimizers share: ``clip_grad()``, ``lr_scale`` of a group, and the call of torch's update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.compat.oneflow.notices import without_effect
+from zerograph.errors import CaptureError, ConfigError
+from zerograph.graph import building
+from zerograph.source import running_line
+
+NORM, TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer with OneFlow's options; :meth:`_update` computes one group's update.
+
+    A group may have ``clip_grad_max_norm`` with ``clip_grad_norm_type``, and ``lr_scale``: a graph multiplies the
+    group's learning rate by it, and ``step()`` outside a graph does not, as in OneFlow.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                lr = group["lr"]
+                if "lr_scale" in group and torch.compiler.is_compiling():
+                    group["lr"] = lr * group["lr_scale"]
+                try:
+                    self._update(group)
+                finally:
+                    group["lr"] = lr
+        return loss
+
+    def clip_grad(self, error_if_nonfinite: bool = False) -> None:
+        """Clip the gradients of each group that has ``clip_grad_max_norm`` and ``clip_grad_norm_type``, outside graphs.
+
+        Args:
+            error_if_nonfinite: raise where a norm is infinite or not a number.
+
+        Raises:
+            CaptureError: inside ``build()``: the graph clips by itself, after ``backward()``.
+        """
+        if building():
+            line, code = running_line()
+            raise CaptureError(
+                f"build() calls clip_grad()\n  {line}   {code}\n"
+                "A graph clips the groups that have clip_grad_max_norm and clip_grad_norm_type by itself: leave it out."
+            )
+        for group in self.param_groups:
+            if group.get(NORM) is None or group.get(TYPE) is None:
+                warnings.warn(
+                    f"clip_grad() clips groups that have {NORM} and {TYPE}: give both to {type(self).__name__}",
+                    stacklevel=2,
+                )
+            else:
+                nn.utils.clip_grad_norm_(
+                    group["params"], float(group[NORM]), float(group[TYPE]), error_if_nonfinite=error_if_nonfinite
+                )
+
+    def _update(self, group: dict[str, Any]) -> None:
+        """Update the group's parameters in place, with ``group["lr"]``."""
+        raise NotImplementedError
+
+    def _update_as(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
+        """Update the group as torch's class does."""
+        groups = self.param_groups
+        self.param_groups = [dict(group)]
+        try:
+            _torch.unhooked_step(kind)(self)
+        finally:
+            self.param_groups = groups
+
+    def _options(self, **options: Any) -> None:
+        """Give groups the options that torch's class does not know, where they have none of their own."""
+        self.defaults.update(options)
+        for group in self.param_groups:
+            for key, value in options.items():
+                group.setdefault(key, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A state that torch's own class wrote says nothing of OneFlow's options.
+        for group in self.param_groups:
+            for key in _OWN & self.defaults.keys():
+                group.setdefault(key, self.defaults[key])
+
+
+# Options that torch's classes of the same name do not have.
+_OWN = {"do_bias_correction", "adam_w_mode"}
+
+
+def check_options(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a group has an option of OneFlow's that this optimizer would ignore.
+
+    Raises:
+        ConfigError: naming the group and the option.
+    """
+    scales = isinstance(optimizer, Optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        ignored = sorted(key for key in _OWN if key in group and key not in optimizer.defaults)
+        if "lr_scale" in group and not scales:
+            ignored.append("lr_scale")
+        if ignored:
+            kind = type(optimizer)
+            raise ConfigError(
+                f"group {number} of {kind.__module__}.{kind.__qualname__} has {', '.join(ignored)}, which it ignores\n"
+                "Leave it out, or use an optimizer of flow.optim that has it: docs/oneflow.md lists them."
+            )
+
+
+def note_contiguous(contiguous_params: bool) -> None:
+    """Say that ``contiguous_params=True`` has no effect."""
+    if contiguous_params:
+        without_effect("contiguous_params=True", "a bucket is always updated at once")
+
+
+def with_gradient(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+    """The group's parameters that have a gradient."""
+    return (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:
+    """The parameter's gradient with that of the L2 penalty."""
+    assert parameter.grad is not None
+    return parameter.grad.add(parameter, alpha=l2) if l2 != 0 else parameter.grad
+
+
+def zeros(state: dict[str, Any], parameter: nn.Parameter, *names: str) -> list[Tensor]:
+    """Entries of a parameter's state, made of zeros where they are missing."""
+    for name in names:
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return [state[name] for name in names]
+
+
+def counted(state: dict[str, Any]) -> float:
+    """Count a step in a parameter's state, and return its number, from 1."""
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0)
+    state["step"] += 1
+    number: float = state["step"].item()
+    return number
+
+
+def check(kind: str, **numbers: tuple[float, bool]) -> None:
+    """Raise if a number is not what the optimizer can take.
+
+    Args:
+        numbers: by name, each with whether it is good.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+    for name, (value, good) in numbers.items():
+        if not good:
+            raise ConfigError(f"flow.optim.{kind}({name}={value!r}): no such value")

@@ -1,0 +1,334 @@
+"""OneFlow's optimizers, with its defaults, options and arithmetic, over torch's.
+
+Where both compute the same, torch's update runs. The formulas of the rest are those of OneFlow's kernels
+(``oneflow/user/kernels/model_update_kernel_util.h``); each class names what differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.compat.oneflow.optim.base import (
+    Optimizer,
+    check,
+    counted,
+    gradient_of,
+    note_contiguous,
+    with_gradient,
+    zeros,
+)
+from zerograph.errors import ConfigError
+
+Betas = tuple[float, float]
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """SGD. Dampening holds from the first step; ``maximize`` turns the update, not the gradient, and needs a momentum.
+
+    Nesterov's momentum may be dampened. Torch's other arguments are taken as well.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        contiguous_params: bool = False,
+        fused: bool | None = None,
+        **options: Any,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        params = list(params)
+        # Torch refuses a dampened nesterov: it is said of each group below.
+        said = [isinstance(group, dict) and "nesterov" in group for group in params]
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, maximize=maximize, fused=fused or None, **options
+        )
+        self.defaults["nesterov"] = nesterov
+        for group, own in zip(self.param_groups, said, strict=False):
+            group["nesterov"] = group["nesterov"] if own else nesterov
+
+    def _update(self, group: dict[str, Any]) -> None:
+        momentum, dampening, maximize = group["momentum"], group["dampening"], group["maximize"]
+        if momentum == 0 or (dampening == 0 and not maximize):
+            self._update_as(torch.optim.SGD, {**group, "maximize": False})
+            return
+        for parameter in with_gradient(group):
+            gradient = gradient_of(parameter, group["weight_decay"])
+            (buffer,) = zeros(self.state[parameter], parameter, "momentum_buffer")
+            buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
+            step = group["lr"] * (gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer)
+            if maximize:
+                parameter.add_(step)
+            else:
+                parameter.sub_(step)
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """Adam. With ``do_bias_correction=False`` the moments are taken as they are."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        do_bias_correction: bool = True,
+        contiguous_params: bool = False,
+        fused: bool | None = None,
+        **options: Any,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=fused or None, **options)
+        self._options(do_bias_correction=do_bias_correction)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if group["do_bias_correction"]:
+            self._update_as(torch.optim.Adam, group)
+        else:
+            self._update_uncorrected(group, l2=group["weight_decay"], decay=0.0)
+
+    def _update_uncorrected(self, group: dict[str, Any], l2: float, decay: float) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        for parameter in with_gradient(group):
+            state = self.state[parameter]
+            counted(state)
+            first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
+            gradient = gradient_of(parameter, -l2).neg() if group["maximize"] else gradient_of(parameter, l2)
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            if group["amsgrad"]:
+                (largest,) = zeros(state, parameter, "max_exp_avg_sq")
+                largest.copy_(torch.maximum(largest, second))
+                second = largest
+            if decay != 0:
+                parameter.mul_(1 - lr * decay)
+            parameter.sub_(lr * (first / second.sqrt().add_(group["eps"])))
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """AdamW. Its weight decay is 0 unless it is given, where torch's is 0.01."""
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if group["do_bias_correction"]:
+            self._update_as(torch.optim.AdamW, group)
+        else:
+            self._update_uncorrected(group, l2=0.0, decay=group["weight_decay"])
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """RMSprop. ``eps`` stands under the root, and there is no momentum.
+
+    Raises:
+        ConfigError: a momentum, which OneFlow refuses as well.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        contiguous_params: bool = False,
+        **options: Any,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, **options)
+        for group in self.param_groups:
+            if group["momentum"] != 0:
+                raise ConfigError(
+                    f"flow.optim.RMSprop(momentum={group['momentum']!r}): OneFlow's has no momentum\n"
+                    "torch.optim.RMSprop has, with eps outside the root."
+                )
+
+    def _update(self, group: dict[str, Any]) -> None:
+        alpha = group["alpha"]
+        for parameter in with_gradient(group):
+            state = self.state[parameter]
+            counted(state)
+            gradient = gradient_of(parameter, group["weight_decay"])
+            (square,) = zeros(state, parameter, "square_avg")
+            square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
+            variance = square
+            if group["centered"]:
+                (mean,) = zeros(state, parameter, "grad_avg")
+                mean.lerp_(gradient, 1 - alpha)
+                variance = square - mean * mean
+            parameter.sub_(group["lr"] * (gradient * (variance + group["eps"]).rsqrt()))
+
+
+class Adagrad(Optimizer, torch.optim.Adagrad):
+    """Adagrad. Its learning rate is 0.001 unless it is given, where torch's is 0.01."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        contiguous_params: bool = False,
+        **options: Any,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)
+        # Torch makes the sums of all groups from the argument.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
+
+    def _update(self, group: dict[str, Any]) -> None:
+        self._update_as(torch.optim.Adagrad, group)
+
+
+class Adadelta(Optimizer, torch.optim.Adadelta):
+    """Adadelta, which computes as torch's."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        contiguous_params: bool = False,
+        **options: Any,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        super().__init__(params, lr, rho, eps, weight_decay, maximize=maximize, **options)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        self._update_as(torch.optim.Adadelta, group)
+
+
+class LAMB(Optimizer):
+    """LAMB (https://arxiv.org/abs/1904.00962): Adam's update of a parameter, as long as the parameter itself.
+
+    Args:
+        adam_w_mode: decouple the weight decay from the gradient. It is scaled by the trust ratio, but not part of it.
+
+    Raises:
+        ConfigError: ``amsgrad``, which OneFlow refuses as well, or a number out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        do_bias_correction: bool = True,
+        amsgrad: bool = False,
+        contiguous_params: bool = False,
+    ) -> None:
+        note_contiguous(contiguous_params)
+        check(
+            "LAMB",
+            lr=(float(lr), float(lr) >= 0),
+            betas=(betas[0], 0 <= betas[0] < 1),
+            eps=(eps, eps >= 0),
+            weight_decay=(weight_decay, weight_decay >= 0),
+            amsgrad=(amsgrad, not amsgrad),
+        )
+        check("LAMB", betas=(betas[1], 0 <= betas[1] < 1))
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "adam_w_mode": adam_w_mode,
+                "do_bias_correction": do_bias_correction,
+                "amsgrad": amsgrad,
+            },
+        )
+
+    def _update(self, group: dict[str, Any]) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        for parameter in with_gradient(group):
+            state = self.state[parameter]
+            number = counted(state)
+            gradient = gradient_of(parameter, 0.0 if group["adam_w_mode"] else decay)
+            first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            if group["do_bias_correction"]:
+                denominator = second.sqrt() / (1 - beta2**number) ** 0.5 + group["eps"]
+                update = first / (1 - beta1**number) / denominator
+            else:
+                update = first / (second.sqrt() + group["eps"])
+            length, change = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+            ratio = torch.where((length > 0) & (change > 0), length / change, torch.ones_like(length))
+            if group["adam_w_mode"] and decay != 0:
+                update = update.add(parameter, alpha=decay)
+            parameter.sub_(group["lr"] * ratio * update)
+
+
+class FTRL(Optimizer):
+    """FTRL-proximal, as ``oneflow.one_embedding`` has it.
+
+    Args:
+        lr_power: of the accumulated squares, from which the step follows.
+        lambda1, lambda2: strength of the L1 and L2 regularization.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        weight_decay: float = 0.0,
+        lr_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        lambda1: float = 0.0,
+        lambda2: float = 0.0,
+        beta: float = 0.0,
+    ) -> None:
+        check("FTRL", lr=(float(lr), float(lr) >= 0), weight_decay=(weight_decay, weight_decay >= 0))
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "lr_power": lr_power,
+                "initial_accumulator_value": initial_accumulator_value,
+                "lambda1": lambda1,
+                "lambda2": lambda2,
+                "beta": beta,
+            },
+        )
+
+    def _update(self, group: dict[str, Any]) -> None:
+        lr, power, lambda1 = group["lr"], group["lr_power"], group["lambda1"]
+        for parameter in with_gradient(group):
+            state = self.state[parameter]
+            if "accumulator_value" not in state:
+                state["accumulator_value"] = torch.full_like(parameter, group["initial_accumulator_value"])
+            accumulated = state["accumulator_value"]
+            (z,) = zeros(state, parameter, "z")
+            gradient = gradient_of(parameter, group["weight_decay"])
+            before = accumulated.pow(power)
+            accumulated.add_(gradient * gradient)
+            after = accumulated.pow(power)
+            z.add_(gradient - (after - before) / lr * parameter)
+            moved = (z.sign() * lambda1 - z) / ((after + group["beta"]) / lr + group["lambda2"])
+            parameter.copy_(torch.where(z.abs() < lambda1, torch.zeros_like(moved), moved))

@@ -1,0 +1,180 @@
+"""Rewrite a graph: emit nodes with their metadata, walk it, move and erase nodes.
+
+From ``place`` on every tensor of a graph has an SBP. :func:`emit` therefore wants to know the SBP of each node that it
+adds to a placed graph, and says so at once rather than leave it to the verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload, in_place_form
+from zerograph.errors import VerificationError
+from zerograph.ir.evaluate import evaluate, mode_of
+from zerograph.ir.metadata import Origin, meta, origin
+from zerograph.sbp import NdSbp, Split
+
+# ---- emitting ----
+
+
+def emit(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    origin: Origin,
+    *,
+    like: fx.Node | None = None,
+    sbp: NdSbp | None = None,
+    local: bool = False,
+    **kwargs: Any,
+) -> fx.Node:
+    """Add a ``call_function`` node at the graph's insertion point; compute its value on fake tensors.
+
+    In a placed graph, give one of ``like``, ``sbp`` and ``local`` for a node that yields a tensor.
+
+    Args:
+        target, args, kwargs: the call.
+        origin: where the node comes from.
+        like: a node of the same global tensor: the new node gets its SBP and global shape.
+        sbp: SBP of the new node. After ``localize`` its global shape is its local one, unless it is split.
+        local: the node is inside a local region and has no global tensor.
+
+    Raises:
+        VerificationError: the graph is placed, and nothing tells the node's SBP.
+    """
+    node = graph.call_function(target, args, kwargs)
+    meta(node)["origin"] = origin
+    node.meta["val"] = evaluate(node)
+    if local:
+        meta(node)["local"] = True
+    elif isinstance(node.meta["val"], Tensor):
+        if like is not None:
+            copy_placement(node, like)
+        elif sbp is not None:
+            meta(node)["sbp"] = sbp
+            if is_localized(graph) and not any(isinstance(one, Split) for one in sbp):
+                meta(node)["global"] = tuple(node.meta["val"].shape)
+        elif is_placed(graph):
+            raise VerificationError(
+                f"emit({target}) adds a tensor without an SBP to a placed graph\n"
+                "Pass like=, a node of the same global tensor, or sbp=."
+            )
+    return node
+
+
+def emit_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a node with the origin, SBP and global shape of ``like``, at the insertion point of its graph."""
+    return emit(like.graph, target, args, origin(like), like=like, **kwargs)
+
+
+def keywords(node: fx.Node) -> dict[str, Any]:
+    """Return the keyword arguments of a call, to emit another call with them."""
+    return dict(node.kwargs)
+
+
+def copy_placement(node: fx.Node, like: fx.Node) -> fx.Node:
+    """Give ``node`` the SBP and global shape of ``like``, as far as ``like`` has them; return ``node``."""
+    known = meta(like)
+    if "sbp" in known:
+        meta(node)["sbp"] = known["sbp"]
+    if "global" in known:
+        meta(node)["global"] = known["global"]
+    return node
+
+
+def is_placed(graph: fx.Graph) -> bool:
+    """Return whether ``place`` has run: then inputs have an SBP."""
+    return "sbp" in next(iter(graph.nodes)).meta
+
+
+def is_localized(graph: fx.Graph) -> bool:
+    """Return whether ``localize`` has run: then inputs have a global shape besides their local one."""
+    return "global" in next(iter(graph.nodes)).meta
+
+
+def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a fake tensor in the fake mode of the graph's values."""
+    with mode_of(graph):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+# ---- walking ----
+
+
+def closure(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes of ``start`` and every node that ``following`` leads to from them."""
+    reached = set(start)
+    stack = list(reached)
+    while stack:
+        fresh = [node for node in following(stack.pop()) if node not in reached]
+        reached.update(fresh)
+        stack += fresh
+    return reached
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return every node that the nodes are computed from, without the nodes themselves."""
+    return closure((source for node in nodes for source in node.all_input_nodes), lambda node: node.all_input_nodes)
+
+
+def first_computed(graph: fx.Graph) -> fx.Node:
+    """Return the first node that is not a placeholder."""
+    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return node
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the place of every node in execution order."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def occurrences(node: fx.Node, source: fx.Node) -> int:
+    """Count how many operands of the node are ``source``."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands.count(source)
+
+
+def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
+    """Return the operator that computes ``node`` into ``source``, its first operand.
+
+    None if ``node`` is not pointwise, or if its shape or dtype differs from that of ``source``.
+    """
+    target, value, old = node.target, node.meta.get("val"), source.meta.get("val")
+    if not isinstance(target, OpOverload) or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return None
+    if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
+        return None
+    return in_place_form(target)
+
+
+# ---- moving and erasing ----
+
+
+def move_before(node: fx.Node, place: fx.Node) -> None:
+    """Move a node right before ``place``."""
+    if node.next is not place:
+        place.prepend(node)
+
+
+def move_after(nodes: Sequence[fx.Node], place: fx.Node) -> fx.Node:
+    """Move nodes right after ``place``, in the order given; return the last of them, or ``place``."""
+    for node in nodes:
+        if place.next is not node:
+            place.append(node)
+        place = node
+    return place
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase nodes without users and side effects, then the nodes that only they used.
+
+    Like ``fx.Graph.eliminate_dead_code``, which also asks every node for its effects and lints the graph first.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)

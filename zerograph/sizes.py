@@ -1,0 +1,36 @@
+"""Numbers of bytes and seconds as text, and back. Imports nothing: commands that need no torch start without it."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def in_bytes(size: int | str) -> int | None:
+    """Bytes of ``"40GiB"``, or of a number of them; None for what is no size."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size if size > 0 else None
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
+    count = float(matched[1]) * _UNITS[matched[2] or ""] if matched else 0.0
+    return int(count) or None if count < 2.0**63 else None
+
+
+def show_bytes(count: float) -> str:
+    """Format as ``12.3 MiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Format as ``12.3 ms``, or below one millisecond as ``45.6 us``."""
+    value, unit = (seconds * 1e3, "ms") if abs(seconds) >= 1e-3 else (seconds * 1e6, "us")
+    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
