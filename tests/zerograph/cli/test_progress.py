@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import zerograph as zg
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
+from zerograph.cli import progress
 from zerograph.passes.pipeline import PIPELINE
 from zerograph.progress import Progress, listening, tell
 
@@ -81,3 +83,25 @@ def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_times(one) for key, one in value.items() if "seconds" not in key}
     return [_without_times(one) for one in value] if isinstance(value, list) else value
+
+
+def test_without_a_terminal_what_takes_longer_than_a_second_writes_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.05)
+    monkeypatch.setattr(progress, "OTHER", 0.05)
+    with progress._lines("loading torch"):
+        time.sleep(0.3)
+        tell("candidates", 3, 14, "stage 2 on 16 ranks")
+        time.sleep(1.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "zerograph: loading torch (0 s)"
+    assert re.fullmatch(r"zerograph: candidates 3 of 14: stage 2 on 16 ranks \(\d s\)", lines[1])
+    # The same again only after long.
+    assert len(lines) == 2
+
+
+def test_what_is_quick_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress._lines("loading torch"):
+        tell("candidates", 3, 14, "stage 2 on 16 ranks")
+    assert capsys.readouterr().err == ""

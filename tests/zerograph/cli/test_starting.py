@@ -1,0 +1,97 @@
+"""Commands that need no graph start at once: names of ``zerograph`` are imported when they are asked for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerograph as zg
+
+ROOT = Path(zg.__file__).parent
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["plan", "--help"], ["inspect", "--help"], ["plan", "--params", "7.5e9"]],
+    ids=" ".join,
+)
+def test_it_starts_without_torch_and_in_less_than_a_second(arguments: list[str]) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "zerograph", *arguments], capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert found.returncode == 0, found.stderr
+    assert not re.search(r"\| +(torch|numpy|yaml|networkx)\b", found.stderr)
+    # Processor time: the machine may have other work.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_importing_zerograph_loads_next_to_nothing() -> None:
+    code = "import json, sys, zerograph; print(json.dumps([*sys.modules]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(found.stdout))
+    assert {name for name in loaded if name.startswith("zerograph")} == {"zerograph"}
+    assert not loaded & {"torch", "rich", "yaml", "networkx", "numpy"}
+
+
+def test_names_are_the_same_for_python_and_for_type_checkers() -> None:
+    """One list is read by each: they must not part."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    checked = {
+        alias.name: node.module if node.module != "zerograph" else f"zerograph.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert checked.keys() == set(zg.__all__) - {"__version__"}
+    for name, module in checked.items():
+        home = importlib.import_module(str(module))
+        assert getattr(zg, name) is (home if name == "sbp" else getattr(home, name)), name
+    assert (ROOT / "py.typed").exists()
+
+
+def test_a_function_named_like_its_module_is_the_function() -> None:
+    """Whichever of the two is imported first."""
+    code = """
+import importlib, zerograph as zg
+for name in ("placement", "local", "annotate", "sharded_init"):
+    module = importlib.import_module(f"zerograph.{name}")
+    assert getattr(zg, name) is getattr(module, name), name
+assert zg.mesh.line(2, 0, "ranks").size == 2
+assert not hasattr(zg, "nothing")
+assert "ZeroGraph" in dir(zg)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_options_that_messages_name_exist() -> None:
+    """Advice to use an option that a command does not have sends its reader in circles."""
+    from typer.main import get_command
+
+    from zerograph.__main__ import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    options = {name for command in commands.values() for one in command.params for name in one.opts} | {"--version"}
+    for path in (ROOT / "cli").glob("*.py"):
+        said = {
+            option
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
+        }
+        # What torchrun is started with.
+        assert said - options - {"--standalone", "--nproc-per-node", "--nnodes"} == set(), path.name
+    # Those that loading a script may ask for, whichever command loads it.
+    for command in ("plan", "inspect", "diff"):
+        names = {name for one in commands[command].params for name in one.opts}
+        assert {"--inputs", "--precision"} <= names, command
