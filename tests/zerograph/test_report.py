@@ -308,7 +308,7 @@ def test_a_package_outside_of_site_packages_is_named_whole(tmp_path: Path) -> No
 
 def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in source lines nor in the names of outputs, which say where they are from."""
-    installed = tmp_path / "site-packages" / "models"
+    installed = tmp_path / "site-packages" / "models_of_others"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text(
         "import torch\n"
@@ -320,11 +320,11 @@ def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatc
         "        return self.inner(x).mean(0)\n"
     )
     monkeypatch.syspath_prepend(str(installed.parent))
-    mean = importlib.import_module("models").Mean()
-    monkeypatch.delitem(sys.modules, "models")
+    mean = importlib.import_module("models_of_others").Mean()
+    monkeypatch.delitem(sys.modules, "models_of_others")
     report.write(Small(mean).prepare(line(2, 0, "ranks"), torch.ones(2, 8)), tmp_path / "step.html", title="installed")
     text = json.dumps(read((tmp_path / "step.html").read_text()))
-    assert "models/__init__.py:7" in text
+    assert "models_of_others/__init__.py:7" in text
     assert "site-packages" not in text
 
 

@@ -19,7 +19,7 @@ from zerograph.report.data import Report
 from zerograph.report.layout import lay_out
 
 _ASSETS = resources.files("zerograph.report") / "assets"
-_SCRIPTS = ("model.js", "graph.js", "charts.js", "report.js")
+_SCRIPTS = ("model.js", "shapes.js", "graph.js", "charts.js", "export.js", "report.js")
 _BESIDE_SCRIPTS = ("model.js", "beside.js")
 
 

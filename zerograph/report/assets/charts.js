@@ -7,11 +7,12 @@ const PHASES = ["forward", "recomputed", "backward", "update", "waits"], KINDS =
 const STREAM_HEIGHT = 24, AXIS_HEIGHT = 20, SIDE = 84;
 
 class Charts {
-  /** @param chosen is called with the node of the last pass that was clicked, told with another axis. */
-  constructor(model, chosen, told) {
+  /** @param chosen is called with the node of the last pass that was clicked, told with another axis, saved with "svg" or "png". */
+  constructor(model, chosen, told, saved) {
     this.model = model;
     this.chosen = chosen;
     this.told = told;
+    this.saved = saved;
     this.memory = model.memory();
     this.nodes = model.graph(model.last).nodes;
     this.canvas = document.getElementById("drawn");
@@ -96,15 +97,23 @@ class Charts {
       if (button.disabled) button.title = "Times are predicted when report() is given a machine.";
       button.addEventListener("click", () => { this.lay(over); this.told("axis", over); });
       return button;
-    }), make("button", { type: "button", className: "whole", textContent: "whole step", onclick: () => { this.whole(); this.draw(); } }));
-    const key = (color, label, extra = "") => make("span", { className: `key ${extra}` }, swatch(color), label);
-    const shown = this.memory.kinds.map((kind) => key(memoryColor(kind), kind));
-    const used = new Set([...this.byNodes, ...this.byTime].map(eventColor));
-    const keys = (names, labels = {}) => names.filter((name) => used.has(`--${name}`)).map((name) => key(`--${name}`, labels[name] || name));
-    const group = (title, all) => (all.length ? [make("span", { className: "group" }, make("b", { textContent: title }), ...all)] : []);
-    document.getElementById("kinds").replaceChildren(...group("Memory", shown.reverse()), ...group("Compute", keys(PHASES, { waits: "waiting" })),
-      ...group("Communication", keys([...KINDS, "transfer"], { transfer: "host and files" })));
+    }), make("button", { type: "button", className: "whole", textContent: "whole step", onclick: () => { this.whole(); this.draw(); } }), ...["svg", "png"].map((form) =>
+      make("button", { type: "button", textContent: form.toUpperCase(), title: `Save the chart as ${form.toUpperCase()}`, onclick: () => this.saved(form) })));
+    const groups = this.legend().map(([title, keys]) => make("span", { className: "group" }, make("b", { textContent: title }),
+      ...keys.map(([color, label]) => make("span", { className: "key" }, swatch(color), label))));
+    document.getElementById("kinds").replaceChildren(...groups);
   }
+
+  /** [title, [[colour, label]]] of memory, compute and communication: the colours that are drawn. */
+  legend() {
+    const used = new Set([...this.byNodes, ...this.byTime].map(eventColor));
+    const keys = (names, labels = {}) => names.filter((name) => used.has(`--${name}`)).map((name) => [`--${name}`, labels[name] || name]);
+    return [["Memory", this.memory.kinds.map((kind) => [memoryColor(kind), kind]).reverse()], ["Compute", keys(PHASES, { waits: "waiting" })],
+            ["Communication", keys([...KINDS, "transfer"], { transfer: "host and files" })]].filter(([, all]) => all.length);
+  }
+
+  /** All colours of the legend, one after the other. */
+  keys() { return this.legend().flatMap(([, keys]) => keys); }
 
   /** Draw over another axis: "time" or "nodes". */
   lay(over) {
@@ -205,7 +214,8 @@ class Charts {
     return most;
   }
 
-  draw() {
+  /** @param pen draws instead of the canvas, as its context would. */
+  draw(pen = this.canvas.getContext("2d")) {
     const box = this.canvas.parentElement.getBoundingClientRect();
     const width = Math.floor(box.width), height = Math.floor(box.height);
     if (width < 50 || height < 50) return;
@@ -214,7 +224,6 @@ class Charts {
     this.canvas.height = height * ratio;
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${height}px`;
-    const pen = this.canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     this.plotWidth = width - SIDE - 12;

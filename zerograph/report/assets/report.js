@@ -53,7 +53,7 @@ class Page {
     this.facts();
     this.legend();
     this.graph = new GraphView(model, (node) => this.details(node), (row) => this.about(row), told);
-    this.charts = new Charts(model, (node) => this.go(node.name), told);
+    this.charts = new Charts(model, (node) => this.go(node.name), told, (form) => this.save(chartSvg, "chart", form));
     this.slider();
     this.details(null);
     this.contributors();
@@ -66,13 +66,28 @@ class Page {
   }
 
   legend() {
-    const { kinds } = this.model.data;
-    const used = new Set(kinds.map((kind) => sbpColor(kind[2])));
-    const all = [["--sbp-b", "B, broadcast"], ["--sbp-s0", "S(0), split"], ["--sbp-s1", "S(1) and on"], ["--sbp-mixed", "split on a mesh"], ["--sbp-p", "P, partial sum"], ["--sbp-local", "local"], ["--sbp-none", "not placed yet"]];
-    const keys = all.filter(([color]) => used.has(color)).map(([color, label]) => make("span", { className: "key" }, swatch(color), label));
+    const keys = this.sbpKeys().map(([color, label]) => make("span", { className: "key" }, swatch(color), label));
     keys.push(make("span", { className: "key" }, swatch("--boxing", "hex"), "boxing"), make("span", { className: "key" }, swatch("--canvas", "dashed"), "recomputed"),
               make("span", { className: "key" }, swatch("--canvas", "made"), "added by this pass"));
     byId("legend").replaceChildren(...keys);
+  }
+
+  /** [colour, label] of the SBPs that any pass gives a node. */
+  sbpKeys() {
+    const used = new Set(this.model.data.kinds.map((kind) => sbpColor(kind[2])));
+    const all = [["--sbp-b", "B, broadcast"], ["--sbp-s0", "S(0), split"], ["--sbp-s1", "S(1) and on"], ["--sbp-mixed", "split on a mesh"], ["--sbp-p", "P, partial sum"], ["--sbp-local", "local"], ["--sbp-none", "not placed yet"]];
+    return all.filter(([color]) => used.has(color));
+  }
+
+  /** Save a picture as a file; what goes wrong is said on the page. */
+  async save(draw, name, form) {
+    try {
+      await save(this, draw, name, form);
+    } catch (error) {
+      byId("problem").hidden = false;
+      byId("problem").textContent = `The picture cannot be saved: ${error.message}`;
+      byId("problem").onclick = () => { byId("problem").hidden = true; };
+    }
   }
 
   // ---- passes
@@ -304,6 +319,7 @@ class Page {
     byId("fit").addEventListener("click", () => this.graph.fit());
     byId("closer").addEventListener("click", () => this.graph.zoom(1.25));
     byId("farther").addEventListener("click", () => this.graph.zoom(0.8));
+    for (const form of ["svg", "png"]) byId(form).addEventListener("click", () => this.save(graphSvg, this.model.data.passes[this.graph.pass].name, form));
     byId("theme").addEventListener("click", () => {
       const dark = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
       this.paint(dark === "dark" ? "light" : "dark");
