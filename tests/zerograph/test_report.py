@@ -250,7 +250,7 @@ def test_the_head_of_the_page_says_what_the_step_is(data: Any) -> None:
     model = Gpt(tied=False)
     assert head["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert head["rank"] == "0"
-    assert head["precision"] == "f32"
+    assert head["precision"] == "fp32"
     assert head["predicted peak"] == data["peak"]
     assert head["predicted step on h100"] == data["time"]["seconds"]
 
@@ -260,7 +260,7 @@ def test_the_head_names_mixed_precision_and_its_masters(tmp_path: Path) -> None:
     graph.config.enable_amp(True, dtype=torch.bfloat16)
     tokens = torch.zeros(2, 12, dtype=torch.int64, device="meta")
     report.write(graph.prepare(line(4, 0, "ranks"), tokens, tokens), tmp_path / "step.html", title="mixed")
-    assert facts(read((tmp_path / "step.html").read_text()))["precision"] == "bf16, f32 masters"
+    assert facts(read((tmp_path / "step.html").read_text()))["precision"] == "bf16 with fp32 masters"
 
 
 def test_the_head_has_the_day_and_the_commit_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,3 +344,16 @@ def test_a_report_beside_a_graph_that_is_not_compiled_is_an_error(tmp_path: Path
     with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
         step.report(tmp_path / "steps.html", beside=Small(nn.Linear(4, 4)))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_head_has_the_planners_tokens_per_second_and_mfu(tmp_path: Path) -> None:
+    tokens = torch.zeros(2, 12, dtype=torch.int64, device="meta")
+    plan = zg.plan(TrainGpt(), (tokens, tokens), world_size=4, device="h100")
+    report.write(plan.prepared, tmp_path / "step.html", title="planned", machine="h100")
+    head = facts(read((tmp_path / "step.html").read_text()))
+    assert plan.tokens_per_second is not None
+    assert plan.mfu is not None
+    assert head["tokens/s per device"] == pytest.approx(plan.tokens_per_second)
+    assert head["MFU"] == pytest.approx(plan.mfu)
+    assert head["precision"] == plan.precision
+    assert head["parameters"] == plan.parameters

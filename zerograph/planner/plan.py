@@ -6,19 +6,17 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from zerograph import precision
 from zerograph._torch import pytree
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
 from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
-from zerograph.loop import loop_of
 from zerograph.memory import Memory, Profile, Storage, profile
 from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
@@ -26,6 +24,7 @@ from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
 from zerograph.planner.resting import Resting, resting
 from zerograph.planner.show import text
+from zerograph.planner.speed import model_flops, operations, peak_rate, tokens
 from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
 from zerograph.step_graph import collective_runs
@@ -275,10 +274,10 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
         wire=_wire(prepared),
         time=timeline(emitted, machine, grid),
         samples=samples(batch),
-        tokens=_tokens(batch),
-        operations=_operations(emitted, flops),
-        model_operations=_operations(emitted, model_flops),
-        peak_rate=_peak_rate(machine, prepared, low),
+        tokens=tokens(tensors(batch)),
+        operations=operations(emitted, flops),
+        model_operations=operations(emitted, model_flops),
+        peak_rate=peak_rate(machine, prepared.context.buckets, low),
         prepared=prepared,
         compile_seconds=took,
     )
@@ -395,35 +394,6 @@ def _wire(prepared: Prepared) -> list[Wire]:
     return [Wire(kind, phase, dim, times[kind, phase, dim], sent[kind, phase, dim]) for kind, phase, dim in times]
 
 
-def _operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
-    total = 0
-    for node in graph.nodes:
-        if (loop := loop_of(node)) is not None:
-            total += loop.micro_batches * _operations(loop.body.graph, count)
-        elif node.op == "call_function":
-            total += count(node)
-    return total
-
-
-def model_flops(node: fx.Node) -> int:
-    """Return the operations that the model's mathematics asks for: none of what backward makes again."""
-    if meta(node).get("recomputed"):
-        return 0
-    count = flops(node)
-    # Of its five products one makes the scores again.
-    return count * 4 // 5 if "scaled_dot_product" in str(node.target) and "backward" in str(node.target) else count
-
-
-def _peak_rate(machine: Machine, prepared: Prepared, low: torch.dtype | None) -> float | None:
-    """Return the data sheet's rate in the dtype that most parameters are computed with."""
-    if low is None:
-        sizes: Counter[torch.dtype] = Counter()
-        for bucket in prepared.context.buckets:
-            sizes[bucket.dtype] += math.prod(bucket.shape)
-        low = max(sizes, key=sizes.__getitem__, default=torch.float32)
-    return machine.device.peaks.get(str(low).removeprefix("torch."))
-
-
 def tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in order."""
     return [one for one in pytree.tree_leaves(arguments(batch)) if isinstance(one, Tensor)]
@@ -432,8 +402,3 @@ def tensors(batch: Any) -> list[Tensor]:
 def samples(batch: Any) -> int:
     """Return the size of dimension 0 of a rank's part of the batch."""
     return min((one.shape[0] for one in tensors(batch) if one.dim()), default=1)
-
-
-def _tokens(batch: Any) -> int | None:
-    whole = (one for one in tensors(batch) if one.dim() >= 2 and one.dtype in (torch.int64, torch.int32))
-    return next((one.numel() for one in whole), None)

@@ -7,13 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from zerograph import source
+from zerograph import precision, source
 from zerograph.inspection.step import Inspection
-from zerograph.inspection.text import dtype_name
 from zerograph.ir.metadata import meta
 from zerograph.memory import Profile
+from zerograph.planner import speed
 from zerograph.planner.machine import Machine
 from zerograph.planner.timeline import Timeline
 from zerograph.step_graph import collective_runs, placeholders
@@ -51,7 +52,7 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
         Fact("collectives", sum(times for _, times in runs), "count"),
         Fact("sent per rank", round(sum(meta(node)["boxing"].sent * times for node, times in runs)), "bytes"),
         Fact("predicted peak", profile.peak, "bytes"),
-        *([] if machine is None or time is None else _speed(machine, time)),
+        *([] if machine is None or time is None else _speed(step, machine, time)),
         *_made_from(),
     ]
 
@@ -64,12 +65,13 @@ def _parameters(step: Inspection) -> int:
 
 def _precision(step: Inspection) -> str:
     """Name the dtypes of compute and, where they differ, of the parameters between steps."""
-    buckets = step.context.buckets
-    kept = dict.fromkeys(map(dtype_name, (*(bucket.dtype for bucket in buckets), *(one.dtype for one in _plain(step)))))
-    low = dict.fromkeys(dtype_name(bucket.compute_dtype) for bucket in buckets if bucket.compute_dtype is not None)
-    if not low:
-        return " and ".join(kept) or "no parameters"
-    return f"{' and '.join(low)}, {' and '.join(kept)} masters"
+    kept = [*(bucket.dtype for bucket in step.context.buckets), *(value.dtype for value in _plain(step))]
+    return precision.shown(_low(step), kept)
+
+
+def _low(step: Inspection) -> torch.dtype | None:
+    """Return the dtype of mixed precision; None where parameters are computed with as they are stored."""
+    return next((bucket.compute_dtype for bucket in step.context.buckets if bucket.compute_dtype is not None), None)
 
 
 def _plain(step: Inspection) -> list[Tensor]:
@@ -79,8 +81,20 @@ def _plain(step: Inspection) -> list[Tensor]:
     return [node.meta["val"] for node in nodes if meta(node)["role"].name not in names]
 
 
-def _speed(machine: Machine, time: Timeline) -> list[Fact]:
-    return [Fact(f"predicted step on {machine.name}", time.seconds, "seconds")]
+def _speed(step: Inspection, machine: Machine, time: Timeline) -> list[Fact]:
+    """Return the predicted time, and what each device does in it, as ``zerograph plan`` says it."""
+    shown = [Fact(f"predicted step on {machine.name}", time.seconds, "seconds")]
+    if not time.seconds:
+        return shown
+    graph = step.passes[-1].graph.graph
+    count = speed.tokens(meta(node)["val"] for node in placeholders(graph, "input"))
+    if count is not None:
+        shown.append(Fact("tokens/s per device", count / time.seconds, "per second"))
+    peak = speed.peak_rate(machine, step.context.buckets, _low(step))
+    if peak is not None:
+        share = speed.operations(graph, speed.model_flops) / time.seconds / peak
+        shown.append(Fact("MFU", share, "share"))
+    return shown
 
 
 def _made_from() -> list[Fact]:

@@ -1,0 +1,61 @@
+"""Measures of a predicted step's speed: tokens, floating-point operations, and the peak that they are a share of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.buckets import Bucket
+from zerograph.ir.metadata import meta
+from zerograph.loop import loop_of
+from zerograph.passes.work import flops
+from zerograph.planner.machine import Machine
+
+
+def tokens(batch: Iterable[Tensor]) -> int | None:
+    """Return the elements of the first tensor of whole numbers of shape [samples, ...]; None where there is none."""
+    whole = (one for one in batch if one.dim() >= 2 and one.dtype in (torch.int64, torch.int32))
+    return next((one.numel() for one in whole), None)
+
+
+def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
+    """Return the operations of a rank's step.
+
+    Args:
+        graph: the emitted one.
+        count: operations of a node: :func:`zerograph.passes.work.flops` or :func:`model_flops`.
+    """
+    total = 0
+    for node in graph.nodes:
+        if (loop := loop_of(node)) is not None:
+            total += loop.micro_batches * operations(loop.body.graph, count)
+        elif node.op == "call_function":
+            total += count(node)
+    return total
+
+
+def model_flops(node: fx.Node) -> int:
+    """Return the operations that the model's mathematics asks for: none of those that backward recomputes."""
+    if meta(node).get("recomputed"):
+        return 0
+    count = flops(node)
+    # Of its five products one computes the scores again.
+    return count * 4 // 5 if "scaled_dot_product" in str(node.target) and "backward" in str(node.target) else count
+
+
+def peak_rate(machine: Machine, buckets: Sequence[Bucket], low: torch.dtype | None) -> float | None:
+    """Return the data sheet's rate in the dtype that most parameters are computed with; None where it has none.
+
+    Args:
+        low: the dtype of mixed precision, or None.
+    """
+    if low is None:
+        sizes: Counter[torch.dtype] = Counter()
+        for bucket in buckets:
+            sizes[bucket.dtype] += math.prod(bucket.shape)
+        low = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    return machine.device.peaks.get(str(low).removeprefix("torch."))
