@@ -1,4 +1,4 @@
-"""The configuration of a graph: every option with its default and unit; unknown names and values are refused."""
+"""The configuration of a graph. Each option is declared once: type, default, check and documentation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerograph.base.options import (
+    SWITCH,
+    Check,
+    check_by,
+    checks,
+    document,
+    is_number,
+    is_one_of,
+    one_of,
+    option,
+    whole_number,
+)
 from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
 from zerograph.grad_scaler import GradScaler
 from zerograph.offload import Offload, complaint
@@ -22,7 +34,7 @@ from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
 
 
 def _refusing_unknown(config: type[Config]) -> type[Config]:
-    """The class, whose constructor refuses names that are no option as setting them does: with what is close."""
+    """Let the constructor refuse unknown names as assignment does: with the closest name."""
     init = config.__init__
 
     @functools.wraps(init)
@@ -38,137 +50,238 @@ def _refusing_unknown(config: type[Config]) -> type[Config]:
 @_refusing_unknown
 @dataclass
 class Config:
-    """Options of one graph. Set them before the first call, or between calls: the step is then compiled again.
+    """Options of one graph. Set them before the first call, or between calls: the step is then compiled again."""
 
-    Attributes:
-        mode: ``"distributed_split"`` (ZeRO: shards cut through parameters), ``"non_distributed"`` (ZeRO: whole
-            parameters are dealt out to the ranks, balanced by size) or ``"off"`` (plain data parallel, the default).
-            Numbers do not depend on it; only fused kernels may round a shard's last few elements otherwise. All shards
-            of a bucket are as long as the longest: dealt out, a parameter that is larger than all others together
-            takes as much memory on every rank as on the one that it goes to.
-        stage: 1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1; means nothing
-            while the mode is off. ``"auto"``, whatever the mode: the first call looks for the fastest that fits
-            ``memory_budget``, with as much recomputed, offloaded and accumulated as it needs, and writes what it chose
-            into these options; see :mod:`zerograph.planner.choose`. Files are used if ``offload_optimizer`` names a
-            directory.
-        shard_min_size: parameters with fewer elements stay whole on every rank. Default 0.
-        bucket_size: most bytes of parameters per bucket, and so per collective. Default None: an eighth of the
-            parameters, within 1 MiB and 32 MiB; under a memory budget what fits it, up to four times as much.
-        clip_grad_norm: clip all gradients together to this norm at the end of ``build()``, as
-            ``torch.nn.utils.clip_grad_norm_`` over all parameters does there. Default None: do not.
-        on_missing_rule: what to do about an operator without a rule, over several ranks: ``"gather"`` (default) its
-            inputs and warn once, ``"error"``, or ``"discover"`` how it may be split by trying it on random data.
-        backend: ``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or
-            ``"auto"`` (default): Inductor on accelerators, eager on CPU.
-        batch_norm: whose statistics batch norm takes in training: ``"global"`` (default), those of the whole batch,
-            as one device would; or ``"local"``: each rank normalises its part of the batch by itself, one micro-batch
-            after the other, and exchanges nothing for it; running statistics then take the mean over all of theirs,
-            once per update.
-        seed: what all random numbers of the graph follow from, together with the number of the step, and so
-            reproducibly. Default None: ``torch.initial_seed()`` of rank 0 when the graph is first compiled.
-        memory_budget: the most memory that a rank may hold during a step, in bytes or as ``"40GiB"``, parameters and
-            optimizer state at rest included: the predicted peak of ``step.memory`` stays below. At stage 3 it decides
-            how many gathered buckets live from forward into backward, which spares gathering them again: from none, 3
-            Psi of traffic, to all, stage 2's 2 Psi; at all stages, how many collectives are in flight at once. A step
-            that cannot do with it is an error when it is compiled. Default None: as little as the stage promises.
-        keep_freed_memory: on the CPU the process keeps what a step frees, for the next to take again, where glibc would
-            give it to the system and take it back page by page. It is said to the C library for the whole process, and
-            once; not where the environment sets one of its ``MALLOC_`` variables, or another allocator. Default True.
-        amp_dtype: mixed precision: compute in ``torch.bfloat16`` or ``torch.float16`` wherever ``torch.autocast`` does,
-            with parameters cast before they are gathered; masters and optimizer state stay fp32. Set by
-            :meth:`enable_amp`. Default None: compute in the parameters' own dtype.
-        reduce_dtype: the dtype in which gradients of fp32 parameters, and of narrower ones, are reduced. Default None:
-            that in which the parameter is computed with.
-        grad_scaler: loss scaling, a :class:`zerograph.GradScaler` or :class:`zerograph.StaticGradScaler`. Default None:
-            no scaling; :meth:`enable_amp` puts a ``GradScaler()`` here for fp16.
-        on_nonfinite: what to do where a loss or gradient is infinite or not a number on any rank: ``"ignore"``
-            (default): nothing, and nothing is looked at; ``"skip"`` or ``"raise"``: look, and change no state:
-            parameters, buffers, optimizer state and schedulers stay bitwise what they were, on all ranks. ``"skip"``
-            goes on with the next batch, warns once, and counts in ``step.steps_skipped``. ``"raise"`` raises
-            :class:`zerograph.NonFiniteError` on every rank; to find the first operator that made such a number, and
-            its module, it runs the step's forward and backward again, node by node. Looked at are the tensors on which
-            ``backward()`` is called, all 0-d tensors that ``build()`` returns, and the gradients as the update reads
-            them: reduced, unscaled, clipped. Each step then waits for the device. Under loss scaling an overflow of
-            the scaled gradients is no error: the update is skipped and the scale falls, as without this option. It is
-            one where a loss is not finite before it is scaled, and where the scale cannot fall: it is at
-            ``min_scale`` (give one, 1.0 for instance), or a ``StaticGradScaler``.
-        check_replicas: every so many steps compare what ranks hold alike, before the step: parameters, buffers and
-            optimizer state that are broadcast along a dimension of the mesh (with hybrid sharding the copies of each
-            shard), bit by bit; and on the host hyperparameters, the state of schedulers and loss scaler, counts and
-            seed. A difference is a :class:`zerograph.ReplicaError` on every rank that names the tensor, where in it,
-            and the ranks. What rests in files is read for it. Each rank hashes what it has on its device, and one
-            small exchange compares the hashes. Default None or 0: never.
-        timeout: seconds until a rank that does not answer is an error. Default 600.
-        placement: the mesh that the step runs on, made by ``zg.placement``. Default None: all ranks in a line.
-        batch_sbp: for each mesh dimension how plain input tensors are placed: ``split(0)``, where each rank gives its
-            part, or ``broadcast``, where ranks give the same. Default None: ``split(0)`` along all.
-        zero_dim: the mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None:
-            the last one along which inputs are split and no parameter is; if there is none, the last one along which
-            inputs are split. What the user has split along it stays as it is: ZeRO splits the other parameters.
-        recompute: what backward makes again instead of keeping it from forward, with no change to the model and to no
-            number. ``"none"`` (default): what one pass over memory makes, activation functions and norms. ``"blocks"``:
-            of the blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``),
-            all but what enters them. ``"auto"``: what costs the least work, matrix products last, and only as much as
-            ``memory_budget`` asks for; without a budget the same as ``"none"``. Of an accelerator, activations whose
-            way to the CPU and back hides behind forward wait there first. No collective is sent twice but, at stage 3,
-            the gathers of backward. ``torch.utils.checkpoint`` inside the model is honoured whatever this is.
-        optimizer_offload: set by :meth:`offload_optimizer`. Default None: on the device.
-        parameter_offload: set by :meth:`offload_parameters`. Default None: on the device.
-        offload_activations: let activations of an accelerator wait for backward in the CPU's memory: of the first
-            layers, and as many as can go there while forward still computes. Default False. On the CPU it means
-            nothing.
-        gradient_accumulation_steps: into how many micro-batches each rank's part of the batch is cut, along dimension
-            0. They are computed one after another, so that only one's activations are in memory, and one update is made
-            of all; the numbers are those of the whole batch at once. Means nothing for a graph without optimizer.
-            Default 1. Data parallel and stage 1 sum a rank's gradients and reduce them once; stages 2 and 3 reduce each
-            micro-batch's and keep the sum of the shards. That is another order of summation: bitwise, only these two
-            and those two agree. Gradients narrower than fp32 are summed in fp32.
-        accumulation_outputs: what tensors that ``build()`` computes from the batch are returned as, where there are
-            several micro-batches: ``"whole"`` (default), as with one: a loss is that of the whole batch, split tensors
-            have all samples; or ``"packed"``: one entry for each micro-batch, stacked in a new dimension in front. Of a
-            sum or mean over the batch the entries are so scaled that *their mean is the value of the whole batch*; the
-            entry of a plain mean is then the mean over its micro-batch, that of one that divides by a count over the
-            batch (a masked mean) divides by a k-th of the whole count. What exists only once in a step is returned once
-            either way: norms of gradients, what follows from the parameters alone, and what is computed from a sum over
-            the batch by more than scaling it.
-    """
-
-    mode: str = "off"
-    stage: int | Literal["auto"] = 1
-    shard_min_size: int = 0
-    bucket_size: int | None = None
-    clip_grad_norm: float | None = None
-    on_missing_rule: str = "gather"
-    backend: str | Callable[..., Any] = "auto"
-    batch_norm: str = "global"
-    seed: int | None = None
-    memory_budget: int | str | None = None
-    keep_freed_memory: bool = True
-    amp_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    grad_scaler: GradScaler | None = None
-    on_nonfinite: str = "ignore"
-    check_replicas: int | None = None
-    timeout: float = 600.0
-    placement: DeviceMesh | None = None
-    batch_sbp: tuple[Sbp, ...] | None = None
-    zero_dim: int | None = None
-    recompute: str = "none"
-    optimizer_offload: Offload | None = None
-    parameter_offload: Offload | None = None
-    offload_activations: bool = False
-    gradient_accumulation_steps: int = 1
-    accumulation_outputs: str = "whole"
+    mode: str = option(
+        "off",
+        Check(
+            lambda value: isinstance(value, str) and value in MODES,
+            f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}",
+        ),
+        """``"distributed_split"`` (ZeRO with shards that cut through parameters), ``"non_distributed"`` (ZeRO with
+        whole parameters on each rank, balanced by size) or ``"off"`` (plain data parallel, the default). The mode does
+        not change numbers, except that fused kernels may round the last few elements of a shard differently. All
+        shards of a bucket are as long as the longest one: with ``"non_distributed"``, a parameter larger than all
+        others together takes as much memory on every rank as on its owner.""",
+    )
+    stage: int | Literal["auto"] = option(
+        1,
+        Check(
+            lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
+            "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off' for plain data parallel",
+        ),
+        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1. Ignored while the mode is
+        ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,
+        with recomputation, offload and accumulation as needed, and writes it into these options; see
+        :mod:`zerograph.planner.choose`. Files are used only if ``offload_optimizer`` names a directory.""",
+    )
+    shard_min_size: int = option(
+        0, whole_number(0, "elements"), """Parameters with fewer elements stay whole on every rank. Default 0."""
+    )
+    bucket_size: int | None = option(
+        None,
+        whole_number(1, "bytes", optional=True),
+        """Maximum bytes of parameters per bucket, and so per collective. Default None: an eighth of the parameters,
+        between 1 MiB and 32 MiB; under a memory budget the size that fits it, up to four times as much.""",
+    )
+    clip_grad_norm: float | None = option(
+        None,
+        Check(
+            lambda value: value is None or (is_number(value) and 0 < value < float("inf")),
+            "give the largest norm that gradients may have, more than 0, or None",
+        ),
+        """Clip all gradients together to this norm at the end of ``build()``, as
+        ``torch.nn.utils.clip_grad_norm_`` over all parameters does. Default None: do not clip.""",
+    )
+    on_missing_rule: str = option(
+        "gather",
+        one_of("gather", "error", "discover"),
+        """What to do about an operator without a rule, on several ranks: ``"gather"`` its inputs and warn once
+        (default), ``"error"``, or ``"discover"`` how it may be split by running it on random data.""",
+    )
+    backend: str | Callable[..., Any] = option(
+        "auto",
+        Check(
+            lambda value: callable(value) or is_one_of(value, "auto", "eager", "inductor"),
+            "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable",
+        ),
+        """``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or ``"auto"``
+        (default): Inductor on accelerators, eager on CPU.""",
+    )
+    batch_norm: str = option(
+        "global",
+        one_of("global", "local", advice="unknown batch norm; choose 'global' or 'local'"),
+        """Statistics of batch norm in training: ``"global"`` (default): of the whole batch, as on one device; or
+        ``"local"``: each rank normalises each of its micro-batches by itself and exchanges nothing for it. Running
+        statistics are then the mean over all ranks and micro-batches, once per update.""",
+    )
+    seed: int | None = option(
+        None,
+        Check(
+            lambda value: (
+                value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
+            ),
+            "give a whole number of 64 bits, or None for that of torch.manual_seed()",
+        ),
+        """Seed of all random numbers of the graph, together with the number of the step. Default None:
+        ``torch.initial_seed()`` of rank 0 when the graph is first compiled.""",
+    )
+    memory_budget: int | str | None = option(
+        None,
+        Check(
+            lambda value: value is None or in_bytes(value) is not None,
+            "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit",
+        ),
+        """Maximum memory of a rank during a step, in bytes or as ``"40GiB"``, with parameters and optimizer state: the
+        predicted peak of ``step.memory`` stays below. At stage 3 it decides how many gathered buckets stay gathered
+        between forward and backward, which saves their second all-gather: between none (3 Psi of traffic) and all (2
+        Psi, as at stage 2). At all stages it decides how many collectives are in flight at once. A step that does not
+        fit is an error when it is compiled. Default None: as little memory as the stage promises.""",
+    )
+    keep_freed_memory: bool = option(
+        True,
+        SWITCH,
+        """On the CPU, keep the memory that a step frees in the process, where glibc would return it to the system and
+        take it back page by page. This sets glibc's malloc options for the whole process, once, unless a ``MALLOC_``
+        environment variable or another allocator is in use. Default True.""",
+    )
+    amp_dtype: torch.dtype | None = option(
+        None,
+        Check(
+            lambda value: value is None or (isinstance(value, torch.dtype) and value in LOW_DTYPES),
+            "give torch.bfloat16 or torch.float16, or None for neither",
+        ),
+        """Mixed precision: compute in ``torch.bfloat16`` or ``torch.float16`` wherever ``torch.autocast`` does, with
+        parameters cast before they are gathered; master weights and optimizer state stay fp32. Set by
+        :meth:`enable_amp`. Default None: compute in the parameters' own dtype.""",
+    )
+    reduce_dtype: torch.dtype | None = option(
+        None,
+        Check(
+            lambda value: value is None or (isinstance(value, torch.dtype) and value in (*LOW_DTYPES, torch.float32)),
+            "give torch.float32, torch.bfloat16 or torch.float16, or None for the compute dtype",
+        ),
+        """Dtype in which gradients of fp32 and narrower parameters are reduced. Default None: the dtype that the
+        parameter is computed with.""",
+    )
+    grad_scaler: GradScaler | None = option(
+        None,
+        Check(
+            lambda value: value is None or isinstance(value, GradScaler),
+            "give a zerograph.GradScaler or zerograph.StaticGradScaler, or None for no scaling",
+        ),
+        """Loss scaling: a :class:`zerograph.GradScaler` or :class:`zerograph.StaticGradScaler`. Default None: no
+        scaling; :meth:`enable_amp` sets a ``GradScaler()`` for fp16.""",
+    )
+    on_nonfinite: str = option(
+        "ignore",
+        Check(lambda value: value in ("ignore", "skip", "raise"), "choose 'ignore', 'skip' or 'raise'"),
+        """What to do when a loss or gradient is infinite or NaN on any rank. ``"ignore"`` (default): do not check.
+        ``"skip"`` and ``"raise"``: check, and change no state: parameters, buffers, optimizer state and schedulers stay
+        bitwise as they were, on all ranks. ``"skip"`` continues with the next batch, warns once, and counts in
+        ``step.steps_skipped``. ``"raise"`` raises :class:`zerograph.NonFiniteError` on every rank; it runs the step's
+        forward and backward again, node by node, to find the first operator that computed such a number, and its
+        module. Checked are the tensors on which ``backward()`` is called, all 0-d tensors that ``build()`` returns, and
+        the gradients as the update reads them: reduced, unscaled, clipped. Each step then waits for the device. Under
+        loss scaling an overflow of the scaled gradients is no error: the update is skipped and the scale is lowered, as
+        without this option. It is an error if a loss is not finite before it is scaled, or if the scale cannot be
+        lowered: it is at ``min_scale`` (1.0, for instance), or the scaler is a ``StaticGradScaler``.""",
+    )
+    check_replicas: int | None = option(
+        None,
+        whole_number(0, "steps", optional=True),
+        """Compare what ranks hold alike, before every n-th step: parameters, buffers and optimizer state that are
+        broadcast along a mesh dimension (with hybrid sharding the copies of each shard), bitwise; on the host,
+        hyperparameters, the state of schedulers and loss scaler, counts and seed. A difference is a
+        :class:`zerograph.ReplicaError` on every rank that names the tensor, the place in it, and the ranks. State in
+        files is read for it. Each rank hashes its tensors on its device, and one small exchange compares the hashes.
+        Default None or 0: never.""",
+    )
+    timeout: float = option(
+        600.0,
+        Check(lambda value: is_number(value) and 0 < value < 2**31, "give seconds, more than 0"),
+        """Seconds until a rank that does not answer is an error. Default 600.""",
+    )
+    placement: DeviceMesh | None = option(
+        None,
+        Check(
+            lambda value: value is None or isinstance(value, DeviceMesh),
+            "give a placement made by zg.placement(), or None",
+        ),
+        """The mesh that the step runs on, from ``zg.placement``. Default None: all ranks along one dimension.""",
+    )
+    batch_sbp: tuple[Sbp, ...] | None = option(
+        None,
+        Check(
+            lambda value: (
+                value is None
+                or (isinstance(value, tuple) and bool(value) and all(one in (Split(0), broadcast) for one in value))
+            ),
+            "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension",
+        ),
+        """SBP of plain input tensors along each mesh dimension: ``split(0)`` if each rank passes its part,
+        ``broadcast`` if ranks pass the same. Default None: ``split(0)`` along all.""",
+    )
+    zero_dim: int | None = option(
+        None,
+        whole_number(0, "mesh dimensions", optional=True),
+        """The mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None: the last
+        dimension along which inputs are split and no parameter is; otherwise the last one along which inputs are split.
+        Parameters that the user split along it stay as they are: ZeRO splits the others.""",
+    )
+    recompute: str = option(
+        "none",
+        one_of("none", "blocks", "auto"),
+        """What backward recomputes instead of keeping it from forward; numbers and model stay the same. ``"none"``
+        (default): only activation functions and norms, which cost one pass over memory. ``"blocks"``: everything in the
+        blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``) except their
+        inputs. ``"auto"``: what costs the least work, matrix products last, and only as much as ``memory_budget``
+        requires; without a budget the same as ``"none"``. On an accelerator, activations whose copies to the CPU and
+        back are hidden by forward are offloaded first. No collective is sent twice, except the all-gathers of backward
+        at stage 3. ``torch.utils.checkpoint`` inside the model is honoured in all cases.""",
+    )
+    optimizer_offload: Offload | None = option(
+        None, check_by(complaint), """Set by :meth:`offload_optimizer`. Default None: on the device."""
+    )
+    parameter_offload: Offload | None = option(
+        None, check_by(complaint), """Set by :meth:`offload_parameters`. Default None: on the device."""
+    )
+    offload_activations: bool = option(
+        False,
+        SWITCH,
+        """Offload activations of an accelerator to the CPU between forward and backward: those of the first layers, as
+        many as can be copied while forward computes. Default False. No effect on the CPU.""",
+    )
+    gradient_accumulation_steps: int = option(
+        1,
+        whole_number(1, "micro-batches"),
+        """Number of micro-batches into which each rank's part of the batch is cut, along dimension 0. They are computed
+        one after another, so that only the activations of one are in memory, and followed by one update; the numbers
+        are those of the whole batch. No effect on a graph without optimizer. Default 1. Data parallel and stage 1 sum a
+        rank's gradients and reduce them once; stages 2 and 3 reduce the gradients of each micro-batch and sum the
+        shards. That is another order of summation: bitwise, only the first two agree, and the last two. Gradients
+        narrower than fp32 are summed in fp32.""",
+    )
+    accumulation_outputs: str = option(
+        "whole",
+        one_of("whole", "packed"),
+        """Form of the tensors that ``build()`` computes from the batch, with several micro-batches. ``"whole"``
+        (default): as with one: a loss is that of the whole batch, and split tensors have all samples. ``"packed"``: one
+        entry for each micro-batch, stacked in a new first dimension. The entries of a sum or mean over the batch are
+        scaled so that *their mean is the value of the whole batch*. So the entry of a plain mean is the mean over its
+        micro-batch; the entry of a mean that divides by a count over the batch (a masked mean) divides by a k-th of the
+        whole count. What exists once per step is returned once in both forms: norms of gradients, functions of the
+        parameters alone, and anything computed from a sum over the batch by more than scaling it.""",
+    )
 
     # That which enable_amp() made last.
     _amps_scaler: ClassVar[GradScaler | None] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_name(name)
-        check = _CHECKS[name]
-        complaint = check(value)
-        if complaint:
-            raise ConfigError(f"{name} = {value!r}: {complaint}")
+        wrong = _CHECKS[name].complaint(value)
+        if wrong:
+            raise ConfigError(f"{name} = {value!r}: {wrong}")
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -305,7 +418,7 @@ class Config:
 
     @property
     def memory_bytes(self) -> int | None:
-        """``memory_budget`` in bytes."""
+        """``memory_budget`` in bytes, or None."""
         return None if self.memory_budget is None else in_bytes(self.memory_budget)
 
     def batch_on(self, mesh_dims: int) -> NdSbp:
@@ -385,130 +498,5 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value)) if callable(value) else value)
 
 
-def _whole_number(low: int, unit: str) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        return "" if good else f"give a whole number of {unit}, {low} or more"
-
-    return check
-
-
-def _one_of(value: Any, *choices: str) -> bool:
-    """Values that compare in ways of their own, tensors among them, are none."""
-    return isinstance(value, str) and value in choices
-
-
-def _mode(value: Any) -> str:
-    return (
-        ""
-        if isinstance(value, str) and value in MODES
-        else f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"
-    )
-
-
-def _stage(value: Any) -> str:
-    known = (type(value) is int and value in STAGES) or _one_of(value, "auto")
-    return "" if known else "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off' for plain data parallel"
-
-
-def _backend(value: Any) -> str:
-    known = callable(value) or _one_of(value, "auto", "eager", "inductor")
-    return "" if known else "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable"
-
-
-def _batch_norm(value: Any) -> str:
-    return "" if _one_of(value, "global", "local") else "unknown batch norm; choose 'global' or 'local'"
-
-
-def _memory_budget(value: Any) -> str:
-    good = value is None or in_bytes(value) is not None
-    return "" if good else "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit"
-
-
-def _amp_dtype(value: Any) -> str:
-    good = value is None or (isinstance(value, torch.dtype) and value in LOW_DTYPES)
-    return "" if good else "give torch.bfloat16 or torch.float16, or None for neither"
-
-
-def _reduce_dtype(value: Any) -> str:
-    good = value is None or (isinstance(value, torch.dtype) and value in (*LOW_DTYPES, torch.float32))
-    return "" if good else "give torch.float32, torch.bfloat16 or torch.float16, or None for the compute dtype"
-
-
-def _grad_scaler(value: Any) -> str:
-    good = value is None or isinstance(value, GradScaler)
-    return "" if good else "give a zerograph.GradScaler or zerograph.StaticGradScaler, or None for no scaling"
-
-
-def _seed(value: Any) -> str:
-    good = value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
-    return "" if good else "give a whole number of 64 bits, or None for that of torch.manual_seed()"
-
-
-def _timeout(value: Any) -> str:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**31
-    return "" if good else "give seconds, more than 0"
-
-
-def _on_missing_rule(value: Any) -> str:
-    return "" if _one_of(value, "gather", "error", "discover") else "choose 'gather', 'error' or 'discover'"
-
-
-def _on_nonfinite(value: Any) -> str:
-    return "" if value in ("ignore", "skip", "raise") else "choose 'ignore', 'skip' or 'raise'"
-
-
-def _clip_grad_norm(value: Any) -> str:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-    return "" if value is None or number else "give the largest norm that gradients may have, more than 0, or None"
-
-
-def _placement(value: Any) -> str:
-    return "" if value is None or isinstance(value, DeviceMesh) else "give a placement made by zg.placement(), or None"
-
-
-def _batch_sbp(value: Any) -> str:
-    good = isinstance(value, tuple) and bool(value) and all(one in (Split(0), broadcast) for one in value)
-    return "" if value is None or good else "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension"
-
-
-def _switch(value: Any) -> str:
-    return "" if isinstance(value, bool) else "choose True or False"
-
-
-def _recompute(value: Any) -> str:
-    return "" if _one_of(value, "none", "blocks", "auto") else "choose 'none', 'blocks' or 'auto'"
-
-
-def _accumulation_outputs(value: Any) -> str:
-    return "" if _one_of(value, "whole", "packed") else "choose 'whole' or 'packed'"
-
-
-_CHECKS: dict[str, Callable[[Any], str]] = {
-    "mode": _mode,
-    "stage": _stage,
-    "shard_min_size": _whole_number(0, "elements"),
-    "bucket_size": lambda value: "" if value is None else _whole_number(1, "bytes")(value),
-    "clip_grad_norm": _clip_grad_norm,
-    "on_missing_rule": _on_missing_rule,
-    "backend": _backend,
-    "batch_norm": _batch_norm,
-    "memory_budget": _memory_budget,
-    "keep_freed_memory": _switch,
-    "seed": _seed,
-    "amp_dtype": _amp_dtype,
-    "reduce_dtype": _reduce_dtype,
-    "grad_scaler": _grad_scaler,
-    "on_nonfinite": _on_nonfinite,
-    "check_replicas": lambda value: "" if value is None else _whole_number(0, "steps")(value),
-    "timeout": _timeout,
-    "placement": _placement,
-    "batch_sbp": _batch_sbp,
-    "zero_dim": lambda value: "" if value is None else _whole_number(0, "mesh dimensions")(value),
-    "recompute": _recompute,
-    "optimizer_offload": complaint,
-    "parameter_offload": complaint,
-    "offload_activations": _switch,
-    "gradient_accumulation_steps": _whole_number(1, "micro-batches"),
-    "accumulation_outputs": _accumulation_outputs,
-}
+document(Config)
+_CHECKS = checks(Config)

@@ -1,0 +1,1 @@
+"""What every layer may use: nothing here knows graphs."""

@@ -1,0 +1,104 @@
+"""Declare the options of a dataclass: each with its default, check and documentation in one place."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """What an option accepts.
+
+    Attributes:
+        accepts: returns whether a value is accepted.
+        advice: what to give instead of a value that is not.
+    """
+
+    accepts: Callable[[Any], bool]
+    advice: str
+
+    def complaint(self, value: Any) -> str:
+        """Return what is wrong with a value, or an empty string."""
+        return "" if self.accepts(value) else self.advice
+
+
+@dataclass(frozen=True)
+class CheckBy(Check):
+    """A check whose advice depends on the value: ``accepts`` is not asked, ``complain`` tells all."""
+
+    complain: Callable[[Any], str]
+
+    def complaint(self, value: Any) -> str:
+        return self.complain(value)
+
+
+def check_by(complain: Callable[[Any], str]) -> Check:
+    """Return a check by a function that says what is wrong with a value, or nothing."""
+    return CheckBy(lambda value: not complain(value), "", complain)
+
+
+def is_one_of(value: Any, *choices: str) -> bool:
+    """Return whether a value is one of some strings; tensors and arrays, whose ``==`` is not a bool, are not."""
+    return isinstance(value, str) and value in choices
+
+
+def one_of(*choices: str, advice: str = "") -> Check:
+    """Accept one of some strings."""
+    listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    return Check(lambda value: is_one_of(value, *choices), advice or f"choose {listed}")
+
+
+def is_whole_number(value: Any, low: int) -> bool:
+    """Return whether a value is an int, not a bool, and at least ``low``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def whole_number(low: int, unit: str, *, optional: bool = False) -> Check:
+    """Accept a whole number of at least ``low``, or None if ``optional``."""
+    advice = f"give a whole number of {unit}, {low} or more"
+    return Check(lambda value: (optional and value is None) or is_whole_number(value, low), advice)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an int or float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+SWITCH = Check(lambda value: isinstance(value, bool), "choose True or False")
+
+
+def option(default: Any, check: Check, documentation: str) -> Any:
+    """Declare an option as a dataclass field.
+
+    Args:
+        documentation: one paragraph, as it shall stand in the class's docstring.
+    """
+    return field(default=default, metadata={"check": check, "documentation": documentation})
+
+
+def checks(options: type) -> dict[str, Check]:
+    """Return the check of each option of a dataclass, by name, in order."""
+    return {one.name: one.metadata["check"] for one in _declared(options)}
+
+
+def document(options: type) -> None:
+    """Append the section ``Attributes:`` to a dataclass's docstring, from its options."""
+    lines = [
+        textwrap.fill(
+            f"{one.name}: {' '.join(one.metadata['documentation'].split())}",
+            width=120,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for one in _declared(options)
+    ]
+    options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
+
+
+def _declared(options: type) -> list[Field[Any]]:
+    return [one for one in fields(options) if "check" in one.metadata]
