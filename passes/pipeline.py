@@ -27,6 +27,7 @@ from zerograph.passes.localize import localize
 from zerograph.passes.lookup import lookup
 from zerograph.passes.loop import loop
 from zerograph.passes.offload import offload
+from zerograph.passes.offsets import offsets
 from zerograph.passes.overwrite import overwrite
 from zerograph.passes.place import place
 from zerograph.passes.recompute import recompute
@@ -47,6 +48,7 @@ Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
 
 PIPELINE: tuple[Pass, ...] = (
     simplify,  # no operator hides what a simpler one says
+    offsets,  # a rank's offsets of bags count within the whole batch
     unfuse,  # where products may be summed over ranks, no bias is in them
     reorder,  # no view flattens the batch behind another dimension
     flatten,  # parameters of one group lie end to end in buckets, each updated in one go

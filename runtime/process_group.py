@@ -24,6 +24,7 @@ from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.mesh import Mesh
 from zerograph.runtime import fork
+from zerograph.runtime.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.environment import check_launch, local_rank, number_of
 from zerograph.runtime.messages import compared, hang_up
 from zerograph.runtime.signs import Signs, mark_told, ranks_named, signs_of
@@ -352,7 +353,7 @@ def differing(
                 return None
             reports: list[Any] = [None] * job.size
             shown = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
-            told = {} if problems else {_BROKE_OFF: broke_off or "nowhere", _DOING: doing, **facts()}
+            told = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
             dist.all_gather_object(reports, (shown, told), group=job.control)
     except CommunicationError as error:
         # An interrupt is what the user has asked for, whatever the other ranks do.
@@ -368,29 +369,6 @@ def differing(
         first = min(failed)
         raise RankMismatchError(f"{ranks_named(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
     return [report for _, report in reports]
-
-
-_DOING = "what they are about to do"
-_BROKE_OFF = "where the step before broke off"
-_ADVICE = {_BROKE_OFF: "What they were exchanging there is lost: start the job anew, from the last checkpoint."}
-
-
-def first_difference(facts: list[dict[str, str]], doing: str) -> str:
-    """A message that names the first fact, of those of each rank, in which they differ."""
-    place: dict[str, int] = {}
-    for one in facts:
-        for index, key in enumerate(one):
-            place[key] = min(index, place.get(key, index))
-    # In order, and at the same place first what one rank lacks altogether: the rest follows from it.
-    for key in sorted(place, key=lambda key: (place[key], all(key in one for one in facts))):
-        values: dict[str, list[int]] = {}
-        for index, one in enumerate(facts):
-            values.setdefault(one.get(key, "nothing"), []).append(index)
-        if len(values) > 1:
-            lines = "\n".join(f"  {ranks_named(ranks)}: {value}" for value, ranks in values.items())
-            advice = _ADVICE.get(key, "All ranks must run the same step.")
-            return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
-    return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zerograph import sbp
-    from zerograph.annotate import annotate
+    from zerograph.annotate import annotate, replicated
     from zerograph.checkpoint.export import read_checkpoint
     from zerograph.compat.deepspeed import from_deepspeed
     from zerograph.compat.settings import Settings
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # The module of each name, for when it is asked for; the same as above, where type checkers and editors read it.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "annotate": ("annotate",),
+    "annotate": ("annotate", "replicated"),
     "checkpoint.export": ("read_checkpoint",),
     "compat.deepspeed": ("from_deepspeed",),
     "compat.settings": ("Settings",),
@@ -136,6 +136,7 @@ __all__ = [
     "rank",
     "read_checkpoint",
     "register_rule",
+    "replicated",
     "sbp",
     "sharded_init",
     "to_global",

@@ -1,10 +1,10 @@
-"""Annotations: how the user wants a parameter placed, from which the rest of the step's placement is inferred."""
+"""Annotations: how the user wants a parameter or an input placed; the rest of the placement is inferred from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from zerograph.errors import PlacementError
@@ -12,6 +12,7 @@ from zerograph.mesh import Mesh
 from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, from_dtensor, nd, show, whole
 
 _ATTRIBUTE = "_zerograph_sbp"
+_REPLICATED = "_zerograph_replicated"
 
 
 def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
@@ -79,3 +80,29 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
                 "They must divide that dimension."
             )
     return found
+
+
+def replicated(x: Tensor) -> Tensor:
+    """Mark an input of a graph as whole on every rank: class weights, prototypes, an anchor grid.
+
+    ``step(x, y, zg.replicated(weights))``. A plain input is otherwise this rank's part of the batch. Nothing is sent:
+    ranks compare the values when a step is compiled, not in every step.
+
+    Returns:
+        A view of ``x`` that carries the mark. An operator on it returns a tensor without the mark.
+
+    Raises:
+        PlacementError: not a tensor, or a DTensor, which has a placement of its own.
+    """
+    if not isinstance(x, Tensor):
+        raise PlacementError(f"replicated() takes a tensor, not {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise PlacementError("replicated() takes a plain tensor: a DTensor has a placement, change it with to_global()")
+    marked = x.view_as(x)
+    setattr(marked, _REPLICATED, True)
+    return marked
+
+
+def is_replicated(x: Tensor) -> bool:
+    """Return whether :func:`replicated` made the tensor."""
+    return bool(getattr(x, _REPLICATED, False))

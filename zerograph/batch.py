@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
+from zerograph.annotate import is_replicated
 from zerograph.capture import TensorSpec
 from zerograph.errors import InputError, PlacementError
 from zerograph.mesh import Mesh, pieces
@@ -35,6 +36,7 @@ class Batch:
         names: what each tensor is called in messages, such as ``args[0]['ids']``.
         constants: what each constant is called, and what it is.
         mesh: the placement of the global tensors among them; None if all are plain.
+        plain: whether each is a plain tensor, rather than a DTensor.
     """
 
     tensors: tuple[Tensor, ...]
@@ -46,6 +48,7 @@ class Batch:
     constants: tuple[tuple[str, str], ...]
     mesh: DeviceMesh | None
     cut: tuple[bool, ...]
+    plain: tuple[bool, ...]
 
     def key(self) -> tuple[Any, ...]:
         """What makes a step compile again: its kind, and what constants are."""
@@ -79,9 +82,10 @@ def read_batch(
     micro_batches: int = 1,
     meta: torch.device | None = None,
 ) -> Batch:
-    """Plain tensors are ``plain`` (0-d ones are B), DTensors what they say.
+    """Read the arguments of a call: plain tensors are ``plain`` (0-d and replicated ones B), DTensors what they say.
 
-    Into micro-batches are cut plain tensors, but 0-d ones, and DTensors that some ranks split along dimension 0.
+    Plain tensors are cut into micro-batches, but not 0-d and replicated ones; so are DTensors that some ranks split
+    along dimension 0.
 
     Args:
         mesh, grid: the graph's ranks, as one of them sees them and as a nested list of their numbers.
@@ -100,7 +104,7 @@ def read_batch(
     names = tuple(name for name, _ in inputs)
     read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
     cut = tuple(
-        tensor.dim() > 0 and (not isinstance(leaf, DTensor) or Split(0) in sbp)
+        tensor.dim() > 0 and (Split(0) in sbp if isinstance(leaf, DTensor) else not is_replicated(leaf))
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
     _check_micro_batches([tensor for tensor, _, _ in read], names, cut, micro_batches)
@@ -118,6 +122,7 @@ def read_batch(
         tuple(constants),
         meshes[0] if meshes else None,
         cut,
+        tuple(not isinstance(leaf, DTensor) for _, leaf in inputs),
     )
 
 
@@ -139,7 +144,7 @@ def _check_micro_batches(
             raise InputError(
                 f"{name} has {len(tensor)} samples on this rank, which {doing} does not divide\n"
                 "Give every rank a multiple of it, or choose a number of micro-batches that divides them. What is no "
-                "batch goes in as a 0-d tensor, as a replicated DTensor, or as an attribute of the graph."
+                "batch goes in as a 0-d tensor, as zg.replicated(x), or as an attribute of the graph."
             )
 
 
@@ -156,8 +161,8 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
         return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
-    if leaf.dim() == 0:
-        return leaf, TensorSpec((), leaf.dtype, leaf.device), whole(mesh.dims)
+    if leaf.dim() == 0 or is_replicated(leaf):
+        return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), whole(mesh.dims)
     shape = (leaf.shape[0] * pieces(plain, mesh), *leaf.shape[1:])
     return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), plain
 

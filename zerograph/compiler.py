@@ -28,12 +28,14 @@ from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, Place
 from zerograph.fingerprint import fingerprint, numbered
 from zerograph.forgone import giving_up
 from zerograph.grad_scaler import GradScaler
+from zerograph.index_inputs import check_indices, read_outside_regions
 from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers, parameters_of
-from zerograph.mesh import Mesh
+from zerograph.mesh import Mesh, pieces
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PASSES, run_pipeline
+from zerograph.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
 from zerograph.progress import tell
 from zerograph.python_state import Place
 from zerograph.residence import assign, make_room, with_rooms
@@ -99,9 +101,10 @@ class Compiler:
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         exchanges = wire.exchanges(job)
+        compared = compare_inputs(job, batch, doing)
         try:
             with job.signs.busy(f"tracing and rewriting {doing}"):
-                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank)
+                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, compared)
             with job.signs.busy(f"compiling {doing} with the backend"):
                 backend, function = self._compiled(members, prepared.graph)
             places = make_room(prepared.layout, job.mesh, job.rank)
@@ -122,6 +125,7 @@ class Compiler:
         key: Hashable,
         exchanges: Mapping[str, OpOverload] | None = None,
         rank: int | None = None,
+        compared: Comparison = NO_OTHERS,
     ) -> PreparedStep:
         """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
 
@@ -129,6 +133,7 @@ class Compiler:
             batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
             exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire`.
             rank: what ``ZEROGRAPH_DUMP`` files the graphs under; default: its place on the mesh.
+            compared: what the ranks know of each other's plain inputs.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
@@ -136,9 +141,12 @@ class Compiler:
         self.observer.started()
         number = mesh.place if rank is None else rank
         self._check(members)
-        captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        with unequal_explained(batch, compared):
+            captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
         for message in captured.settled.warnings:
             self._warn(message)
+        check_inputs(batch, read_outside_regions(captured), compared, self._warn)
+        check_indices(captured, batch, pieces(self.config.batch_on(mesh.dims), mesh), self.micro_batches, compared)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
@@ -161,7 +169,6 @@ class Compiler:
         updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
         update_seconds = time.perf_counter() - began
-
         blocks = self._blocks(members) if captured.gradients else ()
 
         # Several sizes of buckets may lay the parameters out alike.

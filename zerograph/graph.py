@@ -156,6 +156,7 @@ class ZeroGraph(Inspected, Stateful):
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
             InputError: among several ranks, another thread is using a graph; in one process alone it is waited for.
         """
+        self._refuse_where_nothing_runs()
         with one_thread("a call of the graph"), self._join().signs.interruptible(self._doing()):
             step, batch = self._ready(args, kwargs)
             self._check_replicas()
@@ -306,17 +307,7 @@ class ZeroGraph(Inspected, Stateful):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
         """The compiled step for these inputs, once all ranks agree on it; what ``check`` raises is raised on all."""
-        outer = _building.get()
-        if outer is not None:
-            raise CaptureError(
-                f"{type(self).__name__} was called inside the build() of {outer}: graphs do not nest\n"
-                "Call the modules themselves inside build()."
-            )
-        if is_recording():
-            raise InputError(
-                f"{type(self).__name__} was called inside sharded_init(): what is made there has no values yet\n"
-                "Call it after the block."
-            )
+        self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
         if self.config.stage == "auto":
@@ -377,6 +368,20 @@ class ZeroGraph(Inspected, Stateful):
             logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         self._latest = step
         return step, batch
+
+    def _refuse_where_nothing_runs(self) -> None:
+        """Raise inside a ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""
+        outer = _building.get()
+        if outer is not None:
+            raise CaptureError(
+                f"{type(self).__name__} was called inside the build() of {outer}: graphs do not nest\n"
+                "Call the modules themselves inside build()."
+            )
+        if is_recording():
+            raise InputError(
+                f"{type(self).__name__} was called inside sharded_init(): what is made there has no values yet\n"
+                "Call it after the block."
+            )
 
     def _counts(self) -> dict[str, str]:
         return {"steps done": str(self.steps_done), "forward passes and skipped steps": str(self._passes_done)}

@@ -21,7 +21,8 @@ from zerograph.layout import held_state
 from zerograph.members import Members, Optimizers, parameters_of
 from zerograph.mesh import Mesh
 from zerograph.runtime.bits import bytes_of, hashed
-from zerograph.runtime.process_group import Job, digest, explained, first_difference
+from zerograph.runtime.differences import first_difference
+from zerograph.runtime.process_group import Job, digest, explained
 from zerograph.runtime.state import Held, in_memory, store_of, stores_of
 from zerograph.sbp import NdSbp, Split, whole
 from zerograph.slots import shown, spans, unravel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import checkpoint, state_dict
+from zerograph.buckets import Bucket
 from zerograph.checkpoint.save import Saver
 from zerograph.config import Config
 from zerograph.errors import InputError
@@ -78,8 +79,13 @@ class Stateful:
 
         Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
         the random numbers of the next step follow from. Every rank must call it, and gets all of it.
+
+        Raises:
+            RankMismatchError: the other ranks are about to do something else.
         """
         self._check_closed()
+        held = [layout for store in self._stores() for layout in (store.layout, *store.layouts.values())]
+        self._agree_to_gather("taking a state_dict()", held)
         return {
             "modules": state_dict.modules_state(self._adopted()),
             "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
@@ -208,10 +214,14 @@ class Stateful:
         """The graph's modules with whole parameters, to be used eagerly; changes made inside are kept.
 
         Every rank must enter it, and make the same changes.
+
+        Raises:
+            RankMismatchError: the other ranks are about to do something else.
         """
         with one_thread("full_parameters()"):
             stores = self._stores(self._adopted())
             opened = [store for store in stores if not store.opened]
+            self._agree_to_gather("entering full_parameters()", [store.layout for store in opened])
             for store in opened:
                 open_whole(store)
         try:
@@ -220,6 +230,11 @@ class Stateful:
             with one_thread("the end of full_parameters()", collective=False):
                 for store in opened:
                     close_whole(store)
+
+    def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
+        """Raise on every rank if some ranks gather what is split and others do not."""
+        if not all(layout.is_whole for layout in layouts):
+            agree(self._join(), doing, 0, dict)
 
     def _check_closed(self) -> None:
         if any(store.opened for store in self._stores()):

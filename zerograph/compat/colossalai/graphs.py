@@ -18,7 +18,8 @@ from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.mesh import pieces
-from zerograph.runtime.process_group import agree, differing, digest, first_difference, gather_whole, mesh
+from zerograph.runtime.differences import first_difference
+from zerograph.runtime.process_group import agree, differing, digest, gather_whole, mesh
 from zerograph.sbp import NdSbp, Split, broadcast
 
 # Elements of tensors that ranks compare before each step; larger ones are taken to be alike.

@@ -1,0 +1,432 @@
+"""Plain inputs that are no part of one batch: refused with the choices, and what a rank counts within its own part."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import part
+from tests.pool import Pool
+from zerograph import mesh
+from zerograph.index_inputs import check_indices
+from zerograph.plain_inputs import Comparison, Values
+
+
+class Step(zg.ZeroGraph):
+    """A step of a loss that is given; warnings of the compiler are kept."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.config.enable_zero(stage=2)
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        loss = self._loss(self.model, *inputs)
+        loss.backward()
+        return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its inputs on one device, and what a rank gives: by mistake, and as the choices have it."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    whole: Callable[[], tuple[Tensor, ...]]
+    mistaken: Callable[..., tuple[Tensor, ...]]
+    right: Callable[..., tuple[Tensor, ...]]
+    words: tuple[str, ...]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 4)
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(rows: int) -> Tensor:
+    return torch.randint(0, 4, (rows,), generator=torch.Generator().manual_seed(9))
+
+
+def with_weight(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, weight=weight)
+
+
+def with_prototypes(model: nn.Module, x: Tensor, y: Tensor, prototypes: Tensor) -> Tensor:
+    return F.cross_entropy(model(x) @ prototypes.t(), y)
+
+
+def scaled(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return (F.cross_entropy(model(x), y) * scale).sum()
+
+
+def last_replicated(*batch: Tensor) -> tuple[Tensor, ...]:
+    return (*map(part, batch[:-1]), zg.replicated(batch[-1]))
+
+
+def last_whole(*batch: Tensor) -> tuple[Tensor, ...]:
+    return (*map(part, batch[:-1]), batch[-1])
+
+
+def of_graph(model: nn.Module, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x)
+    return F.cross_entropy(hidden.index_add(0, edges[:, 1], hidden[edges[:, 0]]), y)
+
+
+def of_edge_index(model: nn.Module, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x)
+    return F.cross_entropy(hidden.index_add(0, edges[1], hidden[edges[0]]), y)
+
+
+def of_pairs(model: nn.Module, x: Tensor, z: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(x) @ model(z).t(), labels)
+
+
+def pooled(model: nn.Module, x: Tensor, graph: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x)
+    return F.cross_entropy(hidden.new_zeros(len(y), 4).index_add(0, graph, hidden), y)
+
+
+def local_edges() -> Tensor:
+    """Edges of two graphs of six nodes each, counted within the graph."""
+    return torch.randint(0, 6, (24, 2), generator=torch.Generator().manual_seed(5))
+
+
+def edges_of_both() -> Tensor:
+    return local_edges() + torch.arange(2).repeat_interleave(12)[:, None] * 6
+
+
+GRAPH_OF_NODE = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3])
+
+CASES = {
+    "class weights": Case(
+        linear,
+        with_weight,
+        lambda: (numbers(0, 16, 8), classes(16), numbers(1, 4).abs()),
+        last_whole,
+        last_replicated,
+        ("args[2] of shape (4,)", "bitwise equal on all 2 ranks", "zg.replicated(args[2])", "zg.sbp.broadcast"),
+    ),
+    "prototypes": Case(
+        lambda: nn.Linear(8, 8),
+        with_prototypes,
+        lambda: (numbers(0, 16, 8), classes(16), numbers(1, 4, 8)),
+        last_whole,
+        last_replicated,
+        ("args[2] of shape (4, 8)", "a tensor of shape (8, 8)", "zg.replicated(args[2])"),
+    ),
+    "one weight": Case(
+        linear,
+        scaled,
+        lambda: (numbers(0, 16, 8), classes(16), torch.tensor([0.5])),
+        last_whole,
+        last_replicated,
+        ("args[2] of shape (1,)", "zg.replicated(args[2])"),
+    ),
+    "edges": Case(
+        linear,
+        of_graph,
+        lambda: (numbers(0, 12, 8), edges_of_both(), classes(12)),
+        lambda x, edges, y: (part(x), part(local_edges()), part(y)),
+        lambda *batch: tuple(map(part, batch)),
+        ("args[1] of shape (12, 2)", "test_plain_inputs.py", "zg.local", "begin at r * 6", "zg.sbp.split(0)"),
+    ),
+    "edge_index": Case(
+        linear,
+        of_edge_index,
+        lambda: (numbers(0, 12, 8), edges_of_both().t().contiguous(), classes(12)),
+        lambda x, edges, y: (part(x), part(local_edges()).t().contiguous(), part(y)),
+        lambda x, edges, y: (part(x), zg.replicated(edges), part(y)),
+        ("args[1] has 2 rows on this rank", "test_plain_inputs.py", "zg.local", "zg.replicated(args[1])"),
+    ),
+    "labels of pairs": Case(
+        linear,
+        of_pairs,
+        lambda: (numbers(0, 12, 8), numbers(1, 12, 8), torch.arange(12)),
+        lambda x, z, labels: (part(x), part(z), torch.arange(6)),
+        lambda *batch: tuple(map(part, batch)),
+        ("args[2] of shape (6,)", "below 6", "the 12 rows of all 2 parts"),
+    ),
+    "graph of a node": Case(
+        linear,
+        pooled,
+        lambda: (numbers(0, 24, 8), torch.cat([GRAPH_OF_NODE, GRAPH_OF_NODE + 4]), classes(8)),
+        lambda x, graph, y: (part(x), GRAPH_OF_NODE, part(y)),
+        lambda *batch: tuple(map(part, batch)),
+        ("args[1] of shape (12,)", "begin at r * 4"),
+    ),
+}
+
+
+def mistaken_and_right() -> dict[str, tuple[str, float, float]]:
+    """For each case: the message, the loss of the step that follows one of the choices, and that of one device."""
+    results = {}
+    for title, case in CASES.items():
+        torch.manual_seed(0)
+        model = case.model()
+        expected = case.loss(model, *case.whole()).item()
+        step = Step(model, case.loss)
+        with pytest.raises(zg.InputError) as refused:
+            step(*case.mistaken(*case.whole()))
+        assert step.steps_done == 0
+        results[title] = str(refused.value), step(*case.right(*case.whole())).item(), expected
+    return results
+
+
+def test_inputs_that_are_no_part_of_one_batch_are_refused_with_the_choices(pool: Pool) -> None:
+    for results in pool.run(2, mistaken_and_right):
+        for title, (message, loss, expected) in results.items():
+            for word in CASES[title].words:
+                assert word in message, title
+            assert loss == pytest.approx(expected, rel=1e-5), title
+
+
+def accepted() -> dict[str, tuple[float, float]]:
+    """Losses of a step and of one device, for inputs whose dimension 0 is not the batch's, or equal on all ranks."""
+    x, y, weight = numbers(0, 16, 8), classes(16), numbers(1, 4).abs()
+    tokens = torch.randint(0, 4, (4, 6), generator=torch.Generator().manual_seed(2))
+
+    def of_tokens(model: nn.Module, rows: Tensor, flat: Tensor) -> Tensor:
+        return F.cross_entropy(model(F.one_hot(rows, 8).float()).flatten(0, 1), flat)
+
+    def own_weight(model: nn.Module, rows: Tensor, target: Tensor, own: Tensor) -> Tensor:
+        each = zg.local(lambda *given: F.cross_entropy(*given[:2], weight=given[2], reduction="none"))
+        return each(model(rows), target, own).mean()
+
+    plain: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]] = {
+        "a target for every position": (of_tokens, (tokens, tokens.flatten()), (part(tokens), part(tokens.flatten()))),
+        "equal targets": (
+            of_tokens,
+            (tokens, torch.ones(24, dtype=torch.int64)),
+            (part(tokens), torch.ones(12, dtype=torch.int64)),
+        ),
+        "in a local region": (own_weight, (x, y, weight), (part(x), part(y), weight)),
+    }
+    losses = {}
+    for title, (loss, whole, own) in plain.items():
+        torch.manual_seed(0)
+        model = linear()
+        expected = loss(model, *whole).item()
+        losses[title] = Step(model, loss)(*own).item(), expected
+    return losses
+
+
+def test_rows_of_another_number_that_mean_something_are_taken(pool: Pool) -> None:
+    for losses in pool.run(2, accepted):
+        for title, (loss, expected) in losses.items():
+            assert loss == pytest.approx(expected, rel=1e-5), title
+
+
+def warned_of() -> list[str]:
+    """Warnings of two steps whose weights have as many rows as a rank's part of the batch."""
+    x, y, weight = numbers(0, 8, 8), classes(8), numbers(1, 4, 1)
+
+    def loss(model: nn.Module, rows: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+        return (F.cross_entropy(model(rows), target, reduction="none")[:, None] * factor).mean()
+
+    step = Step(linear(), loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(part(x), part(y), weight)
+    return [str(one.message) for one in caught]
+
+
+def test_a_small_input_that_is_equal_on_all_ranks_is_warned_of_once(pool: Pool) -> None:
+    for messages in pool.run(2, warned_of):
+        (message,) = [one for one in messages if "bitwise equal" in one]
+        assert "args[2] of shape (4, 1) is bitwise equal on all 2 ranks" in message
+        assert "zg.replicated(args[2])" in message
+
+
+def differing_wholes() -> list[str]:
+    x, y = numbers(0, 16, 8), classes(16)
+    messages = []
+    for last in (torch.tensor(1.0 + zg.rank()), zg.replicated(torch.ones(1) * zg.rank())):
+        with pytest.raises(zg.InputError) as refused:
+            Step(linear(), scaled)(part(x), part(y), last)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_what_is_whole_on_every_rank_must_be_equal(pool: Pool) -> None:
+    for of_no_dimension, replicated in pool.run(2, differing_wholes):
+        assert "args[2] of shape () is B, but differs between ranks 0, 1" in of_no_dimension
+        assert "args[2].reshape(1)" in of_no_dimension
+        assert "args[2] of shape (1,) is B, but differs between ranks 0, 1" in replicated
+
+
+def test_replicated_takes_plain_tensors_only() -> None:
+    with pytest.raises(zg.PlacementError, match="takes a tensor, not list"):
+        zg.replicated([1.0])  # type: ignore[arg-type]
+    x = torch.ones(3)
+    assert torch.equal(zg.replicated(x), x)
+    assert not hasattr(x, "_zerograph_replicated")
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(11, 6, mode=mode), nn.Linear(6, 4)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = self.head(self.bags(indices, offsets))
+        return out
+
+
+def of_bags(model: nn.Module, indices: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(indices, offsets), y)
+
+
+def bags_of_parts(mode: str) -> tuple[list[float], list[float], list[float]]:
+    """Losses of two steps: with offsets of each rank's own, with offsets in the whole batch, and on one device."""
+    indices = torch.randint(0, 11, (32,), generator=torch.Generator().manual_seed(3))
+    own = torch.tensor([[0, 1, 6, 6], [0, 4, 9, 13]])
+    whole = torch.cat([own[0], own[1] + 16])
+    y = classes(8)
+
+    def losses(offsets: Tensor) -> list[float]:
+        torch.manual_seed(0)
+        step = Step(Bags(mode), of_bags)
+        return [step(part(indices), offsets, part(y)).item() for _ in range(2)]
+
+    torch.manual_seed(0)
+    model, expected = Bags(mode), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = of_bags(model, indices, whole, y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return losses(own[zg.rank()]), losses(part(whole)), expected
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_offsets_of_bags_may_count_within_a_part_or_the_whole(pool: Pool, mode: str) -> None:
+    for own, whole, expected in pool.run(2, bags_of_parts, mode):
+        assert own == pytest.approx(expected, rel=1e-5)
+        assert whole == pytest.approx(expected, rel=1e-5)
+
+
+def test_offsets_that_end_with_the_last_bag_are_refused() -> None:
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.EmbeddingBag(11, 4, include_last_offset=True)
+
+        def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+            out: Tensor = self.bags(indices, offsets)
+            return out
+
+    step = Step(Ends(), lambda model, indices, offsets: model(indices, offsets).mean())
+    given = torch.arange(6), torch.tensor([0, 3, 6])
+    step.prepare(mesh.line(1, 0, "one"), *given)
+    with pytest.raises(zg.InputError, match=r"args\[1\] of shape \(3,\) has boundaries, the offsets of") as refused:
+        step.prepare(mesh.line(2, 0, "both"), *given)
+    assert "zg.local" in str(refused.value)
+
+
+def test_offsets_are_not_cut_into_micro_batches() -> None:
+    step = Step(Bags("sum"), of_bags)
+    step.config.set_gradient_accumulation_steps(2)
+    with pytest.raises(zg.InputError, match="has boundaries, the offsets of"):
+        step.prepare(mesh.line(1, 0, "one"), torch.arange(8), torch.tensor([0, 2, 4, 6]), classes(4))
+
+
+@torch.library.custom_op("zerograph_tests::attend", mutates_args=())
+def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return x.clone()
+
+
+@attend.register_fake
+def _(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_boundaries_of_sequences_are_recognised_by_the_operator_that_reads_them() -> None:
+    step = Predict(nn.Linear(8, 4), lambda model, x, lengths: attend(model(x), lengths.to(torch.int64)))
+    x, lengths = numbers(0, 6, 8), torch.tensor([0, 2, 6])
+    with pytest.warns(UserWarning, match="no rule"):
+        step.prepare(mesh.line(2, 0, "both"), x, zg.replicated(lengths))
+    with pytest.raises(zg.InputError, match=r"the cu_seqlens of zerograph_tests\.attend"):
+        step.prepare(mesh.line(2, 0, "both"), x, lengths)
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def build(self, *inputs: Tensor) -> Any:
+        return self._call(self.model, *inputs)
+
+
+def compared(values: list[Values], *others: list[Values]) -> Comparison:
+    return Comparison([values, *others], [0, 1])
+
+
+@pytest.mark.parametrize(("highest", "refused"), [((5, 5), True), ((5, 11), False), ((11, 5), False)])
+def test_positions_are_refused_where_no_rank_has_one_of_another(highest: tuple[int, int], refused: bool) -> None:
+    step = Predict(nn.Linear(8, 4), lambda model, x, edges: model(x)[edges[:, 0]])
+    line = mesh.line(2, 0, "both")
+    _, batch, _ = step._standing_in(line, (numbers(0, 6, 8), local_edges()), {}, "cpu")
+    captured = step.prepare(line, numbers(0, 6, 8), local_edges()).captured
+    ranks = [[Values(number, False, 0, 0), Values(number, False, 0, high)] for number, high in enumerate(highest)]
+    if not refused:
+        check_indices(captured, batch, 2, 1, compared(*ranks))
+        return
+    with pytest.raises(zg.InputError, match=r"args\[1\] of shape \(24, 2\) has positions of rows of the batch"):
+        check_indices(captured, batch, 2, 1, compared(*ranks))
+
+
+def unequal_batch() -> list[str]:
+    messages = []
+    for x, y in ((numbers(0, 8, 8), classes(6)), (numbers(0, 8 - 2 * zg.rank(), 8), classes(8 - 2 * zg.rank()))):
+        with pytest.raises(zg.ZeroGraphError) as refused:
+            Step(linear(), lambda model, x, y: F.cross_entropy(model(x), y))(x, y)
+        messages.append(f"{type(refused.value).__name__}: {refused.value}")
+    return messages
+
+
+def test_unequal_batches_are_told_with_the_inputs_and_what_to_do(pool: Pool) -> None:
+    for on_a_rank, between_ranks in pool.run(2, unequal_batch):
+        for word in ("InputError", "args[0]: (8, 8)", "args[1]: (6,)", "F.cross_entropy", "test_plain_inputs.py"):
+            assert word in on_a_rank
+        for word in ("RankMismatchError", "input args[0]", "(8, 8)", "(6, 8)", "drop_last=True", "pad"):
+            assert word in between_ranks
+
+
+def on_rank_0_only(call: str) -> str:
+    step = Step(linear(), lambda model, x, y: F.cross_entropy(model(x), y))
+    x, y = numbers(0, 8, 8), classes(8)
+    step(part(x), part(y))
+
+    def other() -> None:
+        with step.full_parameters() if call == "full_parameters" else contextlib.nullcontext(step.state_dict()):
+            pass
+
+    with pytest.raises(zg.RankMismatchError) as refused:
+        step(part(x), part(y)) if zg.rank() else other()
+    step(part(x), part(y))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("call", ["full_parameters", "state_dict"])
+def test_a_call_of_one_rank_only_is_an_error_at_once_and_training_may_go_on(pool: Pool, call: str) -> None:
+    for message in pool.run(2, on_rank_0_only, call):
+        for word in (f"{call}()", "rank 1: step 2", "if rank == 0"):
+            assert word in message
