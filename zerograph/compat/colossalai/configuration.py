@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zerograph.compat.colossalai.second_version import as_first, is_second
 from zerograph.compat.notices import say
 from zerograph.compat.optimizers import ADAMS, adam, torchs
 from zerograph.compat.sections import bucket_bytes, number, section, switch, whole
@@ -98,6 +99,11 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
     zero = given.get("zero")
     if zero is None:
         options = _without_zero(given)
+    elif is_second(zero):
+        zero, scaler = as_first(zero)
+        options = _with_zero(zero, given)
+        if options["grad_scaler"] is not None:
+            options["grad_scaler"] = scaler
     else:
         options = _with_zero(section(zero, "zero", sorted([*_ZERO, *_ZERO_WITHOUT_EFFECT])), given)
     steps = whole(given.get("gradient_accumulation", options.get("gradient_accumulation_steps", 1)), _ACCUMULATION, 1)

@@ -201,10 +201,14 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors; see :meth:`zerograph.ZeroGraph.state_dict`. A collective.
 
-        Raises:
-            InputError: in the middle of an accumulation.
+        In the middle of an accumulation it is the state of the last update, with a warning: the calls since then are no
+        part of it.
         """
-        self._check_between_updates("state_dict()")
+        if self._pending:
+            self._warn(
+                f"state_dict() after {len(self._pending)} of the {self.graph.config.gradient_accumulation_steps} calls "
+                "that make one update is the state of the last update: these calls are no part of it"
+            )
         return self.graph.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
