@@ -68,7 +68,7 @@ def test_a_latest_that_dangles_leads_to_the_newest_whole_checkpoint(tmp_path: Pa
     set_times(tmp_path, 0)
     shutil.rmtree(tmp_path / "step-00000004")
     next(tmp_path.glob("step-00000003/data-*/*")).unlink()
-    with pytest.warns(UserWarning, match=r"latest names step-00000004, which is not there: .* step-00000002 with 2"):
+    with pytest.warns(UserWarning, match=r"latest names 'step-00000004', which is not there: .* step-00000002 with 2"):
         step.load(tmp_path)
     assert step.steps_done == 2
     (tmp_path / "latest").unlink()
@@ -79,7 +79,7 @@ def test_a_latest_that_dangles_leads_to_the_newest_whole_checkpoint(tmp_path: Pa
 def test_a_latest_that_dangles_beside_nothing_whole_is_an_error(tmp_path: Path) -> None:
     saved(new_step(), tmp_path, 1)
     (tmp_path / "step-00000001" / "index.json").unlink()
-    with pytest.raises(zg.CheckpointError, match="latest names step-00000001, which is not there, and no other"):
+    with pytest.raises(zg.CheckpointError, match="latest names 'step-00000001', which is not there, and no other"):
         zg.read_checkpoint(tmp_path)
 
 

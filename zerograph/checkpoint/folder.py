@@ -201,7 +201,7 @@ def latest(folder: Path) -> Path:
         raise CheckpointError(f"{folder / LATEST} cannot be followed: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint") from error
-    said = f"{folder} has no file {LATEST}" if name is None else f"{folder / LATEST} names {name}, which is not there"
+    said = f"{folder} has no file {LATEST}" if name is None else f"{folder / LATEST} names {name!r}, which is not there"
     for one in reversed(_steps_in(folder)):
         try:
             Reader(one.path, index.read(one.path)).check_files()

@@ -242,15 +242,16 @@ def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool)
 
 def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
     alone = job.size == 1
-    try:
-        with explained(job, "loading a checkpoint"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            group: dist.ProcessGroup | None = None if alone else job.control
+    with explained(job, "loading a checkpoint"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        group: dist.ProcessGroup | None = None if alone else job.control
+        try:
             load_pieces(pieces, storage_reader=reader, planner=Loading(), process_group=group, no_dist=alone)
-    except CheckpointException as error:
-        raise_interrupt(error, job.rank)
-        rank, (cause, *_) = min(error.failures.items())
-        raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
+        # It is none of Exception's.
+        except CheckpointException as error:
+            raise_interrupt(error, job.rank)
+            rank, (cause, *_) = min(error.failures.items())
+            raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
 
 
 def _plain(members: Members) -> dict[str, Tensor]:

@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from zerograph import _torch
 from zerograph.checkpoint.folder import check_kind, next_number, numbered, point, prune, tidy
-from zerograph.errors import CheckpointError, CommunicationError, ConfigError, ZeroGraphError
+from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, lock
 from zerograph.runtime.checkpoint.pieces import Pieces, Saving, constant
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.process_group import Job, agree, digest, explained, noted
+from zerograph.runtime.signs import mark_told
 
 
 @dataclass(eq=False)
@@ -62,7 +63,7 @@ class Saver:
             CheckpointError: on every rank; what was there is still there.
         """
         self.wait()
-        problem: Exception | None = None
+        problem: BaseException | None = None
         target = Path()
         pieces: Mapping[str, Pieces] = {}
         document: Mapping[str, Any] = {}
@@ -78,11 +79,8 @@ class Saver:
             pieces, document = contents()
         except OSError as error:
             problem = CheckpointError(f"{target} cannot be made: {error.strerror}")
-        except Exception as error:
-            problem = error
         except BaseException as error:
-            job.signs.note(error)
-            raise
+            problem = error
         facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
         agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
         with self._undisturbed(job):
@@ -90,10 +88,10 @@ class Saver:
         root = target if keep is None else target.parent
         begun = _Begun(target, root, keep)
         with self._undisturbed(job, begun):
-            with explained(job, "beginning to save a checkpoint"):
+            with explained(job, "beginning to save a checkpoint"), _own_exchange():
                 begun.begin(job, self._group, self._numbers.get(root))
             begun.writer = Writer(target, begun.data, begun.numbered(document), job.rank, begun.tidy)
-            with noted(job, "saving a checkpoint"):
+            with noted(job, "saving a checkpoint"), _own_exchange():
                 kept = _copied(pieces) if asynchronous else pieces
             if asynchronous:
                 self._thread = threading.Thread(
@@ -130,7 +128,6 @@ class Saver:
         _write(job, pieces, begun.writer, self._group)
         if job.rank == 0:
             self._numbers[begun.root] = begun.number
-        begun.end()
 
     @contextlib.contextmanager
     def _undisturbed(self, job: Job, begun: _Begun | None = None) -> Iterator[None]:
@@ -228,6 +225,8 @@ class _Begun:
         if self.keep is not None:
             point(self.target)
             prune(self.target, self.keep)
+        # Here, while the other ranks wait: none returns before the lock's file has gone.
+        self.end()
 
     def end(self) -> None:
         if self._lock is not None:
@@ -292,20 +291,33 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         CheckpointError: a rank could not; the same on all.
         BaseException: what interrupted this rank, as it is (Ctrl-C, ``sys.exit``).
     """
-    try:
+    with explained(job, "saving a checkpoint"), _own_exchange(), warnings.catch_warnings():
         # Without a group torch warns that there is one process, which is so.
-        with explained(job, "saving a checkpoint"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
             save_pieces(
                 dict(pieces), storage_writer=writer, planner=Saving(), process_group=group, no_dist=group is None
             )
-    except (CheckpointException, CommunicationError) as error:
-        if writer.interrupted is not None:
-            raise writer.interrupted from None
-        if isinstance(error, CommunicationError):
-            raise
-        raise_interrupt(error, job.rank)
-        raise CheckpointError(_told(error, writer)) from error
+        # Torch's own is none of Exception's.
+        except (CheckpointException, RuntimeError) as error:
+            if writer.interrupted is not None:
+                raise writer.interrupted from None
+            if isinstance(error, RuntimeError):
+                raise
+            raise_interrupt(error, job.rank)
+            raise CheckpointError(_told(error, writer)) from error
+
+
+@contextlib.contextmanager
+def _own_exchange() -> Iterator[None]:
+    """Let an interrupt inside break off the exchanges of the save alone: those of the step are whole."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        mark_told(error)
+        raise
 
 
 def raise_interrupt(error: CheckpointException, rank: int) -> None:
