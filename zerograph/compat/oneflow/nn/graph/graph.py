@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph._torch import pytree
@@ -276,6 +276,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
+        if self.config.gradient_accumulation_steps > 1:
+            args, kwargs = pytree.tree_map(_cut_on_one_rank, (args, kwargs))
         self._follow(_globals((args, kwargs)))
         before = set(map(id, self._steps.values()))
         step, batch = super()._ready(args, kwargs, check)
@@ -314,6 +316,14 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
 def _globals(inputs: Any) -> Iterator[DTensor]:
     return (one for one in pytree.tree_leaves(inputs) if isinstance(one, DTensor))
+
+
+def _cut_on_one_rank(value: Any) -> Any:
+    """Return a whole tensor on one rank as split along dimension 0, which it is too: accumulation cuts along that."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() > 1 or not value.dim():
+        return value
+    split = [Shard(0)] + [Replicate()] * (value.device_mesh.ndim - 1)
+    return DTensor.from_local(value.to_local(), value.device_mesh, split, run_check=False)
 
 
 def _filled(now: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
