@@ -187,6 +187,56 @@ def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool) -> None:
                 np.testing.assert_allclose(stage, expected(name, few(name)), rtol=1e-9, atol=1e-9)
 
 
+# By optimizer: what a script changes between steps.
+CHANGED: dict[str, list[dict[str, Any]]] = {
+    "sgd": [{}, {"momentum": 0.7, "dampening": 0.2}, {"maximize": True}, {"nesterov": False}],
+    "adamw": [{}, {"weight_decay": 0.0}, {"betas": (0.8, 0.95)}, {"eps": 1e-3}],
+    "rmsprop": [{}, {"alpha": 0.8}, {"eps": 1e-2}, {"weight_decay": 0.0}],
+    "lamb": [{}, {"weight_decay": 0.0}, {"betas": (0.8, 0.95)}, {"lr": 0.01}],
+    "ftrl": [{}, {"lambda1": 0.2}, {"lambda2": 0.3}, {"lr_power": 0.4}],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_options_that_change_between_steps_are_those_of_the_next(name: str) -> None:
+    option = cases(name)[2]
+    start, rows = start_and_gradients(1)
+    model: Any = Products(start)
+    optimizer = CHECKS[name][0]([{"params": list(model.parameters()), **option}])
+    graph = Step(model, optimizer, 0)
+    expected, state = start[0], {}
+    for number, (change, row) in enumerate(zip(CHANGED[name], rows, strict=False), 1):
+        option |= change
+        optimizer.param_groups[0].update(change)
+        graph(torch.from_numpy(row))
+        state["number"] = number
+        expected = CHECKS[name][1](expected, row.sum(axis=0)[0], state, option)
+        np.testing.assert_allclose(model.state_dict()["weights.0"], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_hooks_of_a_step_run_once_and_fused_updates_stay_torchs() -> None:
+    torch.optim.AdamW([one()])
+    calls = []
+    for options in ({}, {"do_bias_correction": False}):
+        weight = one()
+        optimizer = flow.optim.AdamW([weight], **options)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        weight.cos().sum().backward()
+        optimizer.step()
+    assert calls == ["before", "after"] * 2
+    start, rows = start_and_gradients(2)
+    models: list[Any] = [Products(start), Products(start)]
+    for model, kind in zip(models, (flow.optim.AdamW, torch.optim.AdamW), strict=True):
+        graph = Step(model, kind(model.parameters(), weight_decay=0.1, fused=True), 0)
+        for row in rows[:3]:
+            graph(torch.from_numpy(row))
+        names = [str(node.target) for node in graph.graph().graph.nodes]
+        assert any("fused_adamw" in name for name in names)
+    for mine, torchs in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(mine, torchs)
+
+
 def one() -> Any:
     return nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
 
