@@ -77,17 +77,19 @@ def clipped_eagerly(norm_type: float, max_norm: float) -> list[Tensor]:
 
 
 def clipped_in_graph(norm_type: float, max_norm: float, micro_batches: int, batch: Any, weights: Any) -> list[Tensor]:
-    everywhere = flow.placement.all("cpu")
+    grid = isinstance(batch, list)
+    everywhere = flow.placement("cpu", ranks=[[0, 1], [2, 3]]) if grid else flow.placement.all("cpu")
+    whole = [B, B] if grid else B
 
     def placed(value: Tensor, sbp: Any) -> Any:
-        return value.clone().to_global(placement=everywhere, sbp=B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        return value.clone().to_global(placement=everywhere, sbp=whole).to_global(sbp=sbp)  # type: ignore[attr-defined]
 
     x, y, one, other = clipping_data()
     first, second = First(placed(one, weights)), Second(placed(other, weights))
     graph = Clips(first, second, clipping(first, second, norm_type, max_norm), micro_batches)
     loss = graph(placed(x, batch), placed(y, batch))
     values = (loss, graph.first.to(nn.Module).param, graph.second.to(nn.Module).param)
-    return [one.to_global(placement=everywhere, sbp=B).to_local().detach() for one in values]
+    return [one.to_global(placement=everywhere, sbp=whole).to_local().detach() for one in values]
 
 
 # As OneFlow's names them: ranks, norm, largest norm, micro-batches, the batch's SBP, the weights'.
@@ -100,6 +102,7 @@ CLIPPED = {
     "inf local": (1, INF, 0.01, 1, B, B),
     "inf dp": (2, INF, 0.01, 1, S0, B),
     "inf mp": (2, -INF, 1e-6, 1, B, S0),
+    "inf dp_mp": (4, INF, 0.01, 1, [S0, B], [B, S0]),
 }
 
 
@@ -109,7 +112,7 @@ def all_clipped(ranks: int) -> dict[str, list[Tensor]]:
 
 @pytest.fixture(scope="module")
 def clipped(pool: Pool) -> dict[str, list[Tensor]]:
-    return all_clipped(1) | pool.run(2, all_clipped, 2)[1]
+    return all_clipped(1) | pool.run(2, all_clipped, 2)[1] | pool.run(4, all_clipped, 4)[3]
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -281,6 +284,40 @@ def test_a_loaded_graph_goes_on_as_the_saved_one(pool: Pool, tmp_path: Path, ran
         assert plain[0] == again[0] == 3
         assert torch.equal(given, held)
         torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
+def saved_through_global_view(folder: str) -> list[Any]:
+    """As :func:`saved`, but the state travels to rank 0 and back as global tensors."""
+    everywhere, first = flow.placement.all("cpu"), flow.placement("cpu", ranks=[0])
+    x: Any = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    x = x.to_global(placement=everywhere, sbp=B).to_global(sbp=S0)
+    file, states = Path(folder) / "graph", []
+    for load in (False, True):
+        graph = Sums(linear().to_global(placement=everywhere, sbp=B))
+        if load:
+            state = flow.load(file) if flow.env.get_rank() == 0 else None
+            graph.load_state_dict(flow.utils.global_view.to_global(state, placement=first, sbp=lambda state, one: B))
+        else:
+            graph(x)
+            graph(x)
+            state = flow.utils.global_view.to_global(graph.state_dict(), placement=first, sbp=B)
+            if flow.env.get_rank() == 0:
+                flow.save(flow.utils.global_view.to_local(state, copy=True), file)
+        graph(x)
+        states.append((graph.steps_done, dict(graph.state_dict()["model"])))
+    return states
+
+
+def test_a_state_goes_to_some_ranks_and_back_through_the_global_view(pool: Pool, tmp_path: Path) -> None:
+    for plain, again in pool.run(2, saved_through_global_view, str(tmp_path)):
+        assert plain[0] == again[0] == 3
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
+def test_the_global_view_needs_to_be_told_where() -> None:
+    with pytest.raises(zg.PlacementError, match="needs both"):
+        flow.utils.global_view.to_global({}, sbp=B)
+    assert flow.utils.data is torch.utils.data
 
 
 class Mixed(nn.Module):

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from zerograph.compat.oneflow import amp, boxing, env, installed, nn, one_embedding, optim, sbp
+from zerograph.compat.oneflow import amp, boxing, env, installed, nn, one_embedding, optim, sbp, utils
 from zerograph.compat.oneflow.factories import FACTORIES
 from zerograph.compat.oneflow.files import load, save
 from zerograph.compat.oneflow.placements import placement
 
-__all__ = ["amp", "boxing", "env", "load", "nn", "one_embedding", "optim", "placement", "save", "sbp"]
+__all__ = ["amp", "boxing", "env", "load", "nn", "one_embedding", "optim", "placement", "save", "sbp", "utils"]
 
 installed.install()
 globals().update(FACTORIES)
 
 # So that import statements find them too: import zerograph.compat.oneflow.utils.data as data.
-for _name in ("autograd", "utils", "utils.data", "nn.init", "nn.parallel", "nn.parameter", "nn.utils", "nn.utils.rnn"):
+for _name in ("autograd", "utils.data", "nn.init", "nn.parallel", "nn.parameter", "nn.utils", "nn.utils.rnn"):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"torch.{_name}"]
 
 

@@ -97,7 +97,7 @@ def load(
     agree(job, "going on from flow.load()", 0, dict, problem)
     mesh = placement("cpu", [global_src_rank]).mesh
     # What is no tensor goes to all, and of tensors what they are.
-    told: list[Any] = [pytree.tree_map(_told, found)]
+    told: list[Any] = [pytree.tree_map(described, found)]
     dist.broadcast_object_list(told, src=global_src_rank, group=job.control)
     read = found if rank() == global_src_rank else told[0]
     return _mapped(pytree.tree_map(lambda one: _on_one_rank(one, mesh), read), map_location)
@@ -111,14 +111,19 @@ class _Told:
     dtype: torch.dtype
 
 
-def _told(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """Return what other ranks are told of a value: of a tensor its shape and dtype, all else itself."""
     # A number is told as it is: torch has no 0-d global tensor on some of the ranks.
     return _Told(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
 
+def undescribed(value: Any) -> Any:
+    """Return a tensor of any values for one that was :func:`described`; all else itself."""
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Told) else value
+
+
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(value, _Told):
-        value = torch.empty(value.shape, dtype=value.dtype)
+    value = undescribed(value)
     return cut(value, mesh, whole(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 
