@@ -7,7 +7,9 @@
 # builds bring gigabytes of CUDA.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
-# make docs: the pages of docs/ and the reference out of docstrings, as HTML in build/docs; any warning is an error.
+# make docs: the pages of docs/ and the reference out of docstrings, as HTML in build/docs; any warning is an error, and
+# so is a picture that shows other code than there is; result pages that do are named.
+# make pictures: the pictures of docs/ again where they are stale, in some minutes; report.png needs chromium.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -15,7 +17,7 @@ READY := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long test-torch bench bench-memory docs clean
+.PHONY: train test test-faults test-long test-torch bench bench-memory docs pictures clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -49,6 +51,10 @@ bench-memory: $(BENCH_READY)
 
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -E -b html docs build/docs
+	$(BIN)/python benchmarks/generated.py
+
+pictures: $(READY)
+	$(BIN)/python benchmarks/generated.py --make
 
 $(DOCS_READY): $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'

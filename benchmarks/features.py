@@ -232,7 +232,7 @@ def main() -> None:
     if not arguments.features:
         RESULTS.mkdir(exist_ok=True)
         draw(rows, RESULTS / "features.png")
-        command = f"`make bench-memory`, torch {torch.__version__}"
+        command = f"`make bench-memory` (`python benchmarks/features.py`), torch {torch.__version__}"
         model = f"GPT: {LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}, {BATCH} x {CONTEXT} tokens on each rank"
         picture = "![MiB on a rank at the peak](features.png)"
         parts = [model, "", *lines, "", picture, "", *limited]

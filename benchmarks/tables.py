@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from benchmarks.generated import stamp
 
 
 def line(cells: Sequence[str]) -> str:
@@ -10,6 +13,14 @@ def line(cells: Sequence[str]) -> str:
 
 
 def page(title: str, command: str, doc: str | None, *lines: str) -> str:
-    """What a benchmark found, under its title, the command that wrote it and the last paragraph of its docstring."""
+    """Return a result page: title, command and stamp, the last paragraph of a benchmark's docstring, and its lines.
+
+    Args:
+        command: says how the page is written; it names ``benchmarks/<name>.py``, and the page is ``<name>.md``.
+        doc: the docstring of that file.
+    """
+    script = re.search(r"benchmarks/(\w+)\.py", command)
+    assert script is not None, command
     about = (doc or "").split("\n\n")[-1].strip()
-    return "\n".join([f"# {title}", "", f"Written by {command}.", "", about, "", *lines, ""])
+    made = stamp(f"benchmarks/results/{script[1]}.md")
+    return "\n".join([f"# {title}", "", f"Written by {command}.", made, "", about, "", *lines, ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.contenders import OFF, REFERENCE
+from benchmarks.generated import stamp
 from benchmarks.report.goals import Tables, Verdict, verdicts
 from benchmarks.report.rows import Row, best_peer, disagreements, floor, median, process_growth, ratio
 from benchmarks.tables import line
@@ -41,7 +42,8 @@ def page(about: Mapping[str, str], titles: Mapping[str, str], tables: Tables, pl
         titles: by size, what is trained.
         plots: names of the pictures beside the page.
     """
-    parts = ["# Beside its peers", "Written by `make bench` (`python benchmarks/peers.py`).", _facts(about)]
+    made = stamp("benchmarks/results/peers.md")
+    parts = ["# Beside its peers", f"Written by `make bench` (`python benchmarks/peers.py`).\n{made}", _facts(about)]
     parts += [f"![{name}]({name})" for name in plots]
     found = verdicts(tables)
     if found:

@@ -1,0 +1,232 @@
+"""Pictures and result pages that programs write: what each was made from, and which are stale.
+
+python benchmarks/generated.py          # says which are stale and how to make them again; exit code 1 if a picture is
+python benchmarks/generated.py --make   # makes stale pictures again, in some minutes; report.png needs chromium
+
+Each carries the commit and the day that it was made on, and a digest of the code that it shows: a page in its text, a
+picture in its metadata. Comments, docstrings, imports and layout of Python do not count. Result pages take quiet
+machines and up to hours: those that are stale are said, and never made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
+
+from zerograph import source  # noqa: E402
+
+_STAMP = re.compile(r"^Commit (\S+), (\d{4}-\d\d-\d\d), (?:sources (\w{12})|sources not recorded)\.$", re.MULTILINE)
+_GPT = "examples/plan_gpt.py"
+_TIMES = ("zerograph/planner/timeline.py", "zerograph/planner/costs.py", "zerograph/planner/machines/*.yaml")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A file that a program writes.
+
+    Attributes:
+        command: makes it again.
+        sources: patterns of the files whose code it shows, from the top of the repository.
+    """
+
+    command: str
+    sources: tuple[str, ...]
+
+
+def _page(name: str, *sources: str, command: str | None = None) -> tuple[str, Generated]:
+    script = f"benchmarks/{name}.py"
+    return f"benchmarks/results/{name}.md", Generated(command or f"python {script}", (script, *sources))
+
+
+_PEERS = ("benchmarks/peers.py", "benchmarks/contenders/*.py", "benchmarks/measure/*.py")
+
+PICTURES: Mapping[str, Generated] = {
+    "docs/pictures/report.png": Generated(
+        "python benchmarks/generated.py --make report.png",
+        ("zerograph/report/*.py", "zerograph/report/assets/*.[jch]*", "passes/pipeline.py", *_TIMES, _GPT),
+    ),
+    "docs/pictures/memory.png": Generated(
+        "python benchmarks/generated.py --make memory.png",
+        ("zerograph/planner/bars.py", "zerograph/planner/pictures.py", "zerograph/memory.py", _GPT),
+    ),
+    "docs/pictures/timeline.png": Generated(
+        "python benchmarks/generated.py --make timeline.png",
+        ("zerograph/planner/lanes.py", "zerograph/planner/pictures.py", *_TIMES, _GPT),
+    ),
+}
+PAGES: Mapping[str, Generated] = dict(
+    (
+        _page("planner", "zerograph/planner/calibrate.py", "zerograph/planner/operators.py", *_TIMES[:2]),
+        _page("compile_time", "passes/pipeline.py"),
+        _page("equivalence"),
+        _page("features", command="make bench-memory"),
+        _page("memory", "zerograph/memory.py"),
+        _page("offload"),
+        _page("recompute"),
+        _page("update"),
+        _page("wire"),
+        _page("peers", *_PEERS[1:], command="make bench"),
+    )
+) | {f"benchmarks/results/peers-{size}.md": Generated("make bench", _PEERS) for size in ("mid", "small")}
+
+
+def digest(sources: tuple[str, ...], root: Path = ROOT) -> str:
+    """Return a digest of the code in all files that match the patterns.
+
+    Raises:
+        ValueError: a pattern matches no file.
+    """
+    known = hashlib.sha256()
+    for pattern in sources:
+        files = sorted(file for file in root.glob(pattern) if file.is_file())
+        if not files:
+            raise ValueError(f"no file matches {pattern!r}: name in benchmarks/generated.py where that code is now")
+        for file in files:
+            content = file.read_bytes()
+            known.update(code(content.decode()).encode() if file.suffix == ".py" else content)
+    return known.hexdigest()[:12]
+
+
+def code(text: str) -> str:
+    """Return what a module of Python does, as text: without comments, docstrings, imports and layout."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        kept = [one for one in body if not isinstance(one, ast.Import | ast.ImportFrom)]
+        if kept and isinstance(kept[0], ast.Expr) and isinstance(kept[0].value, ast.Constant):
+            kept = kept[1:]
+        node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def stamp(page: str) -> str:
+    """Return the line of a result page that says what it was made from.
+
+    Args:
+        page: its path, from the top of the repository.
+    """
+    day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return f"Commit {source.commit(ROOT) or 'unknown'}, {day}, sources {digest(PAGES[page].sources)}."
+
+
+def recorded(file: Path) -> tuple[str, str, str] | None:
+    """Return the commit, day and digest that a file carries; None if it carries none, an empty digest if unknown."""
+    if file.suffix == ".png":
+        with Image.open(file) as image:
+            text = image.info
+        return (text["Commit"], text["Date"], text["Sources"]) if "Sources" in text else None
+    match = _STAMP.search(file.read_text())
+    return None if match is None else (match[1], match[2], match[3] or "")
+
+
+def stale(files: Mapping[str, Generated], root: Path = ROOT) -> dict[str, str]:
+    """Return why each stale file is stale."""
+    reasons = {}
+    for name, made in files.items():
+        about = recorded(root / name) if (root / name).exists() else None
+        if about is None:
+            reasons[name] = "does not say what it was made from" if (root / name).exists() else "is missing"
+        elif not about[2]:
+            reasons[name] = f"is of {about[0]}, {about[1]}: which code it shows was not recorded"
+        elif about[2] != digest(made.sources, root):
+            reasons[name] = f"shows the code of {about[0]}, {about[1]}, which has changed"
+    return reasons
+
+
+def _report(folder: Path) -> None:
+    """Draw the page of a GPT at stage 3 as a browser shows it."""
+    from selenium import webdriver
+
+    page = folder / "step.html"
+    command = ("inspect", f"{_GPT}:example", "--world-size", "8", "--stage", "3", "--machine", "h100")
+    _zerograph(*command, "--report", str(page))
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(flag)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        screen = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        browser.get(page.as_uri())
+        began = time.monotonic()
+        while not browser.execute_script("return document.documentElement.dataset.ready !== undefined"):
+            if time.monotonic() - began > 120:
+                raise TimeoutError("the report was not drawn in two minutes")
+            time.sleep(0.1)
+        time.sleep(0.5)
+        browser.save_screenshot(str(folder / "report.png"))
+    finally:
+        browser.quit()
+
+
+def _plans(folder: Path) -> None:
+    """Draw memory and time of a GPT, stage by stage."""
+    pictures = ("--memory", str(folder / "memory.png"), "--timeline", str(folder / "timeline.png"))
+    _zerograph("plan", f"{_GPT}:example", "--world-size", "8", "--stage", "off,1,2,3", *pictures)
+
+
+def _zerograph(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "zerograph", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+_DRAWN: Mapping[Callable[[Path], None], tuple[str, ...]] = {
+    _report: ("docs/pictures/report.png",),
+    _plans: ("docs/pictures/memory.png", "docs/pictures/timeline.png"),
+}
+
+
+def make(names: set[str]) -> None:
+    """Draw pictures again, and write into them what they were made from."""
+    commit, day = source.commit(ROOT), datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    for draw, files in _DRAWN.items():
+        if not names & set(files):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            draw(Path(folder))
+            for name in files:
+                about = PngInfo()
+                for key, value in (("Commit", commit), ("Date", day), ("Sources", digest(PICTURES[name].sources))):
+                    about.add_text(key, value)
+                with Image.open(Path(folder) / Path(name).name) as image:
+                    # 256 colours are enough for flat areas and text, in a third of the bytes.
+                    image.convert("RGB").quantize(256).save(ROOT / name, pnginfo=about, optimize=True)
+                print(f"made {name}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--make", nargs="*", metavar="PICTURE", help="make these again; those that are stale if none")
+    asked = parser.parse_args().make
+    if asked is not None:
+        known = {Path(name).name: name for name in PICTURES}
+        if unknown := set(asked) - set(known):
+            parser.error(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        make({known[name] for name in asked} or set(stale(PICTURES)))
+    pictures, pages = stale(PICTURES), stale(PAGES)
+    for name, reason in (pictures | pages).items():
+        print(f"stale: {name} {reason}; {(PICTURES | PAGES)[name].command}")
+    return 1 if pictures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
