@@ -208,8 +208,7 @@ def make(names: set[str]) -> None:
                 for key, value in (("Commit", commit), ("Date", day), ("Sources", digest(PICTURES[name].sources))):
                     about.add_text(key, value)
                 with Image.open(Path(folder) / Path(name).name) as image:
-                    # 256 colours are enough for flat areas and text, in a third of the bytes.
-                    image.convert("RGB").quantize(256).save(ROOT / name, pnginfo=about, optimize=True)
+                    image.convert("RGB").save(ROOT / name, pnginfo=about, optimize=True)
                 print(f"made {name}", flush=True)
 
 

@@ -48,7 +48,7 @@ def test_only_what_code_does_makes_a_picture_stale(tmp_path: Path) -> None:
 
 
 def test_code_that_has_moved_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name in benchmarks/generated.py where that code is now"):
+    with pytest.raises(ValueError, match=r"name in benchmarks/generated\.py where that code is now"):
         digest(("moved.py",), tmp_path)
 
 
