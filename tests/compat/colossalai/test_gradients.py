@@ -142,14 +142,32 @@ def test_a_gradient_read_after_the_step_is_warned_of() -> None:
         assert next(engine.model.parameters()).grad is None
 
 
-def test_with_accumulation_reading_is_refused_on_its_line() -> None:
-    engine = engine_of(make("mlp"), zero={"level": 2, "gradient_accumulation_steps": 2})
-    for updated in (False, True):
-        engine.backward(engine.criterion(engine(X), Y))
-        with pytest.raises(zg.InputError, match="gradient accumulation") as caught:
-            next(engine.model.parameters()).grad  # noqa: B018
-        assert "test_gradients.py:" in str(caught.value)
-        assert engine.step() == updated
+def accumulated() -> tuple[list[Tensor], str]:
+    """Gradients before an update's last call makes it, and the error of reading them after its first."""
+    engine = engine_of(make("mlp"), zero={"level": 3, "gradient_accumulation_steps": 2})
+    error = ""
+    for x, y in batches("mlp", 2):
+        engine.optimizer.zero_grad()
+        engine.backward(engine.criterion(engine(part(x)), part(y)))
+        if not error:
+            with pytest.raises(zg.InputError) as caught:
+                next(engine.model.parameters()).grad  # noqa: B018
+            error = str(caught.value)
+            engine.step()
+    gradients = [parameter.grad.clone() for parameter in engine.model.parameters()]
+    assert engine.step()
+    return gradients, error
+
+
+def test_with_accumulation_the_gradient_is_the_updates_and_read_at_its_last_call(pool: Pool) -> None:
+    model = make("mlp")
+    for x, y in batches("mlp", 2):
+        (nn.functional.cross_entropy(model(x), y) / 2).backward()
+    for gradients, error in pool.run(2, accumulated):
+        assert "after 1 of the 2 calls" in error
+        assert "test_gradients.py:" in error
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_of_plain_backward_and_copies_are_torchs_own(engine: colossalai.Engine) -> None:

@@ -234,18 +234,19 @@ class Engine:
         None without :meth:`backward`.
 
         Raises:
-            InputError: with gradient accumulation, whose update is one graph of all its calls.
+            InputError: with gradient accumulation before the last call, or the calls do not do the same.
         """
         if not self.waits_for_step():
             return None
         calls = self.graph.config.gradient_accumulation_steps
-        if calls > 1:
+        tapes = [*self._pending, *([self._tape] if self._tape.losses else [])]
+        if len(tapes) < calls:
             line, code = source.running_line()
             raise InputError(
-                f"parameter.grad was read between engine.backward() and engine.step()\n  {line}   {code}\n"
-                f"With gradient accumulation the {calls} calls that make an update are one graph, computed at the last "
-                "engine.step(), and no gradient exists before. Train without accumulation to look at gradients; "
-                "clip_grad in zero, or clip_grad_norm, clips them."
+                f"parameter.grad was read after {len(tapes)} of the {calls} calls that make one update\n"
+                f"  {line}   {code}\n"
+                "With gradient accumulation they are one graph, and so is their gradient: read it after the last "
+                "engine.backward(), before the last engine.step()."
             )
         losses, gradients = self._read_gradients
         if losses != self._tape.losses:
@@ -253,8 +254,9 @@ class Engine:
                 "a gradient was read before engine.step() has computed it, which takes a forward and a backward of "
                 "their own, and holds whole gradients on each rank until engine.step()"
             )
-            program = program_of(self._tape, self._tape.losses, [], self._texts)
-            named = self._graph_of_gradients.of(program)
+            programs = [program_of(tape, tape.losses, [], self._texts) for tape in tapes]
+            calls_of = [program.tensors for program in programs]
+            named = self._graph_of_gradients.of(programs[0], calls_of, _unlike(programs))
             parameters = self.graph._members().parameters
             gradients = {parameters[name]: gradient for name, gradient in named.items()}
             self._read_gradients = list(self._tape.losses), gradients

@@ -228,12 +228,16 @@ class Gradients(Preview):
     advice = _EARLY_GRADIENTS
 
     def __init__(self, step: Step, criterion: Any) -> None:
-        super().__init__(step, criterion, whole=False)
+        super().__init__(step, criterion, whole=True)
         # By the program's text: names of the parameters that get a gradient.
         self._names: dict[str, tuple[str, ...]] = {}
 
-    def of(self, program: Program) -> dict[str, Tensor]:
+    def of(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> dict[str, Tensor]:
         """Compute the gradient of the program's losses over the whole batch, by the parameter's name. A collective.
+
+        Args:
+            calls: the tensors of each call of the engine that makes the update.
+            problem: why this rank cannot; no other then does.
 
         Raises:
             RankMismatchError: another rank does not read gradients now.
@@ -243,7 +247,9 @@ class Gradients(Preview):
         device = next(iter(self._members().parameters.values())).device
         scale = torch.ones((), device=device) if scaler is None else scaler.tensors(device)["scale"].clone()
         program = replace(program, tensors=(*program.tensors, scale), kinds=(*program.kinds, "whole"))
-        values = self.results(program, [program.tensors])
+        # A gradient is one of all micro-batches, not one of each.
+        self.config = replace(self._step.config, accumulation_outputs="whole")
+        values = self.results(program, [[*tensors, scale] for tensors in calls], problem)
         assert self._latest is not None
         job = self._join()
         placed = zip(self._names[self.tape], values, self._latest.outputs, strict=True)
