@@ -102,6 +102,18 @@ def test_an_accelerator_offloads_what_does_not_fit() -> None:
     assert found.time.seconds == min(fitting)
 
 
+def test_a_search_leaves_the_headroom_free() -> None:
+    needs = {stage: plan(stage=stage).memory.peak for stage in ("off", 3)}
+    assert needs[3] < needs["off"]
+    found = plan(stage="auto", fit=needs[3] + 2 * 2**30, headroom=None)
+    assert found.headroom == 2 * 2**30
+    assert found.fits
+    assert found.memory.peak <= needs[3]
+    # As it is it would fit the device, and leave too little of it.
+    assert needs["off"] < found.capacity
+    assert all("does not fit" in one.verdict for one in found.alternatives if (one.stage, one.given_up) == ("off", ""))
+
+
 def test_the_cpu_has_nothing_to_offload_to_but_files() -> None:
     without = plan(stage="auto", device="cpu", fit=LAYER)
     assert not any("optimizer" in name for name in names(without))
