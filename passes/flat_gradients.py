@@ -173,6 +173,8 @@ class _Norm:
         if value.dtype in (torch.float16, torch.bfloat16):
             term = self.emit(aten._to_copy.default, term, dtype=torch.float32)
         if self.p == 2:
+            if value.dtype.is_complex:
+                term = self.emit(aten.abs.default, term)
             term = self.emit(aten.mul.Tensor, term, term)
         else:
             term = self.emit(aten.abs.default, term)

@@ -30,6 +30,9 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for start in _starts(graph):
         if not _reads_bucket(start):
             _move_early(start, start.all_input_nodes)
+    if not placeholders(graph):
+        # Nothing is gathered or reduced of constants.
+        return module
     begun = _advance_what_the_batch_tells(graph)
     _prefetch_gathers(graph, begun, one_by_one=context.policy.regather)
     if context.policy.split and context.policy.reduce_early:

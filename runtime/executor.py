@@ -237,8 +237,20 @@ def _refused(node: fx.Node | None, where: str, error: Exception, state: str) -> 
     what = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
     return OperatorError(
         f"{what} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
-        + f"\nIt got the right shapes: look at the values of this rank's part of the batch.\n{state}"
+        + f"\n{_advice(node)}\n{state}"
     )
+
+
+def _advice(node: fx.Node) -> str:
+    """Return where to look for the cause of an operator's error."""
+    values = [given.meta.get("val") for given in node.all_input_nodes]
+    floating = {str(one.dtype) for one in values if isinstance(one, Tensor) and one.dtype.is_floating_point}
+    if len(floating) > 1:
+        return (
+            f"It got tensors of {' and '.join(sorted(floating))}: give the batch in the dtype of the parameters "
+            "(x.to(weight.dtype)), or convert the model."
+        )
+    return "It got the right shapes: look at the values of this rank's part of the batch."
 
 
 def _looks_like_communication(error: Exception) -> bool:

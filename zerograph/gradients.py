@@ -37,7 +37,8 @@ def _(tensors: Sequence[Tensor], p: float) -> Tensor:
     wide = dtypes[0]
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)
-    return tensors[0].new_empty((), dtype=wide)
+    # The norm of complex numbers is real.
+    return tensors[0].new_empty((), dtype=wide.to_real())
 
 
 TOTAL_NORM = torch.ops.zerograph.total_norm.default

@@ -7,6 +7,7 @@ graph has in its own way, is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,12 @@ def substituted() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss))
         stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
+        stack.enter_context(patch.object(F, "embedding", _dense_embedding(F.embedding)))
         stack.enter_context(patch.object(F, "embedding_bag", _bags(F.embedding_bag)))
+        batch_norm = nn.modules.batchnorm._BatchNorm
+        stack.enter_context(patch.object(batch_norm, "forward", _averaging(batch_norm.forward)))
+        stack.enter_context(patch.object(torch, "bincount", _counting(torch.bincount)))
+        stack.enter_context(patch.object(Tensor, "bincount", _counting(Tensor.bincount)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
         for name in ("scale", "unscale_", "step", "update"):
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
@@ -93,6 +99,64 @@ def _ctc_loss(
     return _reduced(loss / lengths[1].clamp(min=1) if reduction == "mean" else loss, reduction)
 
 
+def _dense_embedding(plain: Any) -> Any:
+    """Return a lookup whose gradient is dense: ``sparse=True`` gives the same numbers in another layout."""
+
+    @functools.wraps(plain)
+    def embedding(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        result: Tensor = plain(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        return result
+
+    return embedding
+
+
+def _averaging(plain: Any) -> Any:
+    """Return the forward of batch norm that averages over all batches (``momentum=None``) without reading the count."""
+
+    @functools.wraps(plain)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        count = self.num_batches_tracked
+        if self.momentum is not None or not self.training or not self.track_running_stats or count is None:
+            result: Tensor = plain(self, input)
+            return result
+        self._check_input_dim(input)
+        count.add_(1)
+        # The statistics of this batch alone: those that a momentum of 1 leaves.
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        normed = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        for running, batch in ((self.running_mean, mean), (self.running_var, var)):
+            share = 1.0 / count.to(running.dtype)
+            running.copy_(running * (1 - share) + batch * share)
+        return normed
+
+    return forward
+
+
+def _counting(plain: Any) -> Any:
+    """Return a ``bincount`` of ``minlength`` bins, if that is given; a larger value is an error when the step runs."""
+
+    @functools.wraps(plain)
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if not minlength or input.dim() != 1:
+            result: Tensor = plain(input, weights, minlength)
+            return result
+        if weights is None:
+            each = torch.ones_like(input, dtype=torch.int64)
+        else:
+            each = weights if weights.dtype == torch.float32 else weights.double()
+        return each.new_zeros(minlength).index_add(0, input.long(), each)
+
+    return bincount
+
+
 def _bags(plain: Any) -> Any:
     """Bags of one size are rows of a lookup, which is by sample; torch's kernel is told offsets into the batch."""
 
@@ -101,7 +165,8 @@ def _bags(plain: Any) -> Any:
     ) -> Tensor:
         names = ["norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights"]
         names += ["include_last_offset", "padding_idx"]
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        # A sparse gradient has the same numbers in another layout.
+        options = {**dict(zip(names, args, strict=False)), **kwargs, "sparse": False}
         mode, padding = options.get("mode", "mean"), options.get("padding_idx")
         if input.dim() != 2 or max_norm is not None or (mode == "max" and padding is not None):
             result: Tensor = plain(input, weight, offsets, max_norm, **options)

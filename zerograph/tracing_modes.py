@@ -52,7 +52,7 @@ class Recorder(_torch.TorchDispatchMode):
             line, code = source.running_line()
             raise CaptureError(
                 f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
-                "A step graph has fixed shapes. Multiply by the mask, or use torch.where, instead of selecting by it."
+                f"A step graph has fixed shapes. {_FIXED_SHAPES.get(func, _ALL_ROWS)}"
             )
         return result
 
@@ -119,6 +119,22 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _READS_VALUES = {
     aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
     aten.equal.default: "build() compared two tensors' values while the step was being traced",
+}
+
+
+_ALL_ROWS = (
+    "Keep all rows, and multiply by the mask or use torch.where, instead of selecting by it; a mean is then the sum "
+    "divided by mask.sum(). Experts that pick their tokens run on all of them, each result weighted by the router, by "
+    "0 where a token is another expert's (a model of transformers: model.set_experts_implementation('batched_mm'))."
+)
+_FIXED_SHAPES = {
+    aten.bincount.default: "Give the number of bins, torch.bincount(x, minlength=n), more than the largest value.",
+    aten.repeat_interleave.Tensor: "Give output_size=, or repeat all rows alike.",
+    **dict.fromkeys(
+        (aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
+        "Count or mark with a table of all possible values, torch.bincount(x, minlength=n), or call unique() on the "
+        "batch outside build().",
+    ),
 }
 
 

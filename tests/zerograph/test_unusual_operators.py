@@ -1,0 +1,211 @@
+"""Operators that a graph has in a form of its own, or refuses: compared with plain PyTorch, on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import part
+from tests.pool import Pool
+
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer(model))
+        self.config.enable_zero(stage=stage)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.model(x, y)
+        loss.backward()
+        if isinstance(self.model, Complex):
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        return loss
+
+
+class Sparse(nn.Module):
+    """An embedding and bags whose gradients are sparse tensors in plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)
+        self.bags = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(x) + self.bags(x[:, None].expand(-1, 2))), y)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((x.to(torch.complex64) @ self.weight).abs() + self.bias, y)
+
+
+class Averaging(nn.Module):
+    """Batch norm whose statistics are the means over all batches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x), y)
+
+
+class Counting(nn.Module):
+    """A loss whose classes weigh less the more often they occur in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        counts, sums = torch.bincount(y, minlength=3), y.bincount(x[:, 0].abs(), minlength=3)
+        return F.cross_entropy(self.head(x), y, weight=1 / (counts + sums + 1))
+
+
+class Masked(nn.Module):
+    """Rows that a mask selects get a value, as do those that an index names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.head(x).clone()
+        hidden[y > 0] = 0.5
+        return F.cross_entropy(hidden.index_add(0, y, self.head(x)), y)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Optimizer]] = {
+    "sparse embedding, SGD": (Sparse, sgd),
+    "sparse embedding, Adagrad": (Sparse, adagrad),
+    "norm of complex gradients": (Complex, sgd),
+    "batch norm without momentum": (Averaging, sgd),
+    "bincount": (Counting, sgd),
+    "masks": (Masked, sgd),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def batch(model: nn.Module) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randint(0, 3, (8,), generator=generator)
+    x = torch.randint(0, 10, (8,), generator=generator)
+    return (x if isinstance(model, Sparse) else torch.randn(8, 4, generator=generator)), y
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch(model))
+        loss.backward()
+        if isinstance(model, Complex):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return Outcome(losses, dict(model.state_dict()))
+
+
+def both(stage: int) -> dict[str, tuple[Outcome, Outcome]]:
+    """For each case what a graph computes, and plain PyTorch."""
+    outcomes = {}
+    for title, (make, optimizer) in CASES.items():
+        torch.manual_seed(0)
+        model = make()
+        step = Step(copy.deepcopy(model), optimizer, stage)
+        x, y = batch(model)
+        losses = [step(part(x), part(y)).item() for _ in range(3)]
+        outcome = Outcome(losses, step.state_dict()["modules"]["model"])
+        outcomes[title] = outcome, plainly(model, optimizer(model))
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_graph_computes_what_plain_pytorch_does(pool: Pool, stage: int) -> None:
+    for outcomes in pool.run(2, both, stage):
+        for title, (outcome, expected) in outcomes.items():
+            assert outcome.losses == pytest.approx(expected.losses, rel=1e-5), title
+            for name, value in expected.state.items():
+                torch.testing.assert_close(outcome.state[name], value, rtol=1e-4, atol=1e-6, msg=f"{title}: {name}")
+
+
+class Constant(zg.ZeroGraph):
+    def __init__(self, constant: object) -> None:
+        super().__init__()
+        self.constant = constant
+
+    def build(self) -> object:
+        return torch.ones(3) if self.constant is None else self.constant
+
+
+def test_a_graph_without_inputs_and_parameters() -> None:
+    assert torch.equal(Constant(None)(), torch.ones(3))
+    assert Constant(3)() == 3
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self._call = nn.Linear(4, 3), call
+
+    def build(self, x: Tensor) -> Tensor:
+        return self._call(self.model, x)
+
+
+def test_a_batch_of_another_dtype_is_told_as_such() -> None:
+    with pytest.raises(zg.OperatorError, match=r"tensors of torch\.float32 and torch\.float64: give the batch in"):
+        Predict(lambda model, x: model(x))(torch.randn(4, 4).double())
+
+
+def test_a_value_beyond_the_bins_is_an_error() -> None:
+    step = Predict(lambda model, x: torch.bincount(x.flatten(), minlength=3))
+    assert step(torch.tensor([[0, 2, 2]])).tolist() == [1, 0, 2]
+    with pytest.raises(zg.OperatorError, match="look at the values"):
+        step(torch.tensor([[0, 2, 3]]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model, x: model(x)[x[:, 0] > 0].mean(), ["torch.where", "mask.sum()"]),
+        (lambda model, x: model(x[torch.where(x[:, 0] > 0)[0]]), ["weighted by the router", "batched_mm"]),
+        (lambda model, x: torch.bincount(x[:, 0].long()), ["minlength=n"]),
+        (lambda model, x: torch.unique(x), ["minlength=n", "outside build()"]),
+    ],
+)
+def test_shapes_that_depend_on_values_are_refused_with_advice_that_fits(
+    call: Callable[[nn.Module, Tensor], Tensor], words: list[str]
+) -> None:
+    with pytest.raises(zg.CaptureError, match="whose shape depends on values") as refused:
+        Predict(call)(torch.randn(4, 4))
+    for word in words:
+        assert word in str(refused.value)
