@@ -122,7 +122,7 @@ def _refuse(node: fx.Node, within: set[fx.Node], context: Context) -> None:
     )
     raise PlacementError(
         f"{reader.target} needs the whole batch at once, but config.gradient_accumulation_steps cuts it into "
-        f"{context.micro_batches} micro-batches, computed one after another\n"
+        f"{context.batch.micro_batches} micro-batches, computed one after another\n"
         f"  {where.source}   {where.code}\n"
         f"{help_}\nOr set gradient_accumulation_steps to 1."
     )

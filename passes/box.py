@@ -24,7 +24,7 @@ def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if node.target is boxing:
             _split_steps(graph, node, context)
             continue
-        if node.op == "output" and context.packed:
+        if node.op == "output" and context.batch.packed:
             _pack_outputs(graph, node, context)
         inputs = [_boxed(graph, given, sbp, node, made, context) for given, sbp in needed(node)]
         _replace_tensors(node, inputs)

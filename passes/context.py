@@ -1,4 +1,4 @@
-"""What passes need to know besides the graph."""
+"""The input of the passes besides the graph."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from zerograph.mesh import Mesh
 from zerograph.sbp import NdSbp, Split, broadcast
 from zerograph.update_program import UpdateProgram
 from zerograph.zero import ZeroPolicy
+
+# The group of the mesh dimension that stands for time.
+TIME = "time"
 
 
 @dataclass(frozen=True)
@@ -47,60 +50,119 @@ class BucketUpdate:
 
 
 @dataclass(frozen=True)
-class Context:
-    """One compilation's facts.
+class BatchLayout:
+    """How the inputs of a step are placed and cut into micro-batches.
 
     Attributes:
-        mesh: the ranks of the step, and this one's place among them.
-        zero_dim: the mesh dimension that ZeRO splits along.
-        policy: what the ZeRO stage decides.
-        buckets: layout of the parameters that lie in buckets, in order of first use.
-        updates: by bucket name, for those that this step updates.
-        inputs: SBP of each input of the batch, by its number.
-        micro_batches: how many are computed one after another; see :meth:`in_time`.
-        cut: whether each input of the batch is cut into micro-batches.
+        inputs: SBP of each input, by its number.
+        micro_batches: number of micro-batches, computed one after another; see :meth:`Context.in_time`.
+        cut: whether each input is cut into micro-batches.
         packed: outputs have one entry for each micro-batch.
-        timed: the last mesh dimension is time.
-        on_missing_rule: what to do about operators without a rule, as in the configuration.
-        exchanges: operators to be used instead of torch's collectives, by kind; see ``zerograph.runtime.wire``.
-        node_by_node: the backend runs the graph as it is, rather than compiling it.
-        inputs_may_overlap: the backend writes to inputs where the graph does, so that one may lie in another's memory.
-        reduce_dtype: that in which gradients travel; None for the dtype that their parameters are computed with in.
-        scaler: scales the loss; None for no scaling.
-        checked: a step whose loss or gradients are not finite is to change nothing.
-        memory_budget: the most bytes that a rank may hold during a step; None for as many as it takes.
-        recompute: what backward makes again, as in the configuration.
+    """
+
+    inputs: tuple[NdSbp, ...]
+    micro_batches: int = 1
+    cut: tuple[bool, ...] = ()
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Precision of reductions, and what happens to a step that overflows.
+
+    Attributes:
+        reduce_dtype: dtype in which gradients are reduced; None: the dtype that their parameters are computed with.
+        scaler: scales the loss; None: no scaling.
+        checked: a step whose loss or gradients are not finite changes nothing.
+    """
+
+    reduce_dtype: torch.dtype | None = None
+    scaler: GradScaler | None = None
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Limits of memory, and what may be done to keep them.
+
+    Attributes:
+        budget: maximum bytes of a rank during a step; None: no limit.
+        recompute: ``config.recompute``.
         blocks: module paths of the blocks that the model repeats.
-        forgone: with ``recompute="auto"``, bytes on a rank that backward is not to be given by forward, at least.
-        offload_activations: activations of an accelerator may wait for backward in the CPU's memory.
-        warn: is told, once per operator, what could not be done well.
-        discovered: signatures found by trying operators without a rule, by node and mesh dimension.
+        min_recompute_bytes: with ``recompute="auto"``, recompute at least this many bytes of activations per rank
+            instead of saving them for backward.
+        offload_activations: offload activations of an accelerator to the CPU between forward and backward.
+    """
+
+    budget: int | None = None
+    recompute: str = "none"
+    blocks: tuple[str, ...] = ()
+    min_recompute_bytes: int = 0
+    offload_activations: bool = False
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What passes rely on of the backend and the transport.
+
+    Attributes:
+        node_by_node: the backend runs the graph as it is and does not compile it.
+        inputs_may_overlap: the backend writes to inputs where the graph does, so an input may be a view of another.
+        exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire``.
+    """
+
+    node_by_node: bool = True
+    inputs_may_overlap: bool = True
+    exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MissingRules:
+    """What to do about operators without a rule.
+
+    Attributes:
+        action: ``config.on_missing_rule``.
+        discovered: signatures found by running such operators, by node and mesh dimension.
+    """
+
+    action: str = "gather"
+    discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The input of the passes besides the graph.
+
+    Attributes:
+        mesh: the ranks of the step, and the position of this rank. With a time dimension it is the last one.
+        policy: what the ZeRO stage decides.
+        buckets: layout of the parameters that are in buckets, in order of first use.
+        updates: how each bucket that this step updates is updated, by bucket name.
+        batch: how the inputs are placed and cut.
+        zero_dim: the mesh dimension that ZeRO splits along.
+        numerics: precision of reductions, loss scaling, checks.
+        memory: limits of memory.
+        backend: traits of the backend and the transport.
+        missing_rules: what to do about operators without a rule.
+        warn: is called, once per operator, with what could not be done well.
     """
 
     mesh: Mesh
     policy: ZeroPolicy
     buckets: tuple[Bucket, ...]
     updates: Mapping[str, BucketUpdate]
-    inputs: tuple[NdSbp, ...]
+    batch: BatchLayout
     zero_dim: int = 0
-    on_missing_rule: str = "gather"
-    micro_batches: int = 1
-    cut: tuple[bool, ...] = ()
-    packed: bool = False
-    timed: bool = False
-    exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
-    node_by_node: bool = True
-    inputs_may_overlap: bool = True
-    reduce_dtype: torch.dtype | None = None
-    scaler: GradScaler | None = None
-    checked: bool = False
-    memory_budget: int | None = None
-    recompute: str = "none"
-    blocks: tuple[str, ...] = ()
-    forgone: int = 0
-    offload_activations: bool = False
+    numerics: Numerics = Numerics()
+    memory: MemoryOptions = MemoryOptions()
+    backend: BackendTraits = field(default_factory=BackendTraits)
+    missing_rules: MissingRules = field(default_factory=MissingRules)
     warn: Callable[[str], None] = field(default=lambda message: None)
-    discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the last mesh dimension is time."""
+        return self.mesh.groups[-1:] == (TIME,)
 
     @property
     def ranks(self) -> int:
@@ -108,8 +170,8 @@ class Context:
 
     @property
     def guarded(self) -> bool:
-        """Whether updates are made on a condition."""
-        return self.scaler is not None or self.checked
+        """Whether updates depend on a condition that is computed in the step."""
+        return self.numerics.scaler is not None or self.numerics.checked
 
     @property
     def rank_dims(self) -> int:
@@ -122,28 +184,27 @@ class Context:
         return self.mesh.dims - 1 if self.timed else None
 
     def in_time(self) -> Context:
-        """The same with a further mesh dimension, the innermost, which is time: its places are micro-batches.
+        """Return the context with a further mesh dimension, the innermost, which is time: its places are micro-batches.
 
-        Along it the batch is S(0), so that gradients come out P; all that is at rest is B. What is one place's there is
-        what this rank holds while it computes that micro-batch. To go from P to B along time is to accumulate, from S
-        to B to collect, from B to S to take a micro-batch: nothing is sent, but the first two are done only when the
-        last micro-batch is.
+        Along it the batch is S(0), so gradients come out P, and all state is B. Boxing from P to B along time
+        accumulates, from S to B collects, from B to S takes a micro-batch. None of these sends anything; the first two
+        are complete only after the last micro-batch.
         """
-        if self.micro_batches == 1:
+        if self.batch.micro_batches == 1:
             return self
-        mesh = Mesh((*self.mesh.shape, self.micro_batches), (*self.mesh.position, 0), (*self.mesh.groups, "time"))
+        mesh = Mesh((*self.mesh.shape, self.batch.micro_batches), (*self.mesh.position, 0), (*self.mesh.groups, TIME))
+        inputs = tuple(
+            (*sbp, Split(0) if cut else broadcast) for sbp, cut in zip(self.batch.inputs, self.batch.cut, strict=True)
+        )
         return replace(
             self,
             mesh=mesh,
-            timed=True,
             buckets=tuple(map(_at_all_times, self.buckets)),
             updates={
                 name: replace(one, layouts={entry: _at_all_times(layout) for entry, layout in one.layouts.items()})
                 for name, one in self.updates.items()
             },
-            inputs=tuple(
-                (*sbp, Split(0) if cut else broadcast) for sbp, cut in zip(self.inputs, self.cut, strict=True)
-            ),
+            batch=replace(self.batch, inputs=inputs),
         )
 
 

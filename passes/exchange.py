@@ -20,16 +20,16 @@ c10d = torch.ops._c10d_functional
 def exchange(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Gathers, reduce-scatters and all-reduces are exchanges of pieces where the runtime asks for them."""
     graph = module.graph
-    if "all-gather" in context.exchanges:
+    if "all-gather" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
-            start.target = context.exchanges["all-gather"]
-    if "reduce-scatter" in context.exchanges:
+            start.target = context.backend.exchanges["all-gather"]
+    if "reduce-scatter" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
             _sum_pieces(graph, start, context)
-    if "all-reduce" in context.exchanges:
+    if "all-reduce" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
             source, _, group = start.args
-            start.target = context.exchanges["all-reduce"]
+            start.target = context.backend.exchanges["all-reduce"]
             start.args = source, meta(start)["boxing"].ranks, group
     return module
 
@@ -40,7 +40,7 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
     whole, _, _, group = start.args
     assert isinstance(whole, fx.Node)
     with graph.inserting_before(start):
-        pieces = emit_like(start, context.exchanges["reduce-scatter"], whole, found.ranks, group)
+        pieces = emit_like(start, context.backend.exchanges["reduce-scatter"], whole, found.ranks, group)
     meta(pieces)["boxing"] = found
     rank = context.mesh.position[found.dim]
     size = whole.meta["val"].shape[0] // found.ranks

@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 def fill_rooms(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No gathered bucket that lives throughout the step takes new memory, where nothing reads it behind its update."""
     graph = module.graph
-    fills = context.inputs_may_overlap and context.memory_budget is None
+    fills = context.backend.inputs_may_overlap and context.memory.budget is None
     takes = fills and context.policy.split and not context.policy.regather
     shards = {meta(node)["role"].name: node for node in placeholders(graph, "bucket")}
     buckets = [one for one in context.buckets if one.name in shards]
@@ -94,8 +94,8 @@ def _filling(start: fx.Node, context: Context) -> OpOverload | None:
     if start.target is c10d.all_gather_into_tensor.default:
         found: OpOverload = c10d.all_gather_into_tensor_out.default
         return found
-    if start.target is context.exchanges.get("all-gather"):
-        return context.exchanges.get("all-gather into room")
+    if start.target is context.backend.exchanges.get("all-gather"):
+        return context.backend.exchanges.get("all-gather into room")
     return None
 
 

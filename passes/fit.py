@@ -32,7 +32,7 @@ _GATHERS_AHEAD = 3
 
 def fit(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No more is held than the memory budget allows, and what it allows is used to spare and to hide collectives."""
-    budget = context.memory_budget
+    budget = context.memory.budget
     if budget is None:
         return module
     around = profile(module.graph)
@@ -269,7 +269,7 @@ def _helps(least: Memory, context: Context) -> list[str]:
         (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
         (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
     ]
-    if context.recompute != "auto" and context.updates:
+    if context.memory.recompute != "auto" and context.updates:
         found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
     at_rest = count("parameters", "optimizer state"), "parameters and optimizer state"
     if any(bucket.rest.state is None for bucket in context.buckets):

@@ -178,7 +178,7 @@ def _flat_gradient(
 
 def _reduced_in(bucket: Bucket, context: Context) -> torch.dtype:
     """The dtype in which the bucket's gradient travels: what is wider than fp32 stays so."""
-    wanted = context.reduce_dtype or bucket.compute_dtype
+    wanted = context.numerics.reduce_dtype or bucket.compute_dtype
     return wanted if wanted is not None and bucket.dtype.itemsize <= torch.float32.itemsize else bucket.dtype
 
 

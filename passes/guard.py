@@ -38,7 +38,7 @@ def guard(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         return module
     held, skips = None, overflows
     if residue is not None:
-        held, skips = _checked(graph, residue, overflows, context.scaler)
+        held, skips = _checked(graph, residue, overflows, context.numerics.scaler)
     # By the number that is not 0 where an optimizer changes nothing: the condition on each device.
     skipped = {skip: {skip.meta["val"].device: _is_set(graph, skip)} for skip in skips.values()}
     of_buffers = None if held is None else {held.meta["val"].device: held}
@@ -59,10 +59,10 @@ def guard(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with graph.inserting_before(write):
             kept = emit(graph, aten.where.self, (_on(target, conditions), target, value), _UPDATE)
         write.update_arg(1, kept)
-    if context.scaler is not None and context.scaler.dynamic and overflows:
+    if context.numerics.scaler is not None and context.numerics.scaler.dynamic and overflows:
         by_overflow = {number: next(iter(conditions.values())) for number, conditions in skipped.items()}
         flags = [by_overflow[one] if one in by_overflow else _is_set(graph, one) for one in overflows.values()]
-        _update_scale(graph, _any(graph, flags), context.scaler, held)
+        _update_scale(graph, _any(graph, flags), context.numerics.scaler, held)
     return module
 
 

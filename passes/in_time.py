@@ -74,12 +74,12 @@ def packed(graph: fx.Graph, given: fx.Node, context: Context) -> fx.Node:
     value: Tensor = given.meta["val"]
     shape, source = list(value.shape), given
     if isinstance(before[-1], PartialSum):
-        source = emit(graph, aten.mul.Tensor, (given, context.micro_batches), origin(given), sbp=before)
+        source = emit(graph, aten.mul.Tensor, (given, context.batch.micro_batches), origin(given), sbp=before)
     elif isinstance(before[-1], Split):
-        shape[before[-1].dim] //= context.micro_batches
+        shape[before[-1].dim] //= context.batch.micro_batches
     after = packed_sbp((*before[:-1], broadcast))
     node = graph.call_function(pack, (source, show(after)))
-    whole = fake(graph, (context.micro_batches, *shape), value.dtype, value.device)
+    whole = fake(graph, (context.batch.micro_batches, *shape), value.dtype, value.device)
     meta(node).update({"val": whole, "sbp": after, "origin": origin(given)})
     return node
 

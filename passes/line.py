@@ -186,7 +186,7 @@ def open_line(graph: fx.Graph, context: Context, settled: Sequence[Line]) -> Lin
         prefixes = [tuple(one.sbp[node][index] for one in settled) for index in range(len(whole))]
         values[node] = tuple(_cut(value, prefix, context.mesh) for value, prefix in zip(whole, prefixes, strict=True))
     dim = len(settled)
-    batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.inputs)
+    batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.batch.inputs)
     is_time = dim == context.time_dim
     first = follow_from_batch(graph) if is_time else frozenset()
     return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values, is_time, first)

@@ -252,7 +252,7 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     with graph.inserting_before(node):
         entry = emit_like(node, aten.unsqueeze.default, source, 0)
         meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
-        made = emit_like(node, leave, entry, 0, context.micro_batches)
+        made = emit_like(node, leave, entry, 0, context.batch.micro_batches)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 

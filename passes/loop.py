@@ -65,7 +65,7 @@ def _cut(module: fx.GraphModule, within: set[fx.Node], context: Context) -> None
     for node in inner:
         making.put(node)
     results = [making.result(node, place) for node, place in zip(leaving, making.results, strict=True)]
-    found = Loop(making.end(), context.micro_batches, making.cuts, results)
+    found = Loop(making.end(), context.batch.micro_batches, making.cuts, results)
     module.add_submodule(NAME, found)
     before = ancestors(making.operands).union(making.operands)
     # What needs a result, and what nobody needs before, stands behind the loop.

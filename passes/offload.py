@@ -180,7 +180,7 @@ def _land(graph: fx.Graph, values: Sequence[fx.Node], place: fx.Node) -> None:
 def _fetch_early(graph: fx.Graph, fetches: Sequence[fx.Node], context: Context) -> None:
     """The first turn's, which follow on no other, start as soon as their memory does not raise the step's peak."""
     found = profile(graph)
-    most = found.peak if context.memory_budget is None else min(found.peak, context.memory_budget)
+    most = found.peak if context.memory.budget is None else min(found.peak, context.memory.budget)
     room = most - sum(nbytes(node.meta["val"]) for node in fetches)
     order = positions(graph)
     first, last = order[placeholders(graph)[-1]] + 1, order[fetches[0]]

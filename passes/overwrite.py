@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def overwrite(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """A temporary's last and only reader has taken its memory, where the backend runs node by node."""
-    if context.node_by_node:
+    if context.backend.node_by_node:
         for node in module.graph.nodes:
             _write_over_operand(node)
     return module

@@ -156,7 +156,7 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     found = role(node)
     assert found is not None
     if found.kind == "input":
-        sbp = context.inputs[int(found.name)]
+        sbp = context.batch.inputs[int(found.name)]
         # The whole of this rank's part is there at all times; ``take_turns`` cuts it.
         return (*sbp[:-1], broadcast) if context.timed else sbp
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
@@ -174,13 +174,13 @@ def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature,
     if found is not None:
         return found
     # Along time nothing can be gathered: what needs it says so in ``ahead``.
-    if line.ranks > 1 and not (line.is_time and context.on_missing_rule == "gather"):
-        if context.on_missing_rule == "discover":
+    if line.ranks > 1 and not (line.is_time and context.missing_rules.action == "gather"):
+        if context.missing_rules.action == "discover":
             key = (node, line.dim)
-            if key not in context.discovered:
+            if key not in context.missing_rules.discovered:
                 inputs = [line.values[source][index] for source, index in line.inputs(node)]
-                context.discovered[key] = discover(node, line.ranks, inputs, line.values[node])
-            found = context.discovered[key]
+                context.missing_rules.discovered[key] = discover(node, line.ranks, inputs, line.values[node])
+            found = context.missing_rules.discovered[key]
             if found is not None:
                 return found
         _report_missing_rule(node, line, context)
@@ -224,12 +224,12 @@ def _report_missing_rule(node: fx.Node, line: Line, context: Context) -> None:
     )
     where = origin(node)
     place = f"  {where.source}   {where.code}"
-    if context.on_missing_rule == "error":
+    if context.missing_rules.action == "error":
         raise CaptureError(
             f"no rule says how {node.target} may be split: to gather its inputs is {gathered:,.0f} bytes per step\n"
             f"{place}\nGive it one with zg.register_rule, or set config.on_missing_rule to 'gather' or 'discover'."
         )
-    tried = ", and it could not be tried on random data" if context.on_missing_rule == "discover" else ""
+    tried = ", and it could not be tried on random data" if context.missing_rules.action == "discover" else ""
     context.warn(
         f"no rule says how {node.target} may be split{tried}: its inputs are gathered, {gathered:,.0f} bytes per step\n"
         f"{place}\nGive it one with zg.register_rule."

@@ -23,18 +23,18 @@ from zerograph.passes.segments import Segment, cut
 
 def recompute(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """What the configuration says is not kept from forward for backward is made again right before it is read there."""
-    if context.recompute == "blocks":
-        segments = [one for one in cut(module.graph, context.blocks) if isinstance(one.label, str)]
+    if context.memory.recompute == "blocks":
+        segments = [one for one in cut(module.graph, context.memory.blocks) if isinstance(one.label, str)]
         make_again(module.graph, {value for one in segments for value in one.makeable})
-    elif context.recompute == "auto" and context.forgone:
+    elif context.memory.recompute == "auto" and context.memory.min_recompute_bytes:
         make_again(module.graph, _least_work(module.graph, context))
     return module
 
 
 def _least_work(graph: fx.Graph, context: Context) -> set[fx.Node]:
-    """The values to make again, so that ``context.forgone`` bytes less are kept, or as many as there are."""
+    """Return the values to recompute so that ``min_recompute_bytes`` bytes less are saved, or as many as there are."""
     known: dict[Problem, list[Choice]] = {}
-    posed = _posed(cut(graph, context.blocks), graph, context.mesh)
+    posed = _posed(cut(graph, context.memory.blocks), graph, context.mesh)
     steps: list[tuple[float, int, int, int]] = []
     for number, (problem, _) in enumerate(posed):
         found = known[problem] if problem in known else known.setdefault(problem, choices(problem))
@@ -43,7 +43,7 @@ def _least_work(graph: fx.Graph, context: Context) -> set[fx.Node]:
             more = found[index].work - found[index - 1].work
             steps.append((more / saved, number, index, saved))
     chosen = [0] * len(posed)
-    missing = context.forgone
+    missing = context.memory.min_recompute_bytes
     for _, number, index, saved in sorted(steps):
         if missing <= 0:
             break

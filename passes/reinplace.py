@@ -27,9 +27,9 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             _fill(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
-    in_place = context.exchanges.get("all-reduce in place", c10d.all_reduce_.default)
+    in_place = context.backend.exchanges.get("all-reduce in place", c10d.all_reduce_.default)
     for start in graph.find_nodes(
-        op="call_function", target=context.exchanges.get("all-reduce", c10d.all_reduce.default)
+        op="call_function", target=context.backend.exchanges.get("all-reduce", c10d.all_reduce.default)
     ):
         _reduce_in_place(start, in_place)
     drop_unused(graph)

@@ -36,7 +36,7 @@ def reorder(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.ranks > 1:
         walk = _Walk(context.ranks)
         for node in placeholders(module.graph, "input"):
-            sbps = context.inputs[int(meta(node)["role"].name)]
+            sbps = context.batch.inputs[int(meta(node)["role"].name)]
             split = next((sbp.dim for sbp in sbps if isinstance(sbp, Split)), None)
             if split is not None:
                 walk.batch[node] = split

@@ -30,7 +30,7 @@ FLOPS_PER_BYTE = 10_000
 
 def spill(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Activations whose way to the CPU hides behind forward wait there for backward, if the configuration says so."""
-    if not context.offload_activations:
+    if not context.memory.offload_activations:
         return module
     graph = module.graph
     found = profile(graph)

@@ -18,7 +18,7 @@ def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.timed:
         return module
     for node in placeholders(graph, "input"):
-        target = context.inputs[int(meta(node)["role"].name)]
+        target = context.batch.inputs[int(meta(node)["role"].name)]
         if not isinstance(target[-1], Split) or not node.users:
             continue
         readers = list(node.users)

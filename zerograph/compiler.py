@@ -33,7 +33,15 @@ from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned, Update, plan_layout
 from zerograph.members import Members, Optimizers, check_optimizers, parameters_of
 from zerograph.mesh import Mesh, pieces
-from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.context import (
+    BackendTraits,
+    BatchLayout,
+    BucketUpdate,
+    Context,
+    MemoryOptions,
+    MissingRules,
+    Numerics,
+)
 from zerograph.passes.pipeline import PASSES, run_pipeline
 from zerograph.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
 from zerograph.progress import tell
@@ -304,23 +312,31 @@ class Compiler:
                 for one in layout
                 if one.updates
             },
-            inputs=batch.sbp,
-            micro_batches=self.micro_batches,
-            cut=batch.cut,
-            packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
-            on_missing_rule=self.config.on_missing_rule,
-            exchanges=exchanges,
-            node_by_node=backend is backends.eager,
-            inputs_may_overlap=backend in (backends.eager, backends.inductor),
+            batch=BatchLayout(
+                inputs=batch.sbp,
+                micro_batches=self.micro_batches,
+                cut=batch.cut,
+                packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
+            ),
             zero_dim=zero_dim,
-            reduce_dtype=self.config.reduce_dtype,
-            scaler=self.config.scaler if self.optimizers else None,
-            checked=self.config.on_nonfinite != "ignore",
-            memory_budget=self.config.memory_bytes,
-            recompute=self.config.recompute,
-            blocks=blocks,
-            forgone=forgone,
-            offload_activations=spills,
+            numerics=Numerics(
+                reduce_dtype=self.config.reduce_dtype,
+                scaler=self.config.scaler if self.optimizers else None,
+                checked=self.config.on_nonfinite != "ignore",
+            ),
+            memory=MemoryOptions(
+                budget=self.config.memory_bytes,
+                recompute=self.config.recompute,
+                blocks=blocks,
+                min_recompute_bytes=forgone,
+                offload_activations=spills,
+            ),
+            backend=BackendTraits(
+                node_by_node=backend is backends.eager,
+                inputs_may_overlap=backend in (backends.eager, backends.inductor),
+                exchanges=exchanges,
+            ),
+            missing_rules=MissingRules(self.config.on_missing_rule),
             warn=warn,
         )
 
@@ -437,7 +453,7 @@ class Compiler:
         lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
             Role("buffer", name): _lookup(members.root, name) for name in members.buffers
         }
-        if (scaler := prepared.context.scaler) is not None:
+        if (scaler := prepared.context.numerics.scaler) is not None:
             for node in placeholders(graph.graph, "scaler"):
                 name, device = meta(node)["role"].name, node.meta["val"].device
                 lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)

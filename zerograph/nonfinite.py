@@ -48,7 +48,7 @@ def explained(
         found = [None] * job.size
         with exchange_explained(job, f"telling what of {doing} is not finite"):
             dist.all_gather_object(found, mine, group=job.control)
-    return NonFiniteError(_message(found, doing, step.context.micro_batches))
+    return NonFiniteError(_message(found, doing, step.context.batch.micro_batches))
 
 
 def _named(step: CompiledStep, names: Sequence[str], cause: Cause) -> str:

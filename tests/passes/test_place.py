@@ -14,14 +14,14 @@ from zerograph import _torch
 from zerograph.ir.metadata import Boxing, Role
 from zerograph.mesh import line
 from zerograph.passes.box import box
-from zerograph.passes.context import Context
+from zerograph.passes.context import BatchLayout, Context
 from zerograph.passes.line import Line, open_line
 from zerograph.passes.place import place
 from zerograph.sbp import Split, broadcast
 from zerograph.step_graph import placeholders
 from zerograph.zero import OFF
 
-CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, ((Split(0),),))
+CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, BatchLayout(((Split(0),),)))
 SIZE = 64
 
 

@@ -15,7 +15,7 @@ from zerograph.ir.metadata import Role
 from zerograph.ir.signature import Signature
 from zerograph.mesh import line
 from zerograph.passes import rules
-from zerograph.passes.context import Context
+from zerograph.passes.context import BatchLayout, Context
 from zerograph.passes.localize import localize
 from zerograph.passes.rules import registry
 from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
@@ -117,7 +117,7 @@ def local_outputs(made: Made, signature: Signature, ranks: int, rank: int) -> tu
     node.meta["signature"] = (signature,)
     found = [(sbp,) for sbp in signature.outputs]
     node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
-    localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, tuple((sbp,) for sbp in signature.inputs)))
+    localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, BatchLayout(tuple((sbp,) for sbp in signature.inputs))))
     return module, tensors
 
 

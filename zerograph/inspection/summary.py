@@ -139,7 +139,7 @@ def summary(step: RewrittenStep) -> Summary:
     return Summary(
         mesh=context.mesh.shape,
         position=context.mesh.position,
-        micro_batches=context.micro_batches,
+        micro_batches=context.batch.micro_batches,
         nodes_captured=step.passes[0].nodes,
         nodes=step.passes[-1].nodes,
         seconds=sum(record.seconds for record in step.passes),
@@ -150,7 +150,7 @@ def summary(step: RewrittenStep) -> Summary:
         sent=tuple(Sent(phase, kind, *counts) for (phase, kind), counts in sorted(sent.items(), key=_by_phase)),
         memory=whole.memory(),
         at_rest={kind: count for kind, count in at_rest.items() if count},
-        recompute=made_again(whole, context.blocks),
+        recompute=made_again(whole, context.memory.blocks),
         warnings=step.warnings,
     )
 
@@ -166,7 +166,7 @@ def inputs(step: RewrittenStep) -> tuple[Value, ...]:
     nodes = placeholders(step.captured.graph.graph, "input")
     return tuple(
         Value(f"input{meta(node)['role'].name}", show(sbp), dtype_name(value.dtype), tuple(value.shape))
-        for node, sbp in zip(nodes, step.context.inputs, strict=True)
+        for node, sbp in zip(nodes, step.context.batch.inputs, strict=True)
         if (value := node.meta["val"]) is not None
     )
 

@@ -127,7 +127,7 @@ def _turns(time: Timeline) -> Span | None:
 
 def _more_turns(axes: Axes, plan: Plan, lanes: int, times: float) -> None:
     between = _turns(plan.time)
-    turns = plan.prepared.context.micro_batches
+    turns = plan.prepared.context.batch.micro_batches
     if between is None or turns == 1:
         return
     start, end = (one * times for one in between)

@@ -46,7 +46,7 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
         Fact("placement", policy if context.updates else "no update"),
         Fact("ranks", str(mesh.size) if mesh.dims == 1 else " x ".join(map(str, mesh.shape))),
         Fact("rank", str(mesh.position[0]) if mesh.dims == 1 else str(mesh.position)),
-        *([Fact("micro-batches", context.micro_batches, "count")] if context.micro_batches > 1 else []),
+        *([Fact("micro-batches", context.batch.micro_batches, "count")] if context.batch.micro_batches > 1 else []),
         Fact("parameters", _parameters(step), "count"),
         Fact("precision", _precision(step)),
         Fact("collectives", sum(times for _, times in runs), "count"),
