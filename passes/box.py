@@ -70,7 +70,7 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     source = given
     target: NdSbp = meta(node)["sbp"]
     # Of a gradient that rests split, what each micro-batch adds is scattered at once where the stage says so.
-    early = context.policy.split and context.policy.reduce_early and isinstance(target[context.zero_dim], Split)
+    early = context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dim], Split)
     for step in _route(given, target, context, ranks_first=early)[:-1]:
         with graph.inserting_before(node):
             source = emit(graph, boxing, (source, show(step)), origin(node), sbp=step)

@@ -11,6 +11,7 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.buckets import Bucket
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.signature import Signature
 from zerograph.mesh import Mesh
 from zerograph.sbp import NdSbp, Split, broadcast
@@ -139,11 +140,11 @@ class Context:
         buckets: layout of the parameters that are in buckets, in order of first use.
         updates: how each bucket that this step updates is updated, by bucket name.
         batch: how the inputs are placed and cut.
-        zero_dim: the mesh dimension that ZeRO splits along.
         numerics: precision of reductions, loss scaling, checks.
         memory: limits of memory.
         backend: traits of the backend and the transport.
         missing_rules: what to do about operators without a rule.
+        pass_edits: the user's edits of the pipeline.
         warn: is called, once per operator, with what could not be done well.
     """
 
@@ -152,11 +153,11 @@ class Context:
     buckets: tuple[Bucket, ...]
     updates: Mapping[str, BucketUpdate]
     batch: BatchLayout
-    zero_dim: int = 0
     numerics: Numerics = Numerics()
     memory: MemoryOptions = MemoryOptions()
     backend: BackendTraits = field(default_factory=BackendTraits)
     missing_rules: MissingRules = field(default_factory=MissingRules)
+    pass_edits: tuple[PassEdit, ...] = ()
     warn: Callable[[str], None] = field(default=lambda message: None)
 
     @property

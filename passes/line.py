@@ -189,7 +189,7 @@ def open_line(graph: fx.Graph, context: Context, settled: Sequence[Line]) -> Lin
     batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.batch.inputs)
     is_time = dim == context.time_dim
     first = follow_from_batch(graph) if is_time else frozenset()
-    return Line(graph, dim, context.zero_dim, batch_is_split, context.mesh.shape[dim], values, is_time, first)
+    return Line(graph, dim, context.policy.dim, batch_is_split, context.mesh.shape[dim], values, is_time, first)
 
 
 def _cut(value: Any, prefix: NdSbp, mesh: Mesh) -> Tensor:

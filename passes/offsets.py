@@ -52,7 +52,7 @@ def _is_part(node: fx.Node, context: Context) -> bool:
     while node.target in (aten._to_copy.default, aten.view.default, aten.alias.default, aten.detach.default):
         node = node.all_input_nodes[0]
     found = role(node)
-    return found is not None and found.kind == "input" and context.inputs[int(found.name)] == (Split(0),)
+    return found is not None and found.kind == "input" and context.batch.inputs[int(found.name)] == (Split(0),)
 
 
 def _in_whole(node: fx.Node, begins: fx.Node, part: int, ranks: int) -> fx.Node:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import fx
 
 from zerograph import _torch
+from zerograph.errors import ConfigError, VerificationError
+from zerograph.ir.pass_edits import PassEdit, Rewrite
 from zerograph.loop import loops
 from zerograph.passes.ahead import ahead
 from zerograph.passes.box import box
@@ -44,41 +48,147 @@ from zerograph.passes.unfuse import unfuse
 from zerograph.passes.verify import Seen, verify
 from zerograph.progress import tell
 
-Pass = Callable[[fx.GraphModule, Context], fx.GraphModule]
+Scope = Literal["global", "placed", "local"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline.
+
+    Attributes:
+        run: rewrites the graph.
+        scope: the graph that it works on: of ``"global"`` tensors, up to ``place``; of ``"placed"`` global tensors, up
+            to ``localize``; or of ``"local"`` tensors and collectives.
+        time: time is a mesh dimension for it if there are micro-batches; so up to ``loop``, which cuts there.
+        bodies: after ``loop`` it also rewrites the body of each loop, as a graph of its own.
+        essential: without it a graph does not run, or computes something else; it cannot be disabled.
+        requires: passes that must run before it.
+    """
+
+    run: Rewrite
+    scope: Scope
+    time: bool = True
+    bodies: bool = True
+    essential: bool = False
+    requires: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.run.__name__
+
+    @property
+    def summary(self) -> str:
+        """First line of the function's docstring: what is true after it."""
+        return (self.run.__doc__ or "").strip().partition("\n")[0]
+
 
 PIPELINE: tuple[Pass, ...] = (
-    simplify,  # no operator hides what a simpler one says
-    offsets,  # a rank's offsets of bags count within the whole batch
-    unfuse,  # where products may be summed over ranks, no bias is in them
-    reorder,  # no view flattens the batch behind another dimension
-    flatten,  # parameters of one group lie end to end in buckets, each updated in one go
-    guard,  # a step that overflowed changes nothing but the loss scale
-    take_turns,  # micro-batches are a mesh dimension in time, and the batch is cut along it
-    place,  # every tensor has an SBP, every operator a signature
-    lookup,  # a table of which a batch reads little stays where its rows rest
-    box,  # where two SBPs meet stands one boxing node
-    ahead,  # no micro-batch waits for what only all of them yield
-    remake,  # what one pass over memory makes again is not kept for backward
-    recompute,  # what the configuration says is made again in backward, not kept for it
-    regather,  # stage 3: no gathered bucket lives from forward into backward
-    localize,  # every shape is this rank's, every boxing node a collective
-    loop,  # all micro-batches are one node, whose body is the graph of one
-    coalesce,  # small sums that only the step's end needs travel together
-    fuse,  # fused optimizers update a bucket by their own operators
-    release,  # weights are freed before their gradients take memory
-    schedule,  # gathers start early, waits come late, gradients in few buckets
-    exchange,  # ranks exchange pieces where that is faster than a collective
-    spill,  # activations wait for backward in the CPU's memory, where their way there is hidden
-    reinplace,  # gradients and updates are written where they belong
-    overwrite,  # temporaries are written over by their only reader, where nodes run one by one
-    carry,  # shards go up ahead of their gather, gradients down as they are reduced
-    offload,  # what rests in files is fetched before it is read, and put back behind what changed it
-    fill_rooms,  # what lives throughout the step is gathered where its shard rests
-    fit,  # a memory budget is kept, and used to spare and hide collectives
+    # no operator hides what a simpler one says
+    Pass(simplify, "global"),
+    # a rank's offsets of bags count within the whole batch
+    Pass(offsets, "global", essential=True),
+    # where products may be summed over ranks, no bias is in them
+    Pass(unfuse, "global"),
+    # no view flattens the batch behind another dimension
+    Pass(reorder, "global"),
+    # parameters of one group lie end to end in buckets, each updated in one go
+    Pass(flatten, "global", essential=True),
+    # a step that overflowed changes nothing but the loss scale
+    Pass(guard, "global", essential=True, requires=("flatten",)),
+    # micro-batches are a mesh dimension in time, and the batch is cut along it
+    Pass(take_turns, "global", essential=True),
+    # every tensor has an SBP, every operator a signature
+    Pass(place, "global", essential=True, requires=("flatten", "take_turns")),
+    # a table of which a batch reads little stays where its rows rest
+    Pass(lookup, "placed"),
+    # where two SBPs meet stands one boxing node
+    Pass(box, "placed", essential=True, requires=("place",)),
+    # no micro-batch waits for what only all of them yield
+    Pass(ahead, "placed", essential=True, requires=("box",)),
+    # what one pass over memory makes again is not kept for backward
+    Pass(remake, "placed", requires=("box",)),
+    # what the configuration says is made again in backward, not kept for it
+    Pass(recompute, "placed", requires=("box",)),
+    # stage 3: no gathered bucket lives from forward into backward
+    Pass(regather, "placed", requires=("box",)),
+    # every shape is this rank's, every boxing node a collective
+    Pass(localize, "placed", essential=True, requires=("box",)),
+    # all micro-batches are one node, whose body is the graph of one
+    Pass(loop, "local", essential=True, requires=("take_turns", "localize")),
+    # small sums that only the step's end needs travel together
+    Pass(coalesce, "local", time=False),
+    # fused optimizers update a bucket by their own operators
+    Pass(fuse, "local", time=False, requires=("flatten", "guard")),
+    # weights are freed before their gradients take memory
+    Pass(release, "local", time=False),
+    # gathers start early, waits come late, gradients in few buckets
+    Pass(schedule, "local", time=False),
+    # ranks exchange pieces where that is faster than a collective
+    Pass(exchange, "local", time=False),
+    # activations wait for backward in the CPU's memory, where their way there is hidden
+    Pass(spill, "local", time=False),
+    # gradients and updates are written where they belong
+    Pass(reinplace, "local", time=False),
+    # temporaries are written over by their only reader, where nodes run one by one
+    Pass(overwrite, "local", time=False),
+    # shards go up ahead of their gather, gradients down as they are reduced
+    Pass(carry, "local", time=False),
+    # what rests in files is fetched before it is read, and put back behind what changed it
+    Pass(offload, "local", time=False, essential=True),
+    # what lives throughout the step is gathered where its shard rests
+    Pass(fill_rooms, "local", time=False, bodies=False),
+    # a memory budget is kept, and used to spare and hide collectives
+    Pass(fit, "local", time=False, bodies=False, essential=True),
 )
 
-# As progress counts them: capture is the first.
-PASSES = len(PIPELINE) + 1
+
+def edited(edits: tuple[PassEdit, ...]) -> tuple[Pass, ...]:
+    """Return the pipeline with a user's edits, made in order.
+
+    An inserted pass works on the graph as it is there: its scope and time are those of its place.
+
+    Raises:
+        ConfigError: an edit names a pass that does not exist, disables one that is essential or that another requires,
+            or gives a second pass of one name.
+    """
+    passes = list(PIPELINE)
+    for edit in edits:
+        names = [one.name for one in passes]
+        if edit.name not in names:
+            raise ConfigError(f"config.passes: {edit}: there is no such pass\nThere are {', '.join(names)}.")
+        at = names.index(edit.name)
+        there = passes[at]
+        if edit.run is None:
+            if there.essential:
+                raise ConfigError(f"config.passes: {edit}: a step does not run without it\nReplace it instead.")
+            passes[at : at + 1] = []
+            continue
+        if edit.run.__name__ in names and (edit.action != "replace" or edit.run.__name__ != edit.name):
+            raise ConfigError(f"config.passes: {edit}: there is a pass of that name already\nGive it another one.")
+        if edit.action == "replace":
+            passes[at] = dataclasses.replace(there, run=edit.run)
+            continue
+        if edit.action == "after":
+            at += 1
+        passes.insert(at, _in_place_of(edit.run, passes[at - 1 : at], passes[at : at + 1]))
+    _check_requirements(passes)
+    return tuple(passes)
+
+
+def _in_place_of(run: Rewrite, before: list[Pass], after: list[Pass]) -> Pass:
+    """An inserted pass works on what the next one works on; at the end, on what the last one does."""
+    (there,) = after or before
+    return Pass(run, there.scope, there.time, bodies=not there.time)
+
+
+def _check_requirements(passes: list[Pass]) -> None:
+    done: set[str] = set()
+    for one in passes:
+        missing = [name for name in one.requires if name not in done]
+        if missing:
+            raise ConfigError(f"config.passes: the pass {one.name} requires {', '.join(missing)} before it")
+        done.add(one.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,38 +220,43 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     nodes = len(captured.graph.nodes)
     records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
     module = _torch.graph_module(captured, copy_graph(captured.graph))
-    names = [rewrite.__name__ for rewrite in PIPELINE]
+    passes = edited(context.pass_edits)
+    total = len(passes) + 1
     seen: Seen = {}
-    for at, rewrite in enumerate(PIPELINE):
+    done: set[str] = set()
+    for at, one in enumerate(passes):
         began = time.perf_counter()
-        tell("passes", at + 1, PASSES, names[at])
-        module = _apply(rewrite, module, context)
+        tell("passes", at + 1, total, one.name)
+        module = _apply(one, module, context)
+        done.add(one.name)
         for graph in _graphs(module):
-            verify(graph, names[at], seen, placed=at >= names.index("place"), boxed=at >= names.index("box"))
+            verify(graph, one.name, seen, placed="place" in done, boxed="box" in done)
         seconds = time.perf_counter() - began
-        summary = (rewrite.__doc__ or "").strip().splitlines()[0]
         again = functools.partial(_rewritten, captured, context, at + 1)
         nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
-        records.append(PassRecord(names[at], summary, nodes, seconds, again))
-    tell("passes", PASSES, PASSES)
+        records.append(PassRecord(one.name, one.summary, nodes, seconds, again))
+    tell("passes", total, total)
     for graph in _graphs(module):
         graph.graph.lint()
     records[-1] = replace(records[-1], _make=lambda: _finished(module))
     return tuple(records)
 
 
-def _apply(rewrite: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """What the pass makes of the graph and, behind ``loop``, of every body in it: to a pass a body is a graph."""
-    if rewrite in _IN_TIME:
-        return rewrite(module, context.in_time())
-    if rewrite not in (fill_rooms, fit):
+def _apply(one: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Run a pass over the graph and, after ``loop``, over the body of each loop in it."""
+    if one.time:
+        return _returned(one, one.run(module, context.in_time()))
+    if one.bodies:
         for inner in loops(module.graph):
-            inner.body = rewrite(inner.body, context)
-    return rewrite(module, context)
+            inner.body = _returned(one, one.run(inner.body, context))
+    return _returned(one, one.run(module, context))
 
 
-# Up to the cut, time is a mesh dimension.
-_IN_TIME = PIPELINE[: PIPELINE.index(loop) + 1]
+def _returned(one: Pass, module: Any) -> fx.GraphModule:
+    if not isinstance(module, fx.GraphModule):
+        kind = type(module).__name__
+        raise VerificationError(f"the pass {one.name} returned {kind}: a pass returns the graph module")
+    return module
 
 
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
@@ -156,17 +271,18 @@ def _finished(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx.GraphModule]]:
-    """Each pass's name and the graph behind it, ``"capture"`` first, all made again in one walk.
+    """Yield each pass's name and the graph after it, ``"capture"`` first; the passes run again for it.
 
-    What was yielded is rewritten as soon as the next is asked for: read it, or copy it, before.
+    A graph that was yielded is rewritten as soon as the next one is asked for: read it, or copy it, before.
     """
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     yield "capture", module
-    for at, rewrite in enumerate(PIPELINE):
-        tell("passes again", at + 1, PASSES, rewrite.__name__)
-        module = _apply(rewrite, module, context)
-        yield rewrite.__name__, module
-    tell("passes again", PASSES, PASSES)
+    passes = edited(context.pass_edits)
+    for at, one in enumerate(passes):
+        tell("passes again", at + 1, len(passes) + 1, one.name)
+        module = _apply(one, module, context)
+        yield one.name, module
+    tell("passes again", len(passes) + 1, len(passes) + 1)
 
 
 def _rewritten(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:

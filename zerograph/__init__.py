@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zerograph.grad_scaler import GradScaler, StaticGradScaler
     from zerograph.graph import ZeroGraph
     from zerograph.inspection import Collective
+    from zerograph.ir.pass_edits import PassEdit
     from zerograph.local import local
     from zerograph.memory import Memory
     from zerograph.passes.rules.registry import Operands
@@ -83,6 +84,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "graph": ("ZeroGraph",),
     "inspection": ("Collective",),
+    "ir.pass_edits": ("PassEdit",),
     "local": ("local",),
     "memory": ("Memory",),
     "passes.rules.registry": ("Operands",),
@@ -117,6 +119,7 @@ __all__ = [
     "OffloadError",
     "Operands",
     "OperatorError",
+    "PassEdit",
     "PlacementError",
     "Plan",
     "RankMismatchError",

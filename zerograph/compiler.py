@@ -42,7 +42,7 @@ from zerograph.passes.context import (
     MissingRules,
     Numerics,
 )
-from zerograph.passes.pipeline import PASSES, run_pipeline
+from zerograph.passes.pipeline import edited, run_pipeline
 from zerograph.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
 from zerograph.progress import tell
 from zerograph.python_state import Place
@@ -299,7 +299,7 @@ class Compiler:
         _, backend = self._backend(members)
         return Context(
             mesh=mesh,
-            policy=self.config.policy if self.optimizers else OFF,
+            policy=replace(self.config.policy if self.optimizers else OFF, dim=zero_dim),
             buckets=tuple(one.bucket for one in layout),
             updates={
                 one.bucket.name: BucketUpdate(
@@ -318,7 +318,6 @@ class Compiler:
                 cut=batch.cut,
                 packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
             ),
-            zero_dim=zero_dim,
             numerics=Numerics(
                 reduce_dtype=self.config.reduce_dtype,
                 scaler=self.config.scaler if self.optimizers else None,
@@ -337,6 +336,7 @@ class Compiler:
                 exchanges=exchanges,
             ),
             missing_rules=MissingRules(self.config.on_missing_rule),
+            pass_edits=self.config.passes,
             warn=warn,
         )
 
@@ -371,7 +371,7 @@ class Compiler:
         key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
         if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
             began = time.perf_counter()
-            tell("passes", 0, PASSES, "capture")
+            tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
 
             def traced(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
                 return [replace(one, device=torch.device("cpu")) if members.on_accelerator else one for one in specs]

@@ -26,6 +26,7 @@ from zerograph.base.options import (
 )
 from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
 from zerograph.grad_scaler import GradScaler
+from zerograph.ir.pass_edits import PassEdit
 from zerograph.offload import Offload, complaint
 from zerograph.precision import LOW_DTYPES
 from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
@@ -54,10 +55,7 @@ class Config:
 
     mode: str = option(
         "off",
-        Check(
-            lambda value: isinstance(value, str) and value in MODES,
-            f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}",
-        ),
+        one_of(*MODES, advice=f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"),
         """``"distributed_split"`` (ZeRO with shards that cut through parameters), ``"non_distributed"`` (ZeRO with
         whole parameters on each rank, balanced by size) or ``"off"`` (plain data parallel, the default). The mode does
         not change numbers, except that fused kernels may round the last few elements of a shard differently. All
@@ -98,6 +96,15 @@ class Config:
         one_of("gather", "error", "discover"),
         """What to do about an operator without a rule, on several ranks: ``"gather"`` its inputs and warn once
         (default), ``"error"``, or ``"discover"`` how it may be split by running it on random data.""",
+    )
+    passes: tuple[PassEdit, ...] = option(
+        (),
+        Check(
+            lambda value: isinstance(value, tuple) and all(isinstance(one, PassEdit) for one in value),
+            "give a tuple of zg.PassEdit.before(), after(), replace() or disable()",
+        ),
+        """Passes of your own and changes of the pipeline, as :class:`zerograph.PassEdit`, made in order; the same on
+        all ranks. Default (): none.""",
     )
     backend: str | Callable[..., Any] = option(
         "auto",
@@ -334,11 +341,7 @@ class Config:
         return found if found is not None and found.enabled else None
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """The same as ``gradient_accumulation_steps = steps``.
-
-        Raises:
-            ConfigError: not a whole number, 1 or more.
-        """
+        """Set ``gradient_accumulation_steps``; OneFlow's spelling."""
         self.gradient_accumulation_steps = steps
 
     def offload_optimizer(
@@ -452,10 +455,7 @@ class Config:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def shown(self, *, changed: bool = False) -> str:
-        """The same in words that are equal on all ranks.
-
-        ``changed``: only of options that are not at their default, after the mode and, unless that is off, the stage.
-        """
+        """Show all options in words that are equal on all ranks, or only ``changed`` ones after mode and stage."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if changed:
             default = Config()
@@ -471,11 +471,7 @@ def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
 
 
 def check_name(name: Any) -> None:
-    """Raise if there is no such option.
-
-    Raises:
-        ConfigError: there is none; the message has the nearest, and all.
-    """
+    """Raise a ConfigError, with the nearest name and all names, if there is no such option."""
     if name not in _CHECKS:
         raise ConfigError(_unknown(name))
 

@@ -14,6 +14,7 @@ class ZeroPolicy:
         regather: gathered parameters are freed after forward and gathered again for backward.
         reduce_early: a bucket's gradient is reduced as soon as it is complete, else when backward has ended.
         deals: shards do not cut through parameters: each is dealt out whole to one rank.
+        dim: the mesh dimension that is split along.
     """
 
     name: str
@@ -21,6 +22,7 @@ class ZeroPolicy:
     regather: bool
     reduce_early: bool
     deals: bool = False
+    dim: int = 0
 
 
 OFF = ZeroPolicy("off", split=False, regather=False, reduce_early=True)

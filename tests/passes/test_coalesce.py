@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,19 +10,18 @@ from torch import Tensor
 
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
-from zerograph.passes import pipeline
-from zerograph.passes.coalesce import coalesce
+from zerograph import PassEdit
 
 
 def trained(together: bool, stage: int, batch_norm: str, micro_batches: int) -> tuple[Any, list[str], list[int]]:
     """(losses and state, what was summed over the ranks apart from gradients, bytes sent by all of these)."""
-    passes = tuple(one for one in pipeline.PIPELINE if together or one is not coalesce)
     model = make("conv")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step = TrainStep(model, optimizer, stage, backend="eager", batch_norm=batch_norm)
     step.config.set_gradient_accumulation_steps(micro_batches)
-    with patch.object(pipeline, "PIPELINE", passes):
-        losses: list[Tensor] = [step(part(x), part(y)) for x, y in batches("conv", 3, 12)]
+    if not together:
+        step.config.passes = (PassEdit.disable("coalesce"),)
+    losses: list[Tensor] = [step(part(x), part(y)) for x, y in batches("conv", 3, 12)]
     sums = [one for one in step.collectives() if one.kind == "all-reduce" and "gradient" not in one.what]
     return [losses, step.state_dict()], [one.what for one in sums], [one.bytes for one in sums]
 

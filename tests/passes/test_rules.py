@@ -117,7 +117,8 @@ def local_outputs(made: Made, signature: Signature, ranks: int, rank: int) -> tu
     node.meta["signature"] = (signature,)
     found = [(sbp,) for sbp in signature.outputs]
     node.meta["sbp"] = found[0] if isinstance(node.meta["val"], Tensor) else tuple(found)
-    localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, BatchLayout(tuple((sbp,) for sbp in signature.inputs))))
+    batch = BatchLayout(tuple((sbp,) for sbp in signature.inputs))
+    localize(module, Context(line(ranks, rank, "none"), OFF, (), {}, batch))
     return module, tensors
 
 

@@ -371,7 +371,7 @@ def test_the_graph_can_be_looked_at_after_every_pass(pool: Pool) -> None:
     assert seen["compiled"] == 0
     assert seen["done"] == 1
     names = [name for name, *_ in seen["passes"]]
-    assert names == ["capture", *(rewrite.__name__ for rewrite in PIPELINE)]
+    assert names == ["capture", *(one.name for one in PIPELINE)]
     assert all(summary.endswith(".") and nodes > 0 and seconds >= 0 for _, summary, nodes, seconds in seen["passes"])
     assert seen["sbp"]
     assert "boxing" in seen["readable"]

@@ -19,7 +19,7 @@ from torch import fx
 from zerograph.errors import ConfigError, MemoryBudgetError
 from zerograph.inspection.text import lines, show_text
 from zerograph.passes.context import Context
-from zerograph.passes.pipeline import PIPELINE, stages
+from zerograph.passes.pipeline import edited, stages
 
 VARIABLE = "ZEROGRAPH_DUMP"
 # Steps of one process, whichever graph they are of.
@@ -95,7 +95,7 @@ def _write_all(folder: Path, captured: fx.GraphModule, context: Context, *, fail
 
 
 def _write(folder: Path, number: int, name: str, graph: fx.Graph, context: Context) -> None:
-    says = {rewrite.__name__: (rewrite.__doc__ or "").strip().splitlines()[0] for rewrite in PIPELINE}
+    says = {one.name: one.summary for one in edited(context.pass_edits)}
     head = [
         f"# {name}: {says.get(name, 'what build() and its backward() were traced to.')}",
         f"# mesh {context.mesh.shape}, this rank at {context.mesh.position}, {context.policy.name}",

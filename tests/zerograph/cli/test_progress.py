@@ -35,7 +35,7 @@ def test_every_pass_is_told_in_order() -> None:
     tell("passes", 0, 1)
     assert [one.done for one in told] == list(range(PASSES + 1))
     assert {(one.of, one.total) for one in told} == {("passes", PASSES)}
-    assert [one.doing for one in told] == ["capture", *(rewrite.__name__ for rewrite in PIPELINE), ""]
+    assert [one.doing for one in told] == ["capture", *(one.name for one in PIPELINE), ""]
 
 
 def test_a_search_tells_its_candidates() -> None:

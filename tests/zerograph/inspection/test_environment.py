@@ -17,7 +17,7 @@ def test_a_dump_has_the_graph_after_every_pass(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("ZEROGRAPH_DUMP", str(tmp_path))
     step = prepared(layers=1, rank=1)
     (folder,) = (tmp_path / "rank1").iterdir()
-    names = ["capture", *(rewrite.__name__ for rewrite in PIPELINE)]
+    names = ["capture", *(one.name for one in PIPELINE)]
     assert {path.name for path in folder.iterdir()} == {
         "step.txt",
         *(f"{number:02d}-{name}.txt" for number, name in enumerate(names)),
