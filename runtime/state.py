@@ -278,20 +278,25 @@ def _at_home(shard: Tensor, layout: Bucket) -> Tensor:
     return found.pin_memory() if layout.home != layout.device and layout.rest.pinned else found
 
 
+def begin(spec: StateSpec) -> float:
+    """The value of an entry before the first update; the sign of a zero counts."""
+    return 0.0 if spec.initial is None else spec.initial
+
+
 def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[str, Any]], place: Extent | None) -> Held:
     """One entry of a new store's state. A collective unless nobody has one yet."""
     layout = store.layouts.get(name)
     if layout is None:
-        value = held[0][name] if held and name in held[0] else (spec.initial or 0.0)
+        value = held[0][name] if held and name in held[0] else begin(spec)
         value = in_memory(value.state[name]) if isinstance(value, Store) else value
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
         if place is not None:
             rest = store.layout.rest.state
-            fill(place, spec.initial or 0.0, fast=rest is not None and rest.fast)
+            fill(place, begin(spec), fast=rest is not None and rest.fast)
             return place
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
-        return torch.full(shape, spec.initial or 0.0, dtype=layout.dtype, device=layout.home)
+        return torch.full(shape, begin(spec), dtype=layout.dtype, device=layout.home)
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     by_parameter = {id(p): slot for p, slot in zip(store.parameters, layout.slots, strict=True)}
     values = [one[name] for one in held]
@@ -423,7 +428,7 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
         if layout is not None and not store.fresh:
             _load(store.job, layout, held, [state.get(name) for state in states])
             continue
-        value = states[0][name] if layout is None and states[0] else (spec.initial or 0.0)
+        value = states[0][name] if layout is None and states[0] else begin(spec)
         if isinstance(held, Extent):
             fill(held, value)
         else:

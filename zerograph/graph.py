@@ -125,6 +125,7 @@ class ZeroGraph(Inspected, Stateful):
         refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
+        self._compiler.updates.expect(len(self._optimizers) - 1, lr_scheduler)
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         guard(optimizer, building)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ class Updates:
     """Keeps the programs of the updates, and what became of the hyperparameters that changed."""
 
     optimizers: Optimizers
+    # By optimizer: the hyperparameters besides the learning rate that its scheduler changes.
+    scheduled: dict[int, set[Path]] = field(default_factory=dict)
     _programs: Programs = field(default_factory=Programs)
     # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
     _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
@@ -44,6 +47,13 @@ class Updates:
                         found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
         return found
 
+    def expect(self, number: int, scheduler: object) -> None:
+        """Note what the scheduler of an optimizer is going to change: it is an input from the first step on."""
+        for inner in getattr(scheduler, "_schedulers", ()):
+            self.expect(number, inner)
+        if getattr(scheduler, "cycle_momentum", False):
+            self.scheduled.setdefault(number, set()).update((("momentum",), ("betas", 0)))
+
     def constants(self, number: int, index: int) -> Mapping[str, Any]:
         """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""
         group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
@@ -61,7 +71,11 @@ class Updates:
             for index, group in enumerate(optimizer.param_groups):
                 place = number, index
                 now = hyperparameters.numbers(group)
-                before = self._last.get(place, now)
+                before = self._last.get(place)
+                if before is None:
+                    # One that a scheduler is going to change counts as changed.
+                    scheduled = self.scheduled.get(number, ())
+                    before = {path: math.nan if path in scheduled else value for path, value in now.items()}
                 self._last[place] = now
                 lifted = self._lifted.setdefault(place, {})
                 for path in now:

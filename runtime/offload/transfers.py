@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -132,7 +133,7 @@ def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
     """
     check([])
     renew(extent)
-    if fast and extent.zero and not value:
+    if fast and extent.zero and not value and math.copysign(1.0, value) > 0:
         return
     count = whole_blocks(extent.nbytes)
     memory = buffers.take(min(count, _REQUEST))

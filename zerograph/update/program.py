@@ -23,6 +23,7 @@ from zerograph.hyperparameters import Lift, Watched
 from zerograph.ir.metadata import meta
 from zerograph.mutation import without_mutation
 from zerograph.step_graph import placeholders
+from zerograph.update.beginning import beginning
 from zerograph.update.keying import initial_value, key_of
 from zerograph.update.proofs import mixing, refuse_random
 from zerograph.update.sampling import Sample, StateTensor, both, width
@@ -93,15 +94,21 @@ def trace_update(
         lift.apply(list(numbers))
     refuse_random(steady, name)
     mixes = mixing(steady) or mixing(first)
-    initial = {key: initial_value(first, index) for index, key in enumerate(state)}
+    initial: Mapping[str, float | None] = {key: initial_value(first, index) for index, key in enumerate(state)}
+    # Operator by operator; fused operators are for these.
+    alike = None not in initial.values() and key_of(first, list(state)) == key_of(steady, ())
+    if not alike:
+        values = {number: hyperparameters.read(group, path) for number, path in numbers.items()}
+        found = _beginning(first, steady, initial, state, values, sample, mixes)
+        initial = initial if found is None else found
+    same = alike or found is not None
     specs = {key: StateSpec(value.dim() == 0, width(value), initial[key], value.dtype) for key, value in state.items()}
-    same = None not in initial.values() and key_of(first, list(state)) == key_of(steady, ())
     key = key_of(steady, ()) if same else key_of(first, ()) + key_of(steady, ())
     shapes = {} if mixes is None else {entry: tuple(value.shape) for entry, value in state.items()}
     if mixes is not None:
         key += f"\n{tuple(shape)}"
     # Fused operators take no other hyperparameter as a tensor, and make no state of a first update of its own.
-    fused = bool(group.get("fused")) and same and mixes is None and not lifted
+    fused = bool(group.get("fused")) and alike and mixes is None and not lifted
     for program in known:
         if (program.optimizer, program.key, program.state, program.fused is not None) == (name, key, specs, fused):
             return program
@@ -120,6 +127,28 @@ def trace_update(
         numbers={"lr": hyperparameters.LR, **numbers},
         thresholds=thresholds,
     )
+
+
+def _beginning(
+    first: fx.GraphModule,
+    steady: fx.GraphModule,
+    initial: Mapping[str, float | None],
+    state: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    sample: Sample,
+    mixes: str | None,
+) -> Mapping[str, float] | None:
+    """As :func:`beginning`; an update that is not elementwise is traced for a small parameter."""
+    if mixes is None and not sample.asks_sizes:
+        return beginning(first, steady, initial, state, numbers, None, sample.dtype)
+    small = sample.of_shape(torch.Size(min(size, _SMALL) for size in sample.shape))
+    first, steady, state = both(small)
+    if state.keys() != initial.keys():
+        return None
+    return beginning(first, steady, initial, state, {}, small.shape, small.dtype)
+
+
+_SMALL = 24
 
 
 def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:

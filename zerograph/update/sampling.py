@@ -41,7 +41,7 @@ class Sample:
     """A copy of the optimizer that owns fake parameters of the given shape.
 
     Attributes:
-        shape, device: of the parameter.
+        shape, dtype, device: of the parameter.
         asks_sizes: while it was traced the optimizer learned something of a tensor that may differ between shapes.
     """
 
@@ -56,10 +56,14 @@ class Sample:
         fused: bool = False,
     ) -> None:
         self._optimizer, self._group = optimizer, group
-        self.shape, self._dtype, self.device = shape, dtype, torch.device(device)
+        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
         self.asks_sizes = False
+
+    def of_shape(self, shape: torch.Size) -> Sample:
+        """A sample of the same optimizer for a parameter of another shape, on the CPU."""
+        return Sample(self._optimizer, self._group, shape, self.dtype, "cpu")
 
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
@@ -140,7 +144,7 @@ class Sample:
         return leaves, twin
 
     def _fake(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self._dtype, device=self.device)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def _fake_state(self, spec: StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)

@@ -1,0 +1,112 @@
+"""A step is compiled once, not again when the optimizer has state; the first update stays plain PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+import zerograph as zg
+from tests.plainly import inputs
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Training(zg.ZeroGraph):
+    def __init__(self, made: nn.Module, make: Make, schedule: Callable[[Any], LRScheduler] | None = None) -> None:
+        super().__init__()
+        self.model = made
+        optimizer = make(made.parameters())
+        self.add_optimizer(optimizer, None if schedule is None else schedule(optimizer))
+        self.set_zero_mode("distributed_split", stage=1)
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().sum()
+        loss.backward()
+        return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD with Nesterov momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD with momentum, upwards": lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9, maximize=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_first_update_is_plain_pytorchs_bit_by_bit_and_needs_no_compilation_of_its_own(name: str) -> None:
+    plain = model()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    step = Training(copy.deepcopy(plain), OPTIMIZERS[name])
+    for x in inputs([4, 4, 4]):
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        step(x)
+        state = step.state_dict()
+        for key, value in state["modules"]["model"].items():
+            assert torch.equal(value, plain.state_dict()[key]) or "momentum" not in name
+            torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-12, atol=1e-12)
+        for number, entries in optimizer.state_dict()["state"].items():
+            if "momentum_buffer" in entries:
+                buffer = state["optimizers"][0]["state"][number]["momentum_buffer"]
+                assert torch.equal(buffer, entries["momentum_buffer"])
+                assert torch.equal(buffer.signbit(), entries["momentum_buffer"].signbit())
+    assert len(step._steps) == 1
+
+
+def test_a_gradient_of_minus_zero_is_the_first_momentum() -> None:
+    """Zero times the momentum plus the gradient would be 0.0."""
+    made = nn.Linear(1, 1, bias=False).double()
+    step = Training(made, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    with torch.no_grad():
+        made.weight.fill_(1.0)
+    plain = copy.deepcopy(made)
+    x = torch.tensor([[-0.0]], dtype=torch.float64)
+    plain(x).square().sum().backward()
+    assert plain.weight.grad is not None
+    step(x)
+    (entries,) = step.state_dict()["optimizers"][0]["state"].values()
+    assert torch.equal(entries["momentum_buffer"].signbit(), plain.weight.grad.signbit())
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_a_schedule_that_cycles_momentum_needs_no_second_compilation(name: str) -> None:
+    step = Training(model(), OPTIMIZERS[name], lambda optimizer: OneCycleLR(optimizer, 0.1, 10))
+    plain = model()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    schedule = OneCycleLR(optimizer, 0.1, 10)
+    for x in inputs([4, 4, 4]):
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        step(x)
+    torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+    assert len(step._steps) == 1
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), torch.optim.Rprop])
+def test_an_update_whose_beginning_is_no_constant_is_compiled_by_itself(make: Make) -> None:
+    step = Training(model(), make)
+    plain = model()
+    optimizer = make(plain.parameters())
+    for x in inputs([4, 4, 4]):
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        step(x)
+    torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
