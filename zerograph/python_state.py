@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -359,7 +360,8 @@ class _Reach:
             self._attributes(vars(self._graph))
         for module in self._modules.modules():
             self._meet(vars(module).get("forward"), type(module))
-            self._meet(type(module).forward, type(module))
+            # Statically: that of torch.jit's modules is made when it is asked for, of an instance only.
+            self._meet(inspect.getattr_static(type(module), "forward", None), type(module))
             self._attributes({name: one for name, one in vars(module).items() if name not in _MODULES_OWN})
         while self._queue:
             self._function(*self._queue.popleft())
