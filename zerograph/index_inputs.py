@@ -78,11 +78,12 @@ def check_indices(captured: Captured, batch: Batch, ranks: int, micro_batches: i
         _check_rows(node, len(batch.tensors[at]), batch.names[at], ranks)
     integers = [at for at in split.values() if not batch.tensors[at].is_floating_point()]
     reads = [read for read in _reads(graph) if (found := _input_of(read.index)) and split.get(found[0]) in integers]
-    if reads:
-        dims = _batch_dims(graph, list(split), ranks)
-        for read in reads:
-            if (read.source, 0, read.dim) in dims:
-                _check_read(read, split, batch, ranks, compared)
+    problems = [(read, problem) for read in reads if (problem := _problem(read, split, batch, ranks, compared))]
+    # Dimensions are followed only where the values raise the question: that costs as much as many a pass.
+    dims = _batch_dims(graph, list(split), ranks) if problems else set()
+    for read, problem in problems:
+        if (read.source, 0, read.dim) in dims:
+            raise InputError(problem)
 
 
 def read_outside_regions(captured: Captured) -> set[int]:
@@ -311,7 +312,8 @@ def _may_be_batch(node: fx.Node) -> bool:
     return node.op != "placeholder" or meta(node)["role"].kind == "input"
 
 
-def _check_read(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, compared: Comparison) -> None:
+def _problem(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, compared: Comparison) -> str | None:
+    """Return what is wrong with the positions, if the dimension that they index is the batch's; None: nothing."""
     found = _input_of(read.index)
     assert found is not None
     placeholder, rows_only = found
@@ -324,7 +326,7 @@ def _check_read(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: 
         f"row for each position. {_LOCAL}"
     )
     if rows_only:
-        raise InputError(
+        return (
             f"{about}build() takes single rows of it as positions, but a plain input is split along dimension 0: its "
             f"whole has the shape {batch.specs[at].shape}, and rows of other ranks would not count.\n{advice}"
         )
@@ -332,12 +334,13 @@ def _check_read(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: 
     count = batch.tensors[at].numel() * (compared.ranks - 1)
     likely = count * math.log2(ranks) >= _CERTAIN or len(compared.digests(at)) == 1
     if compared.ranks > 1 and likely and all(row[at].highest < size // ranks for row in compared.values):
-        raise InputError(
+        return (
             f"{about}On every rank all of them are below {size // ranks}, the rows of one rank's part, but the step "
             f"computes with the {size} rows of all {ranks} parts: every rank would read the first one's.\n{advice}\n"
             f"If the first {size // ranks} rows of the whole batch are meant, say so: "
             f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
         )
+    return None
 
 
 # As many bits of chance: one in a million.
