@@ -6,7 +6,7 @@ import contextlib
 import functools
 import linecache
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -19,6 +19,7 @@ from zerograph.errors import CommunicationError, OperatorError, VerificationErro
 from zerograph.ir.metadata import Boxing, Origin, Role, meta
 from zerograph.loop import Loop, loop_of
 from zerograph.runtime.backends import Compiled
+from zerograph.runtime.lean import lean
 from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
 from zerograph.step_graph import placeholders
@@ -39,6 +40,7 @@ class Executor:
         written: places among them of what the user holds and the step writes.
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
         seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
+        lean: runs instead of ``function``, which it is made of, where that is an ``fx.GraphModule``'s.
     """
 
     job: Job
@@ -48,6 +50,7 @@ class Executor:
     written: Sequence[int]
     numbers: Mapping[str, Tensor]
     seed: Tensor
+    lean: Compiled | None = None
 
     def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, doing: str) -> list[Tensor]:
         """Run the step on this rank's part of the batch; ``doing`` names it in messages.
@@ -75,7 +78,7 @@ class Executor:
             ]
             try:
                 with torch.no_grad(), self._breaking_off(doing):
-                    values = list(self.function(*arguments))
+                    values = list((self.lean or self.function)(*arguments))
                     for place in self.written:
                         if arguments[place] is not found[place]:
                             found[place].copy_(arguments[place])
@@ -161,6 +164,15 @@ def bind(
             raise VerificationError(f"nothing feeds the graph's {found}")
     places = tuple(place for place, node in enumerate(placeholders(graph.graph)) if meta(node)["role"] in written)
     return Executor(job, graph, function, tuple(feeds), places, numbers, seed)
+
+
+def leaner(executor: Executor) -> Executor:
+    """Return the executor with a leaner form of its function, if that is an ``fx.GraphModule``'s of ours."""
+    module = getattr(executor.function, "__self__", None)
+    if not isinstance(module, fx.GraphModule):
+        return executor
+    stay = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
+    return replace(executor, lean=lean(module, stay))
 
 
 def _fed(held: Held, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:

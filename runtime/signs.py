@@ -188,11 +188,15 @@ class Signs:
         except Exception:
             raise
         except BaseException as error:
-            if not vars(error).get(_TOLD):
-                mark_told(error)
-                self.broke_off = self.broke_off or f"{doing}, interrupted"
-                self.note(error)
+            self.tell_interrupt(error, doing)
             raise
+
+    def tell_interrupt(self, interrupt: BaseException, doing: str) -> None:
+        """Tell the others, once, that this rank goes no further with what it was ``doing``."""
+        if not vars(interrupt).get(_TOLD):
+            mark_told(interrupt)
+            self.broke_off = self.broke_off or f"{doing}, interrupted"
+            self.note(interrupt)
 
     def resume(self) -> None:
         """Go on after a step that broke off at the same place on all ranks, which have agreed to."""

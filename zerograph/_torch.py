@@ -448,6 +448,13 @@ def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for kind in kinds if kind for hook in kind.values()]
 
 
+def contents_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """What a module holds parameters, buffers, other modules and :func:`module_hooks` in."""
+    hooks: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    hooks += (module._backward_pre_hooks, module._backward_hooks)
+    return module._parameters, module._buffers, module._modules, *hooks
+
+
 def version(tensor: Tensor) -> int:
     """How often the tensor has been written to in place."""
     return int(tensor._version)
@@ -509,6 +516,12 @@ def _aliased(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         for position, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write == written
     ]
+
+
+def unwrapped(operator: OpOverload) -> Callable[..., Any]:
+    """What an operator calls with its arguments and nothing else: half of what calling a small one takes is before."""
+    call: Callable[..., Any] = operator._op
+    return call
 
 
 def overloads(operator: Any) -> list[OpOverload]:

@@ -96,11 +96,9 @@ def read_batch(
         InputError: something that is no tensor and no constant, wants a gradient, or cannot be cut into micro-batches.
         PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
     """
-    given, tree = pytree.tree_flatten_with_path((args, kwargs))
-    constants = [
-        (f"input {_name(path)}", f"{type(leaf).__name__} {leaf!r}") for path, leaf in given if _is_constant(leaf)
-    ]
-    inputs = [(_name(path), leaf) for path, leaf in given if not _is_constant(leaf)]
+    given, tree = _flattened((args, kwargs))
+    constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in given if _is_constant(leaf)]
+    inputs = [(name, leaf) for name, leaf in given if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
     cut = tuple(
@@ -124,6 +122,45 @@ def read_batch(
         cut,
         tuple(not isinstance(leaf, DTensor) for _, leaf in inputs),
     )
+
+
+# By nesting: the names of the leaves, and what arranges them.
+_nestings: dict[Any, tuple[list[str], pytree.TreeSpec]] = {}
+_NESTINGS = 1000
+
+
+def _flattened(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """Return the leaves with their names, and the tree. Torch's own way takes long beside a small step."""
+    leaves: list[Any] = []
+    nesting = _nesting(arguments, leaves)
+    found = None if nesting is None else _nestings.get(nesting)
+    if found is not None:
+        names, tree = found
+        return list(zip(names, leaves, strict=True)), tree
+    given, tree = pytree.tree_flatten_with_path(arguments)
+    names = [_name(path) for path, _ in given]
+    if nesting is not None and len(_nestings) < _NESTINGS:
+        _nestings[nesting] = names, tree
+    return [(name, leaf) for name, (_, leaf) in zip(names, given, strict=True)], tree
+
+
+def _nesting(value: Any, leaves: list[Any]) -> Any:
+    """Append the leaves and return how they are nested, to be compared; None for kinds that only torch takes apart."""
+    kind = type(value)
+    if kind is dict:
+        inner, about = value.values(), tuple(value)
+    elif kind is tuple or kind is list:
+        inner, about = value, ()
+    elif kind is Tensor or kind in _CONSTANTS:
+        leaves.append(value)
+        return _LEAF
+    else:
+        return None
+    nestings = tuple([_nesting(one, leaves) for one in inner])
+    return None if None in nestings else (kind, about, nestings)
+
+
+_LEAF = "leaf"
 
 
 def _is_constant(leaf: Any) -> bool:

@@ -48,7 +48,7 @@ from zerograph.progress import tell
 from zerograph.python_state import Place
 from zerograph.residence import assign, make_room, with_rooms
 from zerograph.runtime import backends, wire
-from zerograph.runtime.executor import Lookup, bind
+from zerograph.runtime.executor import Lookup, bind, leaner
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
@@ -459,6 +459,8 @@ class Compiler:
                 lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)
         written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
         executor = bind(job, graph, function, stores, lookups, written=written)
+        if backend in backends.BACKENDS:
+            executor = leaner(executor)
         if self.config.keep_freed_memory and all(
             node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
         ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph._torch import gradient_hooks
+from zerograph._torch import contents_of, gradient_hooks, without_torch_function
 from zerograph.annotate import annotate, annotated_sbp, annotation, carry_over
 from zerograph.capture import TensorSpec
 from zerograph.errors import ConfigError, PlacementError
@@ -58,9 +60,18 @@ class Members:
             for name, tensor in tensors.items()
         }
 
-    def names(self) -> dict[int, str]:
+    def names(self) -> Mapping[int, str]:
         """Qualified name of each parameter, by ``id``."""
+        return self._names
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @functools.cached_property
+    def module_facts(self) -> tuple[Any, ...]:
+        """Facts of the modules as they were when first asked for: :class:`Tree` knows whether they still are."""
+        return module_facts(self.root)
 
 
 def find_members(attributes: Mapping[str, Any]) -> Members:
@@ -91,6 +102,38 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
         else:
             aliases[name] = first[id(buffer)]
     return Members(root, parameters, buffers, aliases)
+
+
+class Tree:
+    """The members of a graph as they were found, which tells cheaply whether they would be found so again.
+
+    Compares every attribute of every module, and all that it holds parameters, buffers, modules and hooks in, object by
+    object: what numbers, flags and tuples say cannot change in the same object. Of a parameter, shape, dtype and the
+    like can: those are asked for in each step.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        modules = [one for one in members.root.modules() if one is not members.root]
+        self._modules, self._classes = modules, list(map(type, modules))
+        held = [one for module in modules for one in (vars(module), *contents_of(module))]
+        self._empty = [one for one in held if not one]
+        self._full = [(one, list(one), list(one.values())) for one in held if one]
+
+    def is_same(self, attributes: Mapping[str, Any]) -> bool:
+        """Return whether a graph with these attributes has the same members, and these the same facts."""
+        top = self.members.root._modules
+        now = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
+        return (
+            list(now) == list(top)
+            and all(map(operator.is_, now.values(), top.values()))
+            and all(map(operator.is_, map(type, self._modules), self._classes))
+            and not any(self._empty)
+            and all(
+                len(held) == len(values) and all(map(operator.is_, held.values(), values)) and list(held) == names
+                for held, names, values in self._full
+            )
+        )
 
 
 def has_global(members: Members) -> bool:
@@ -204,14 +247,18 @@ def capture_facts(
         constants: an optimizer's group, by their numbers, with those hyperparameters that are constants in the graph.
     """
     names, hooks = members.names(), gradient_hooks(members.parameters.values())
+    with without_torch_function():
+        parameters = tuple(
+            [
+                (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p), *map(Same, (*on_gradient, *behind)))
+                for (name, p), (on_gradient, behind) in zip(members.parameters.items(), hooks, strict=True)
+            ]
+        )
     return {
-        "parameters": tuple(
-            (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p), *map(Same, (*on_gradient, *behind)))
-            for (name, p), (on_gradient, behind) in zip(members.parameters.items(), hooks, strict=True)
-        ),
+        "parameters": parameters,
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),
-        "modules": module_facts(members.root),
+        "modules": members.module_facts,
         "attributes of the graph": facts(attributes),
         "optimizers": tuple(
             (

@@ -27,15 +27,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Tell the other ranks when a method is interrupted in which they wait for this one."""
 
     def wrapped(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            job: Job | None = vars(args[0])["_job"]
-            with contextlib.nullcontext() if job is None else job.signs.interruptible(doing):
+            try:
                 return method(*args, **kwargs)
+            except Exception:
+                raise
+            except BaseException as error:
+                job: Job | None = vars(args[0]).get("_job")
+                if job is not None:
+                    job.signs.tell_interrupt(error, doing)
+                raise
 
         return run
 
@@ -72,7 +78,7 @@ class Stateful:
         return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
 
     @one_thread("state_dict()")
-    @_interruptible("reading the state")
+    @interruptible("reading the state")
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
         ``grad_scaler``.
@@ -99,7 +105,7 @@ class Stateful:
         }
 
     @one_thread("load_state_dict()")
-    @_interruptible("loading a state")
+    @interruptible("loading a state")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
 
@@ -183,7 +189,7 @@ class Stateful:
         self._saver.wait()
 
     @one_thread("load()")
-    @_interruptible("loading a checkpoint")
+    @interruptible("loading a checkpoint")
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
 
