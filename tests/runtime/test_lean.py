@@ -1,0 +1,78 @@
+"""The lean form of a graph computes what the graph does, on the same memory, with fewer calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.pool import Pool
+from zerograph.runtime.lean import lean
+from zerograph.runtime.messages import compared
+
+aten = torch.ops.aten
+
+
+def step(bucket: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Reads two weights out of a bucket, makes a gradient in one tensor, and updates the bucket."""
+    bucket = aten.alias.default(bucket)
+    weight = aten.view.default(aten.slice.Tensor(bucket, 0, 0, 6), [2, 3])
+    bias = aten.view.default(aten.slice.Tensor(bucket, 0, 6, 8), [2])
+    y = aten.addmm.default(bias, x, aten.t.default(weight))
+    gradient = aten.empty.memory_format([8])
+    into = aten.view.default(aten.slice.Tensor(gradient, 0, 0, 6), [2, 3])
+    aten.mm.out(aten.t.default(y), x, out=into)
+    aten.copy_.default(aten.view.default(aten.slice.Tensor(gradient, 0, 6, 8), [2]), aten.sum.dim_IntList(y, [0]))
+    scale = aten.scalar_tensor.default(0.5)
+    aten.add_.Tensor(bucket, aten.mul.Tensor(gradient, scale))
+    counted = aten.scalar_tensor.default(1.0)
+    aten.add_.Tensor(counted, 1.0)
+    return aten.alias.default(weight), counted
+
+
+@pytest.fixture
+def graph() -> fx.GraphModule:
+    traced: fx.GraphModule = make_fx(step)(torch.zeros(8), torch.zeros(4, 3))
+    return traced
+
+
+def test_the_lean_form_computes_the_same_in_every_step(graph: fx.GraphModule) -> None:
+    plain, bucket = torch.arange(8.0), torch.arange(8.0)
+    run = lean(graph, [bucket, None])
+    for number in range(3):
+        x = torch.full((4, 3), number + 1.0)
+        expected, got = graph.forward(plain, x), run(bucket, x)
+        assert torch.equal(bucket, plain)
+        # A number that the step writes to begins anew in each.
+        assert all(map(torch.equal, got, expected))
+
+
+def test_views_of_what_stays_are_made_once(graph: fx.GraphModule) -> None:
+    module = lean(graph, [torch.arange(8.0), None]).__self__  # type: ignore[attr-defined]
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert aten.slice.Tensor not in targets
+    # Pieces of the gradient, which is new in each step, take one call each.
+    assert targets.count(torch.as_strided) == 2
+    assert targets.count(aten.scalar_tensor.default) == 1
+
+
+def test_what_a_step_returns_is_a_tensor_of_its_own(graph: fx.GraphModule) -> None:
+    bucket = torch.arange(8.0)
+    run = lean(graph, [bucket, None])
+    (first, _), (second, _) = run(bucket, torch.ones(4, 3)), run(bucket, torch.ones(4, 3))
+    assert first is not second
+
+
+def compare(different: int, flagged: int) -> tuple[bool, bool]:
+    rank = dist.get_rank()
+    return compared(dist.new_group(backend="gloo"), -5 if rank == different else 2**62, rank == flagged)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_sees_a_number_or_a_flag_of_any_rank(pool: Pool, ranks: int) -> None:
+    assert pool.run(ranks, compare, -1, -1) == [(True, False)] * ranks
+    for one in range(ranks):
+        assert pool.run(ranks, compare, one, -1) == [(False, False)] * ranks
+        assert pool.run(ranks, compare, -1, one) == [(True, True)] * ranks
