@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned
@@ -16,7 +16,7 @@ from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured
+from zerograph.step_graph import Captured, output_nodes
 from zerograph.update_program import Path
 
 
@@ -87,6 +87,12 @@ class CompiledStep(RewrittenStep):
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
         return tuple(found.name for found in roles if found.kind != "output")
+
+    def metric(self, values: Sequence[Tensor]) -> float:
+        """Return the first 0-d tensor that ``build()`` returns, among ``values``; of one that was packed the mean."""
+        traced = output_nodes(self.captured.graph.graph)
+        value = next(value for value, node in zip(values, traced, strict=False) if node.meta["val"].dim() == 0)
+        return float(value.item() if value.dim() == 0 else value.double().mean().item())
 
     def check_files(self) -> None:
         """Raise if a file that the step reads is not what it left there.

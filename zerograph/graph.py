@@ -27,7 +27,7 @@ from zerograph.inspection import trace as tracing
 from zerograph.inspection.observer import EnvironmentObserver
 from zerograph.inspection.trace import Trace
 from zerograph.layout import Planned
-from zerograph.members import Members, Tree, adopt_global, capture_facts, find_members, has_global, layout_facts
+from zerograph.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
 from zerograph.mesh import Mesh
 from zerograph.nonfinite import explained
 from zerograph.recompiles import Recompiles
@@ -35,7 +35,7 @@ from zerograph.runtime.executor import Executor
 from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
 from zerograph.sharded_init import is_recording
 from zerograph.stateful import Stateful, interruptible
-from zerograph.step_graph import FOUND_INF, found_inf_optimizer, output_nodes
+from zerograph.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.threads import check_refused, one_thread
 from zerograph.update import refuse_unsupported
@@ -347,7 +347,6 @@ class ZeroGraph(Inspected, Stateful):
             capture_key = (tuple(known.values()), batch.key())
             key = (capture_key, self.config.key())
             laid_out, before = layout_facts(members), self._ready_before
-            # To compare takes less than to hash.
             if before is not None and before[:2] == (key, laid_out):
                 key, _, step, number = before
             else:
@@ -440,7 +439,7 @@ class ZeroGraph(Inspected, Stateful):
             run_hooks_behind(optimizer)
         for scheduler in (self._schedulers[number] for number in updated):
             if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(_metric(step, values))
+                scheduler.step(step.metric(values))
             elif scheduler is not None:
                 scheduler.step()
 
@@ -466,9 +465,7 @@ class ZeroGraph(Inspected, Stateful):
         return facts | self._compiler.guards()
 
     def _members(self) -> Members:
-        attributes = self._attributes()
-        if self._member_tree is None or not self._member_tree.is_same(attributes):
-            self._member_tree = Tree(find_members(attributes))
+        self._member_tree = current(self._member_tree, self._attributes())
         return self._member_tree.members
 
     def _adopted(self) -> Members:
@@ -502,10 +499,3 @@ class ZeroGraph(Inspected, Stateful):
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
-
-
-def _metric(step: CompiledStep, values: Sequence[Tensor]) -> float:
-    """The first 0-d tensor that ``build()`` returns; of one that was packed the mean."""
-    traced = output_nodes(step.captured.graph.graph)
-    value = next(value for value, node in zip(values, traced, strict=False) if node.meta["val"].dim() == 0)
-    return float(value.item() if value.dim() == 0 else value.double().mean().item())

@@ -136,6 +136,11 @@ class Tree:
         )
 
 
+def current(tree: Tree | None, attributes: Mapping[str, Any]) -> Tree:
+    """Return the members of a graph with these attributes: those of ``tree``, if they still are."""
+    return tree if tree is not None and tree.is_same(attributes) else Tree(find_members(attributes))
+
+
 def has_global(members: Members) -> bool:
     """Whether any parameter or buffer is a global tensor."""
     return any(isinstance(one, DTensor) for one in (*members.parameters.values(), *members.buffers.values()))
