@@ -79,6 +79,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("features", command="make bench-memory"),
         _page("memory", "zerograph/memory.py"),
         _page("offload"),
+        _page("overhead", "runtime/messages.py", "runtime/lean.py"),
         _page("recompute"),
         _page("update"),
         _page("wire"),

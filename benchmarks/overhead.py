@@ -11,10 +11,8 @@ time of one round between two ranks is taken ten times, and the CPU time follows
 
 from __future__ import annotations
 
-import datetime
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -179,9 +177,7 @@ def main() -> None:
         lines = [*step_lines(pool), "", *exchange_lines(pool)]
     finally:
         pool.close()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    when = f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}, commit {commit.stdout.strip() or 'unknown'}"
-    command = f"`python benchmarks/overhead.py`, torch {torch.__version__}, {os.cpu_count()} cores, {when}"
+    command = f"`python benchmarks/overhead.py`, torch {torch.__version__}, {os.cpu_count()} cores"
     RESULTS.write_text(page("Host work of a step", command, __doc__, *lines))
 
 
