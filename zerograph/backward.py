@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerograph import _torch
+from zerograph.finite import Overflow
 from zerograph.gradients import TOTAL_NORM
-
-
-@dataclass(frozen=True, eq=False)
-class Overflow:
-    """Of the scaled gradients of one optimizer, or of the only one, whose name is then ``""``.
-
-    Attributes:
-        largest: the largest of them; 0-d.
-        found: 1.0 where that is infinite or not a number, else 0.0.
-    """
-
-    optimizer: str
-    largest: Tensor
-    found: Tensor
 
 
 class Backward:

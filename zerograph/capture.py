@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from zerograph import _torch, attributes, decompositions, draws, finite
 from zerograph._torch import pytree
 from zerograph.backward import Backward
+from zerograph.captured import Captured
 from zerograph.errors import CaptureError
 from zerograph.gradients import in_shape_of, is_edit, join_mixed_overflows, mark_edits, total_norm
 from zerograph.ir.metadata import Role, meta, origin
@@ -23,16 +24,7 @@ from zerograph.python_state import Place, PythonState
 from zerograph.refused_calls import refused_calls
 from zerograph.region import Region
 from zerograph.settling import Settling
-from zerograph.step_graph import (
-    Captured,
-    base_of,
-    found_inf_role,
-    output_nodes,
-    placeholders,
-    take_origins,
-    viewed,
-    writes,
-)
+from zerograph.step_graph import base_of, found_inf_role, output_nodes, placeholders, take_origins, viewed, writes
 from zerograph.substitutes import substituted
 from zerograph.tracing_modes import NoDataAssignment, Recorder, explained, module_paths
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from zerograph.captured import Captured
 from zerograph.ir.metadata import Role, meta
 from zerograph.layout import Planned
 from zerograph.passes.context import Context
@@ -16,7 +17,7 @@ from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
 from zerograph.sbp import NdSbp
-from zerograph.step_graph import Captured, output_nodes
+from zerograph.step_graph import output_nodes
 from zerograph.update_program import Path
 
 

@@ -22,6 +22,7 @@ from zerograph.batch import Batch
 from zerograph.blocks import repeated_blocks
 from zerograph.bucket_size import fitting
 from zerograph.buckets import default_bytes
+from zerograph.captured import Captured
 from zerograph.compiled import CompiledStep, PreparedStep
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
@@ -53,7 +54,7 @@ from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
 from zerograph.shared_memory import check_shared_memory
-from zerograph.step_graph import Captured, output_nodes, placeholders, writes
+from zerograph.step_graph import output_nodes, placeholders, writes
 from zerograph.updates import Updates
 from zerograph.zero import OFF
 

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerograph import _torch
-from zerograph.backward import Overflow
 from zerograph.gradients import TOTAL_NORM
 from zerograph.ir.metadata import Role
 
 # Outputs of the captured graph; ``guard`` makes the second part of the first.
 NOT_FINITE = Role("check", "not_finite")
 SCALED_GRADIENTS = Role("check", "scaled_gradients")
+
+
+@dataclass(frozen=True, eq=False)
+class Overflow:
+    """Of the scaled gradients of one optimizer, or of the only one, whose name is then ``""``.
+
+    Attributes:
+        largest: the largest of them; 0-d.
+        found: 1.0 where that is infinite or not a number, else 0.0.
+    """
+
+    optimizer: str
+    largest: Tensor
+    found: Tensor
 
 
 @torch.no_grad()

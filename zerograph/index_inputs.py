@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, schema_arguments
 from zerograph.batch import Batch
+from zerograph.captured import Captured
 from zerograph.errors import InputError
 from zerograph.ir.metadata import meta, origin
 from zerograph.passes import rules
@@ -25,7 +26,7 @@ from zerograph.passes.offsets import BAGS
 from zerograph.plain_inputs import Comparison, is_part
 from zerograph.region import local
 from zerograph.sbp import Split
-from zerograph.step_graph import Captured, placeholders
+from zerograph.step_graph import placeholders
 
 aten = torch.ops.aten
 

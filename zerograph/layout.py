@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerograph.annotate import annotated_sbp
 from zerograph.buckets import Bucket, Parameter, Rest, Slot, plan_buckets, split_dim, state_layout
+from zerograph.captured import Captured
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.gradients import edited_gradients
@@ -21,7 +22,7 @@ from zerograph.offload import resting_device
 from zerograph.precision import compute_copies
 from zerograph.runtime.state import Store, store_of
 from zerograph.sbp import broadcast, show
-from zerograph.step_graph import Captured, placeholders
+from zerograph.step_graph import placeholders
 from zerograph.update_program import StateSpec, UpdateProgram
 
 

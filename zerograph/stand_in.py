@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import pytree
+from zerograph.captured import Captured
 from zerograph.ir.evaluate import mode_of
 from zerograph.ir.metadata import role
 from zerograph.region import Region
-from zerograph.step_graph import Captured
 
 ACCELERATOR = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, pytree
+from zerograph._torch import OpOverload
 from zerograph.ir.metadata import Boxing, Role, RoleKind, meta, role
 from zerograph.loop import loop_of
-from zerograph.region import Region
-from zerograph.settling import Settled
-
-
-@dataclass
-class Captured:
-    """A traced ``build()``: its graph and how its flat outputs become what the user returned.
-
-    ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
-    name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
-    entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
-    ``regions`` are what its nodes ``local`` stand for. ``settled`` is what it depends on in Python's state.
-    """
-
-    graph: fx.GraphModule
-    output_spec: pytree.TreeSpec
-    returned: tuple[Any, ...]
-    gradients: tuple[str, ...]
-    regions: tuple[Region, ...] = ()
-    settled: Settled = field(default_factory=Settled)
 
 
 def take_origins(graph: fx.Graph) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from zerograph import hyperparameters
+from zerograph.captured import Captured
 from zerograph.config import Config
 from zerograph.hyperparameters import NotLiftedError
 from zerograph.layout import Update, stays_whole
 from zerograph.members import Members, Optimizers
 from zerograph.offload import resting_device
-from zerograph.step_graph import Captured
 from zerograph.update import Programs, check_separate, programs_of, trace_update
 from zerograph.update_program import Path, UpdateProgram
 

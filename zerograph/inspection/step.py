@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from zerograph.captured import Captured
 from zerograph.compiled import PreparedStep, RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection import tensorboard
@@ -28,7 +29,6 @@ from zerograph.memory import Memory, profile
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord, stages
 from zerograph.sbp import NdSbp, Sbp
-from zerograph.step_graph import Captured
 
 if TYPE_CHECKING:
     import networkx

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from zerograph.errors import ConfigError, MemoryBudgetError
-from zerograph.graph import ZeroGraph
 from zerograph.members import Members
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call
+from zerograph.planner.preparable import Preparable
 from zerograph.planner.search import Candidate, Search, search
 from zerograph.runtime.process_group import Job, agree, digest
 from zerograph.sizes import show_bytes
@@ -26,7 +26,7 @@ _log = logging.getLogger("zerograph")
 
 
 def choose(
-    graph: ZeroGraph,
+    graph: Preparable,
     job: Job,
     members: Callable[[], Members],
     args: Sequence[Any],
@@ -60,7 +60,7 @@ def choose(
     _log.info("stage 'auto' chose %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
 
 
-def _found(graph: ZeroGraph, job: Job, members: Members, call: Call) -> Search:
+def _found(graph: Preparable, job: Job, members: Members, call: Call) -> Search:
     if graph.config.mode == "non_distributed":
         raise ConfigError(
             "config.stage = 'auto' looks among shards that cut through parameters, which 'non_distributed' does not\n"

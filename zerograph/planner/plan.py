@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zerograph import precision
 from zerograph._torch import pytree
-from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
 from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
 from zerograph.memory import Memory, Profile, Storage, profile
@@ -22,10 +21,10 @@ from zerograph.mesh import Mesh
 from zerograph.passes.work import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
+from zerograph.planner.preparable import Preparable, configured
 from zerograph.planner.resting import Resting, resting
 from zerograph.planner.show import text
 from zerograph.planner.speed import model_flops, operations, peak_rate, tokens
-from zerograph.planner.subject import configured
 from zerograph.planner.timeline import Timeline, timeline
 from zerograph.step_graph import collective_runs
 
@@ -235,7 +234,7 @@ class Plan:
         }
 
 
-def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Plan:
+def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Plan:
     """The plan of a graph on a mesh of that shape, with these options instead of its own.
 
     Args:
@@ -283,7 +282,7 @@ def planned(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine,
     )
 
 
-def laid_out(graph: ZeroGraph, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Resting:
+def laid_out(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Resting:
     """What rests where, and what a step holds beside that whatever it does: of a layout alone, without a pass run.
 
     Raises:
@@ -316,7 +315,7 @@ def stood_for(machine: Machine) -> str:
     return "meta" if machine.device.accelerator else "cpu"
 
 
-def _for(machine: Machine, graph: ZeroGraph, options: dict[str, Any]) -> dict[str, Any]:
+def _for(machine: Machine, graph: Preparable, options: dict[str, Any]) -> dict[str, Any]:
     """The options, and the backend that "auto" would be on that machine."""
     backend = options.get("backend", graph.config.backend)
     return {**options, "backend": ("inductor" if machine.device.fuses else "eager") if backend == "auto" else backend}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
-from zerograph.graph import ZeroGraph
 from zerograph.offload import Offload
 from zerograph.planner.machine import Machine
 from zerograph.planner.plan import Plan, laid_out, planned, samples, tensors
+from zerograph.planner.preparable import Preparable
 from zerograph.planner.resting import Resting
 from zerograph.planner.timeline import Timeline
 from zerograph.progress import tell
@@ -63,7 +63,7 @@ class Search:
 
 
 def search(
-    graph: ZeroGraph,
+    graph: Preparable,
     batch: Any,
     meshes: Sequence[Sequence[int]],
     machine: Machine,
@@ -109,7 +109,7 @@ class _Place:
     options: Mapping[str, Any]
 
 
-def _places(graph: ZeroGraph, machine: Machine, nvme_path: str | None, options: Mapping[str, Any]) -> list[_Place]:
+def _places(graph: Preparable, machine: Machine, nvme_path: str | None, options: Mapping[str, Any]) -> list[_Place]:
     """From the nearest out."""
     nowhere = {"optimizer_offload": None, "parameter_offload": None}
     found = [_Place("", tuple(STAGES), nowhere)]
@@ -123,7 +123,7 @@ def _places(graph: ZeroGraph, machine: Machine, nvme_path: str | None, options: 
     return found
 
 
-def _files(graph: ZeroGraph, nvme_path: str | None, options: Mapping[str, Any]) -> Offload | None:
+def _files(graph: Preparable, nvme_path: str | None, options: Mapping[str, Any]) -> Offload | None:
     if nvme_path is not None:
         return Offload("nvme", nvme_path)
     set_ones = (options.get(name, getattr(graph.config, name)) for name in ("optimizer_offload", "parameter_offload"))
@@ -148,7 +148,7 @@ class _Trying:
         settled: of how many of the ``total`` families all is known.
     """
 
-    graph: ZeroGraph
+    graph: Preparable
     batch: Any
     machine: Machine
     total: int

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
 
@@ -75,16 +71,3 @@ def graph_of(subject: Any, optimizer: Optimizer | None, loss: Loss | None) -> Ze
     if isinstance(subject, nn.Module):
         return Training(subject, optimizer, loss)
     raise ConfigError(f"the function made {type(subject).__name__}: it must return a module or a ZeroGraph")
-
-
-@contextlib.contextmanager
-def configured(graph: ZeroGraph, **options: Any) -> Iterator[Config]:
-    """The graph's configuration with other options, for a while."""
-    before = copy.copy(graph.config)
-    try:
-        for name, value in options.items():
-            setattr(graph.config, name, value)
-        yield graph.config
-    finally:
-        for one in fields(Config):
-            setattr(graph.config, one.name, getattr(before, one.name))

@@ -1,0 +1,41 @@
+"""What the planner needs of a graph: its configuration, and to prepare or lay out a step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Protocol
+
+from zerograph.config import Config
+from zerograph.inspection.step import Prepared
+from zerograph.layout import Planned
+from zerograph.mesh import Mesh
+
+
+class Preparable(Protocol):
+    """A graph that can be prepared without running; :class:`zerograph.ZeroGraph` is one."""
+
+    @property
+    def config(self) -> Config:
+        """Its options."""
+
+    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
+        """See :meth:`zerograph.ZeroGraph.prepare`."""
+
+    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
+        """See :meth:`zerograph.ZeroGraph.lay_out`."""
+
+
+@contextlib.contextmanager
+def configured(graph: Preparable, **options: Any) -> Iterator[Config]:
+    """Set options of the graph inside the context; restore them after it."""
+    before = copy.copy(graph.config)
+    try:
+        for name, value in options.items():
+            setattr(graph.config, name, value)
+        yield graph.config
+    finally:
+        for one in fields(Config):
+            setattr(graph.config, one.name, getattr(before, one.name))
