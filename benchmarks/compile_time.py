@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Gpt  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
-from zerograph.mesh import line as mesh_line  # noqa: E402
+from zerograph.ir.mesh import line as mesh_line  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "compile_time.md"
 

@@ -30,7 +30,7 @@ from PIL.PngImagePlugin import PngInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-from zerograph import source  # noqa: E402
+from zerograph.base import source  # noqa: E402
 
 _STAMP = re.compile(r"^Commit (\S+), (\d{4}-\d\d-\d\d), (?:sources (\w{12})|sources not recorded)\.$", re.MULTILINE)
 _GPT = "examples/plan_gpt.py"
@@ -60,11 +60,11 @@ _PEERS = ("benchmarks/peers.py", "benchmarks/contenders/*.py", "benchmarks/measu
 PICTURES: Mapping[str, Generated] = {
     "docs/pictures/report.png": Generated(
         "python benchmarks/generated.py --make report.png",
-        ("zerograph/report/*.py", "zerograph/report/assets/*.[jch]*", "passes/pipeline.py", *_TIMES, _GPT),
+        ("zerograph/inspection/report/*.py", "zerograph/report/assets/*.[jch]*", "passes/pipeline.py", *_TIMES, _GPT),
     ),
     "docs/pictures/memory.png": Generated(
         "python benchmarks/generated.py --make memory.png",
-        ("zerograph/planner/bars.py", "zerograph/planner/pictures.py", "zerograph/memory.py", _GPT),
+        ("zerograph/planner/bars.py", "zerograph/planner/pictures.py", "zerograph/ir/memory.py", _GPT),
     ),
     "docs/pictures/timeline.png": Generated(
         "python benchmarks/generated.py --make timeline.png",
@@ -73,13 +73,13 @@ PICTURES: Mapping[str, Generated] = {
 }
 PAGES: Mapping[str, Generated] = dict(
     (
-        _page("planner", "zerograph/planner/calibrate.py", "zerograph/planner/operators.py", *_TIMES[:2]),
+        _page("planner", "zerograph/planner/front/calibrate.py", "zerograph/planner/operators.py", *_TIMES[:2]),
         _page("compile_time", "passes/pipeline.py"),
         _page("equivalence"),
         _page("features", command="make bench-memory"),
-        _page("memory", "zerograph/memory.py"),
+        _page("memory", "zerograph/ir/memory.py"),
         _page("offload"),
-        _page("overhead", "runtime/messages.py", "runtime/lean.py"),
+        _page("overhead", "runtime/job/messages.py", "runtime/lean.py"),
         _page("recompute"),
         _page("update"),
         _page("wire"),

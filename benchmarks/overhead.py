@@ -30,7 +30,7 @@ import zerograph as zg  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph import _torch  # noqa: E402
-from zerograph.runtime.messages import compared  # noqa: E402
+from zerograph.runtime.job.messages import compared  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.md"
 STEPS, WARM_UP = 400, 30

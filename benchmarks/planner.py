@@ -32,7 +32,7 @@ from benchmarks.measure.process import forget_most_resident, most_resident, resi
 from benchmarks.memory import TrainStep  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
-from zerograph.planner.calibrate import calibrate  # noqa: E402
+from zerograph.planner.front.calibrate import calibrate  # noqa: E402
 from zerograph.planner.machine import Machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "planner.md"

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks.tables import line, page  # noqa: E402
-from zerograph.runtime.inductor import compile_pieces  # noqa: E402
-from zerograph.update import trace_update  # noqa: E402
+from zerograph.optim import trace_update  # noqa: E402
+from zerograph.runtime.backends.inductor import compile_pieces  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "update.md"
 HEADER = ["optimizer", "elements", "fused kernel, ms", "compiled update, ms", "ratio"]

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packa
 
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
-from zerograph.runtime import collectives, direct  # noqa: E402
-from zerograph.runtime.process_group import join  # noqa: E402
+from zerograph.runtime.job.process_group import join  # noqa: E402
+from zerograph.runtime.wire import collectives, direct  # noqa: E402
 
 c10d = torch.ops._c10d_functional
 

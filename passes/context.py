@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from zerograph._torch import OpOverload
-from zerograph.buckets import Bucket
-from zerograph.grad_scaler import GradScaler
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.mesh import Mesh
 from zerograph.ir.pass_edits import PassEdit
+from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.ir.signature import Signature
-from zerograph.mesh import Mesh
-from zerograph.sbp import NdSbp, Split, broadcast
-from zerograph.update_program import UpdateProgram
-from zerograph.zero import ZeroPolicy
+from zerograph.ir.update_program import UpdateProgram
+from zerograph.ir.zero import ZeroPolicy
 
 # The group of the mesh dimension that stands for time.
 TIME = "time"
@@ -109,7 +109,7 @@ class BackendTraits:
     Attributes:
         node_by_node: the backend runs the graph as it is and does not compile it.
         inputs_may_overlap: the backend writes to inputs where the graph does, so an input may be a view of another.
-        exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire``.
+        exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire.wire``.
     """
 
     node_by_node: bool = True

@@ -13,40 +13,40 @@ from typing import Any, Literal
 from torch import fx
 
 from zerograph import _torch
+from zerograph.base.progress import tell
 from zerograph.errors import ConfigError, VerificationError
+from zerograph.ir.loop import loops
 from zerograph.ir.pass_edits import PassEdit, Rewrite
-from zerograph.loop import loops
-from zerograph.passes.ahead import ahead
-from zerograph.passes.box import box
-from zerograph.passes.carry import carry
-from zerograph.passes.coalesce import coalesce
+from zerograph.passes.accumulation.ahead import ahead
+from zerograph.passes.accumulation.loop import loop
+from zerograph.passes.accumulation.take_turns import take_turns
+from zerograph.passes.buckets.flatten import flatten
+from zerograph.passes.buckets.fuse import fuse
+from zerograph.passes.buckets.guard import guard
+from zerograph.passes.communication.coalesce import coalesce
+from zerograph.passes.communication.release import release
+from zerograph.passes.communication.schedule import schedule
 from zerograph.passes.context import Context
-from zerograph.passes.exchange import exchange
-from zerograph.passes.fill_rooms import fill_rooms
-from zerograph.passes.fit import fit
-from zerograph.passes.flatten import flatten
-from zerograph.passes.fuse import fuse
-from zerograph.passes.guard import guard
-from zerograph.passes.localize import localize
-from zerograph.passes.lookup import lookup
-from zerograph.passes.loop import loop
-from zerograph.passes.offload import offload
-from zerograph.passes.offsets import offsets
-from zerograph.passes.overwrite import overwrite
-from zerograph.passes.place import place
-from zerograph.passes.recompute import recompute
-from zerograph.passes.regather import regather
-from zerograph.passes.reinplace import reinplace
-from zerograph.passes.release import release
-from zerograph.passes.remake import remake
-from zerograph.passes.reorder import reorder
-from zerograph.passes.schedule import schedule
-from zerograph.passes.simplify import simplify
-from zerograph.passes.spill import spill
-from zerograph.passes.take_turns import take_turns
-from zerograph.passes.unfuse import unfuse
+from zerograph.passes.lower.exchange import exchange
+from zerograph.passes.lower.localize import localize
+from zerograph.passes.memory.carry import carry
+from zerograph.passes.memory.fill_rooms import fill_rooms
+from zerograph.passes.memory.fit import fit
+from zerograph.passes.memory.offload import offload
+from zerograph.passes.memory.overwrite import overwrite
+from zerograph.passes.memory.reinplace import reinplace
+from zerograph.passes.memory.spill import spill
+from zerograph.passes.normalize.offsets import offsets
+from zerograph.passes.normalize.reorder import reorder
+from zerograph.passes.normalize.simplify import simplify
+from zerograph.passes.normalize.unfuse import unfuse
+from zerograph.passes.placement.box import box
+from zerograph.passes.placement.lookup import lookup
+from zerograph.passes.placement.place import place
+from zerograph.passes.recompute.recompute import recompute
+from zerograph.passes.recompute.regather import regather
+from zerograph.passes.recompute.remake import remake
 from zerograph.passes.verify import Seen, verify
-from zerograph.progress import tell
 
 Scope = Literal["global", "placed", "local"]
 

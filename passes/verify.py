@@ -9,10 +9,10 @@ from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
 from zerograph.ir.metadata import meta, origin
+from zerograph.ir.sbp import PartialSum, show
 from zerograph.ir.signature import Signature
+from zerograph.ir.step_graph import placeholders, writes
 from zerograph.passes import rules
-from zerograph.sbp import PartialSum, show
-from zerograph.step_graph import placeholders, writes
 
 # Of each node what its signature was last compared with.
 Seen = dict[fx.Node, tuple[Any, ...]]

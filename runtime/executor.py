@@ -16,13 +16,13 @@ from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
+from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta
-from zerograph.loop import Loop, loop_of
-from zerograph.runtime.backends import Compiled
+from zerograph.ir.step_graph import placeholders
+from zerograph.runtime.backends.backends import Compiled
+from zerograph.runtime.job.process_group import Job, communication_error, noted
 from zerograph.runtime.lean import lean
-from zerograph.runtime.process_group import Job, communication_error, noted
 from zerograph.runtime.state import Held, Store, in_memory
-from zerograph.step_graph import placeholders
 
 Lookup = Callable[[], Tensor]
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
-from zerograph.runtime import collectives
+from zerograph.runtime.wire import collectives
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerograph import _torch, source
+from zerograph import _torch
+from zerograph.base import source
 from zerograph.errors import SplitParameterError
 
 

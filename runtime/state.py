@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerograph.buckets import Bucket, Parameter, Slot, from_rows, plan_buckets, to_rows
 from zerograph.errors import InputError
-from zerograph.mesh import local_part, local_shape
+from zerograph.ir.buckets import Bucket, Parameter, Slot, from_rows, plan_buckets, to_rows
+from zerograph.ir.mesh import local_part, local_shape
+from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.step_graph import nbytes
+from zerograph.ir.update_program import StateSpec
+from zerograph.runtime.job.process_group import Job, broadcast_from_first, gather_whole
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
 from zerograph.runtime.parameters import hide, show
-from zerograph.runtime.process_group import Job, broadcast_from_first, gather_whole
-from zerograph.sbp import NdSbp, Split
-from zerograph.step_graph import nbytes
-from zerograph.update_program import StateSpec
 
 PlainState = dict[str, Tensor]
 

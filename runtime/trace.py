@@ -19,9 +19,9 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
 from zerograph.ir.rewrite import ancestors
-from zerograph.loop import Loop, accumulate, collect, loop_of
 
 aten = torch.ops.aten
 

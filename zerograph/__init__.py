@@ -4,24 +4,38 @@
 ``register_rule`` says how an operator of your own may be split.
 
 Names are imported when they are first asked for: ``import zerograph`` and commands that need no graph load no torch.
+
+The packages, lowest layer first (``tests/test_layers.py`` holds the order):
+
+``base``         options, disk cache, progress, source locations
+``ir``           the graph dialect: SBP, mesh, buckets, metadata, rewriting helpers, memory estimate
+``passes``       the pipeline, its passes and rules
+``runtime``      process groups, transports, backends, sharded state, executor
+``capture``      ``build()`` to one graph
+``optim``        optimizer updates as graphs
+``compiler``     the driver
+``state``        state dicts, checkpoints, sharded construction
+``inspection``   views of a step: text, diffs, report
+``planner``      predicted memory and time
+``graph``        the front door, :class:`ZeroGraph`
+``compat``       the front doors of OneFlow, ColossalAI and DeepSpeed
+``cli``          the commands
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zerograph import sbp
-    from zerograph.annotate import annotate, replicated
-    from zerograph.checkpoint.export import read_checkpoint
+    from zerograph.capture.local import local
     from zerograph.compat.deepspeed import from_deepspeed
     from zerograph.compat.settings import Settings
+    from zerograph.compiler.placement import placement, to_global, to_local
     from zerograph.config import Config
     from zerograph.errors import (
         CaptureError,
@@ -40,24 +54,24 @@ if TYPE_CHECKING:
         VerificationError,
         ZeroGraphError,
     )
-    from zerograph.grad_scaler import GradScaler, StaticGradScaler
     from zerograph.graph import ZeroGraph
     from zerograph.inspection import Collective
+    from zerograph.ir.annotate import annotate, replicated
+    from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
+    from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
-    from zerograph.local import local
-    from zerograph.memory import Memory
     from zerograph.passes.rules.registry import Operands
     from zerograph.passes.rules.users import register_rule
-    from zerograph.placement import placement, to_global, to_local
-    from zerograph.planner.front import plan
+    from zerograph.planner.front.plan import plan
     from zerograph.planner.plan import Plan
-    from zerograph.runtime.process_group import rank, world_size
-    from zerograph.sharded_init import sharded_init
+    from zerograph.runtime.job.process_group import rank, world_size
+    from zerograph.state.checkpoint.export import read_checkpoint
+    from zerograph.state.sharded_init import sharded_init
 
 # The module of each name, for when it is asked for; the same as above, where type checkers and editors read it.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "annotate": ("annotate", "replicated"),
-    "checkpoint.export": ("read_checkpoint",),
+    "ir.annotate": ("annotate", "replicated"),
+    "state.checkpoint.export": ("read_checkpoint",),
     "compat.deepspeed": ("from_deepspeed",),
     "compat.settings": ("Settings",),
     "config": ("Config",),
@@ -78,29 +92,29 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "VerificationError",
         "ZeroGraphError",
     ),
-    "grad_scaler": (
+    "ir.grad_scaler": (
         "GradScaler",
         "StaticGradScaler",
     ),
     "graph": ("ZeroGraph",),
     "inspection": ("Collective",),
     "ir.pass_edits": ("PassEdit",),
-    "local": ("local",),
-    "memory": ("Memory",),
+    "capture.local": ("local",),
+    "ir.memory": ("Memory",),
     "passes.rules.registry": ("Operands",),
     "passes.rules.users": ("register_rule",),
-    "placement": (
+    "compiler.placement": (
         "placement",
         "to_global",
         "to_local",
     ),
-    "planner.front": ("plan",),
+    "planner.front.plan": ("plan",),
     "planner.plan": ("Plan",),
-    "runtime.process_group": (
+    "runtime.job.process_group": (
         "rank",
         "world_size",
     ),
-    "sharded_init": ("sharded_init",),
+    "state.sharded_init": ("sharded_init",),
 }
 _HOMES = {name: f"zerograph.{module}" for module, names in _NAMES.items() for name in names}
 
@@ -147,21 +161,6 @@ __all__ = [
     "world_size",
 ]
 
-
-class _Package(ModuleType):
-    """This package: some public functions have the name of the module that they are in.
-
-    The import system binds a submodule to its package whenever it is imported first. What is bound under such a name
-    is the function.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOMES.get(name) == value.__name__:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # type checkers tell of names that do not exist, unless they see this
 

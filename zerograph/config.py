@@ -24,14 +24,14 @@ from zerograph.base.options import (
     option,
     whole_number,
 )
+from zerograph.base.sizes import in_bytes as in_bytes
 from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
-from zerograph.grad_scaler import GradScaler
+from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.offload import Offload, complaint
 from zerograph.ir.pass_edits import PassEdit
-from zerograph.offload import Offload, complaint
-from zerograph.precision import LOW_DTYPES
-from zerograph.sbp import NdSbp, Sbp, Split, broadcast, nd
-from zerograph.sizes import in_bytes as in_bytes
-from zerograph.zero import MODES, STAGES, ZeroPolicy, policy
+from zerograph.ir.precision import LOW_DTYPES
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd
+from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
 def _refusing_unknown(config: type[Config]) -> type[Config]:
@@ -68,8 +68,8 @@ class Config:
             lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
             "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off' for plain data parallel",
         ),
-        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.zero`. Default 1. Ignored while the mode is
-        ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,
+        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.ir.zero`. Default 1. Ignored while the mode
+        is ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,
         with recomputation, offload and accumulation as needed, and writes it into these options; see
         :mod:`zerograph.planner.choose`. Files are used only if ``offload_optimizer`` names a directory.""",
     )

@@ -14,32 +14,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zerograph import _torch, finite, hyperparameters, replicas
-from zerograph.batch import Batch, give_back, read_batch
-from zerograph.checkpoint.save import Saver
-from zerograph.compiled import CompiledStep
-from zerograph.compiler import Compiler
+from zerograph import _torch
+from zerograph.capture.wrapped import inner_optimizer
+from zerograph.compiler.batch import Batch, give_back, read_batch
+from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.compiler import Compiler
+from zerograph.compiler.layout import Planned
+from zerograph.compiler.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
+from zerograph.compiler.recompiles import Recompiles
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
-from zerograph.inspected import Inspected
 from zerograph.inspection import Inspection, Prepared, logs
 from zerograph.inspection import trace as tracing
+from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.observer import EnvironmentObserver
 from zerograph.inspection.trace import Trace
-from zerograph.layout import Planned
-from zerograph.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
-from zerograph.mesh import Mesh
-from zerograph.nonfinite import explained
-from zerograph.recompiles import Recompiles
+from zerograph.ir import finite
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
+from zerograph.optim import hyperparameters, refuse_unsupported
+from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.runtime.executor import Executor
-from zerograph.runtime.process_group import Job, agree, digest, first_ranks, join
-from zerograph.sharded_init import is_recording
-from zerograph.stateful import Stateful, interruptible
-from zerograph.step_graph import FOUND_INF, found_inf_optimizer
-from zerograph.step_hooks import guard, refuse_hooks_before, run_hooks_behind
-from zerograph.threads import check_refused, one_thread
-from zerograph.update import refuse_unsupported
-from zerograph.wrapped import inner_optimizer
+from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
+from zerograph.state import replicas
+from zerograph.state.checkpoint.save import Saver
+from zerograph.state.nonfinite import explained
+from zerograph.state.sharded_init import is_recording
+from zerograph.state.stateful import Stateful, interruptible
+from zerograph.state.threads import check_refused, one_thread
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
 
@@ -264,7 +266,7 @@ class ZeroGraph(Inspected, Stateful):
             or any(a >= n for a, n in zip(mesh.position, mesh.shape, strict=True))
         ):
             raise PlacementError(
-                f"prepare({mesh!r:.80}): give the ranks, and which of them, as zerograph.mesh.line(1024, 0, 'ranks')"
+                f"prepare({mesh!r:.80}): give the ranks, and which of them, as zerograph.ir.mesh.line(1024, 0, 'ranks')"
             )
         if device not in ("cpu", "cuda", "meta"):
             raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")

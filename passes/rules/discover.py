@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph import cache
 from zerograph._torch import OpOverload, is_mutable, pytree
+from zerograph.base import cache
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.signature import Signature
 from zerograph.passes.rules.registry import output_values, tensor_arguments
-from zerograph.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 
 # More elements than this (inputs and outputs of one run) are not tried: the search would take longer than the step.
 MOST_ELEMENTS = 2**22
@@ -38,7 +38,7 @@ def discover(
     """The signatures of a node's operator over ``ranks`` ranks; None where it cannot be tried.
 
     Deterministic: every rank finds the same. ``inputs`` and ``outputs`` tell shapes and dtypes; ``folder`` remembers
-    what was found; None: :func:`zerograph.cache.folder`.
+    what was found; None: :func:`zerograph.base.cache.folder`.
     """
     trial = _trial(node, ranks, inputs, outputs)
     if trial is None:

@@ -24,8 +24,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerograph.ir.sbp import Split, broadcast, partial_sum
 from zerograph.ir.signature import Signature
-from zerograph.sbp import Split, broadcast, partial_sum
 
 Shape = tuple[int, ...]
 Linear = tuple[int | tuple[int, ...], ...]

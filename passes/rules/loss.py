@@ -1,7 +1,7 @@
 """Losses that are kernels of their own: one number per sample, from that sample alone.
 
 Those that reduce over the batch are decomposed into one without reduction and a sum, so that means divide by the
-global count; see ``zerograph/decompositions.py``.
+global count; see ``zerograph/capture/decompositions.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zerograph.operators import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
 from zerograph.passes.rules.registry import Operands, rule, whole
 
 aten = torch.ops.aten

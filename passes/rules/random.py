@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from zerograph.ir.random import uniform
 from zerograph.passes.rules.registry import Operands, letters, rule
-from zerograph.random import uniform
 
 
 def _drawn(operands: Operands) -> str:

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, schema_arguments
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
+from zerograph.ir.region import local, region_of
+from zerograph.ir.sbp import broadcast
 from zerograph.ir.signature import Signature
 from zerograph.passes.rules.factors import Linear, Shape, misfit, signatures
-from zerograph.region import local, region_of
-from zerograph.sbp import broadcast
 
 aten = torch.ops.aten
 

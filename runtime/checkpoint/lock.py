@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerograph import source
+from zerograph.base import source
 from zerograph.errors import CheckpointError
 
 NAME = ".saving.lock"

@@ -1,4 +1,4 @@
-"""What rests elsewhere than on the device that computes with it: what the nodes of ``zerograph.transfers`` do.
+"""What rests elsewhere than on the device that computes with it: what the nodes of ``zerograph.ir.transfers`` do.
 
 In files (``files``), moved there and back by threads (``transfers``) through whole pages (``buffers``), or in the
 memory of another device (``devices``).

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph import transfers
+from zerograph.ir import transfers
 from zerograph.runtime.offload.transfers import note
 
 _streams: dict[torch.device, torch.Stream] = {}

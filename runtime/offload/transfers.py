@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerograph import transfers
 from zerograph.errors import OffloadError
+from zerograph.ir import transfers
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 

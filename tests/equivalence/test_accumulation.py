@@ -14,8 +14,8 @@ from tests.equivalence.test_stages import check
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from tests.zerograph import test_local as routing
-from zerograph.loop import loops
-from zerograph.step_graph import collective_nodes
+from zerograph.ir.loop import loops
+from zerograph.ir.step_graph import collective_nodes
 
 STEPS = 3
 Case = tuple[int, int]  # stage, micro-batches

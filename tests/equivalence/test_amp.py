@@ -15,8 +15,8 @@ from tests.equivalence.test_stages import deviation
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
-from zerograph.memory import profile
-from zerograph.runtime import collectives, wire
+from zerograph.ir.memory import profile
+from zerograph.runtime.wire import collectives, wire
 
 RANKS, STEPS = 2, 6
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tests.models import TrainStep, adamw, batches, make
-from zerograph import ZeroGraphError, mesh
+from zerograph import ZeroGraphError
+from zerograph.ir import mesh
 
 # Called by a rank with something picklable: ``tell(("loaded", 3))``.
 Tell = Callable[[Any], None]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.faults.ranks import run
 from tests.models import TrainStep, adamw, batches, make, part
-from zerograph import cache
-from zerograph.checkpoint.export import export
+from zerograph.base import cache
+from zerograph.state.checkpoint.export import export
 
 LISTEN = "0A"
 

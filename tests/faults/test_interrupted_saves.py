@@ -16,10 +16,10 @@ from tests.pool import Pool
 INTERRUPTS = {"Ctrl-C": KeyboardInterrupt(), "sys.exit": SystemExit(3)}
 # What of a save is interrupted, and whether the new checkpoint is the one that is read then.
 PLACES = {
-    "its contents": ("zerograph.checkpoint.state.encode", False),
+    "its contents": ("zerograph.state.checkpoint.state.encode", False),
     "a file": ("zerograph.runtime.checkpoint.storage.write_file", False),
     "the index": ("zerograph.runtime.checkpoint.index.write", False),
-    "behind the index": ("zerograph.checkpoint.save.tidy", True),
+    "behind the index": ("zerograph.state.checkpoint.save.tidy", True),
 }
 
 

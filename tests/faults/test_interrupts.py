@@ -16,8 +16,8 @@ import zerograph as zg
 from tests.faults.ranks import note_time, noted_time, run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-from zerograph import state_dict
-from zerograph.runtime.signs import Answers
+from zerograph.runtime.job.signs import Answers
+from zerograph.state import state_dict
 
 # Seconds until the others know of an interrupt: some looks into the store, and a loaded machine. The timeout is longer.
 SOON, TIMEOUT = 20.0, 120.0

@@ -6,7 +6,7 @@ Ranks that will be lost are forked from a server that imports this once, so that
 import torch
 
 from tests.models import TrainStep, adamw, batches, make
-from zerograph.mesh import line
+from zerograph.ir.mesh import line
 
 torch.set_num_threads(1)
 

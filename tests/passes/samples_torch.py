@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
-from zerograph.operators import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ import zerograph as zg
 from tests.liveness import most_alive_bytes
 from tests.models import Gpt, TrainStep, part
 from tests.pool import Pool
-from zerograph.loop import loops
-from zerograph.step_graph import collective_nodes, output_nodes
+from zerograph.ir.loop import loops
+from zerograph.ir.step_graph import collective_nodes, output_nodes
 
 SAMPLES = 16
 STAGES = (0, 1, 2, 3)

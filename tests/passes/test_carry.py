@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from zerograph.buckets import Bucket
 from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.memory import WAIT, profile
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
-from zerograph.memory import WAIT, profile
-from zerograph.mesh import line
-from zerograph.passes import spill
-from zerograph.step_graph import nbytes, placeholders
-from zerograph.transfers import CARRY, FETCH, LANDED
+from zerograph.ir.step_graph import nbytes, placeholders
+from zerograph.ir.transfers import CARRY, FETCH, LANDED
+from zerograph.passes.memory import spill
 
 aten = torch.ops.aten
 CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")

@@ -13,8 +13,8 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from tests.passes.samples import Zeros
 from tests.passes.test_rules import SAMPLES, graph_of
 from zerograph._torch import pytree
+from zerograph.ir.sbp import Sbp, Split, broadcast, partial_sum
 from zerograph.passes import rules
-from zerograph.sbp import Sbp, Split, broadcast, partial_sum
 
 STRATEGIES: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 COMMON = [operator for operator in SAMPLES if operator in STRATEGIES]

@@ -8,7 +8,8 @@ import weakref
 import pytest
 
 from tests.models import TrainStep, adamw, batches, make
-from zerograph import _torch, capture
+from zerograph import _torch
+from zerograph.capture import trace
 
 
 def test_a_graphs_values_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,7 @@ def test_a_graphs_values_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mlp")
     step = TrainStep(model, adamw(model), 2)
     with monkeypatch.context() as patched:
-        patched.setattr(capture._torch, "fake_mode", noted)
+        patched.setattr(trace._torch, "fake_mode", noted)
         step(*batches("mlp", 1)[0])
     captured = modes[0]
     assert captured() is not None

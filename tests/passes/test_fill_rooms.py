@@ -16,13 +16,13 @@ import zerograph as zg
 from tests.liveness import most_alive_bytes, most_allocated_bytes
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import emit
-from zerograph.mesh import line
-from zerograph.passes.fill_rooms import fill_rooms
-from zerograph.runtime import collectives, wire
+from zerograph.ir.step_graph import nbytes, placeholders
+from zerograph.passes.memory.fill_rooms import fill_rooms
 from zerograph.runtime.state import Store
-from zerograph.step_graph import nbytes, placeholders
+from zerograph.runtime.wire import collectives, wire
 
 aten = torch.ops.aten
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph import passes
-from zerograph.runtime import collectives
+from zerograph.runtime.wire import collectives
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from tests.liveness import gathered_buckets, gradient_buckets, most_alive
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.ir.metadata import origin
-from zerograph.step_graph import writes
+from zerograph.ir.step_graph import writes
 
 # Small enough that every layer of the models has several buckets.
 OPTIONS = {"bucket_size": 8192}

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from tests.models import TrainStep, batches, make
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
-from zerograph.mesh import line
-from zerograph.step_graph import nbytes
-from zerograph.transfers import FETCH, LANDED, PUT_BACK
+from zerograph.ir.step_graph import nbytes
+from zerograph.ir.transfers import FETCH, LANDED, PUT_BACK
 
 
 def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:

@@ -12,7 +12,7 @@ import zerograph as zg
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from tests.zerograph.inspection.models import Step
-from zerograph.mesh import line
+from zerograph.ir.mesh import line
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PIPELINE, edited
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Boxing, Role
-from zerograph.mesh import line
-from zerograph.passes.box import box
+from zerograph.ir.sbp import Split, broadcast
+from zerograph.ir.step_graph import placeholders
+from zerograph.ir.zero import OFF
 from zerograph.passes.context import BatchLayout, Context
-from zerograph.passes.line import Line, open_line
-from zerograph.passes.place import place
-from zerograph.sbp import Split, broadcast
-from zerograph.step_graph import placeholders
-from zerograph.zero import OFF
+from zerograph.passes.placement.box import box
+from zerograph.passes.placement.line import Line, open_line
+from zerograph.passes.placement.place import place
 
 CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, BatchLayout(((Split(0),),)))
 SIZE = 64

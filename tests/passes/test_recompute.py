@@ -18,9 +18,9 @@ import zerograph as zg
 from tests.liveness import most_alive_bytes
 from tests.models import Block, Gpt, TrainStep, adamw, batches, part
 from tests.pool import Pool
-from zerograph.blocks import repeated_blocks
+from zerograph.compiler.blocks import repeated_blocks
 from zerograph.ir.metadata import origin
-from zerograph.passes.min_cut import Operator, Problem, Value, choices
+from zerograph.passes.recompute.min_cut import Operator, Problem, Value, choices
 
 aten = torch.ops.aten
 # Stage 1, with blocks made again and without: test_together.

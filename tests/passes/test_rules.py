@@ -11,15 +11,15 @@ from torch import Tensor, fx
 from tests.passes import samples, samples_torch
 from tests.passes.samples import Zeros
 from zerograph._torch import fake_mode, graph_module, pytree
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.ir.signature import Signature
-from zerograph.mesh import line
+from zerograph.ir.zero import OFF
 from zerograph.passes import rules
 from zerograph.passes.context import BatchLayout, Context
-from zerograph.passes.localize import localize
+from zerograph.passes.lower.localize import localize
 from zerograph.passes.rules import registry
-from zerograph.sbp import Broadcast, PartialSum, Sbp, Split
-from zerograph.zero import OFF
 
 aten = torch.ops.aten
 Made = tuple[fx.GraphModule, fx.Node, list[Tensor]]

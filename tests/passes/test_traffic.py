@@ -1,7 +1,7 @@
 """Bytes on the wire: 2 Psi for data parallel and stages 1 and 2, 3 Psi for stage 3; planned and seen.
 
 With torch's own reductions, which CommDebugMode counts, and with exchanges, whose every message is counted. Torch's
-own gathers are not run: see ``zerograph.runtime.wire``.
+own gathers are not run: see ``zerograph.runtime.wire.wire``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
-from zerograph.runtime import collectives, wire
+from zerograph.runtime.wire import collectives, wire
 
 c10d = torch.ops._c10d_functional
 

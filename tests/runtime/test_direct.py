@@ -16,9 +16,9 @@ from torch import Tensor, fx
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
-from zerograph.runtime import collectives, cross_memory, direct, wire
-from zerograph.runtime.cross_memory import bytes_read
-from zerograph.runtime.process_group import Job, join
+from zerograph.runtime.job.process_group import Job, join
+from zerograph.runtime.wire import collectives, cross_memory, direct, wire
+from zerograph.runtime.wire.cross_memory import bytes_read
 
 c10d = torch.ops._c10d_functional
 

@@ -19,9 +19,9 @@ from tests.passes.test_memory import _Watch
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.runtime import compile_cache, inductor, pieces
-from zerograph.runtime.pieces import Piece, cut
-from zerograph.step_graph import placeholders
+from zerograph.ir.step_graph import placeholders
+from zerograph.runtime.backends import compile_cache, inductor, pieces
+from zerograph.runtime.backends.pieces import Piece, cut
 
 # A bucket for each layer.
 OPTIONS = {"bucket_size": 8192}

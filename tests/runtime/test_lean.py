@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.pool import Pool
+from zerograph.runtime.job.messages import compared
 from zerograph.runtime.lean import lean
-from zerograph.runtime.messages import compared
 
 aten = torch.ops.aten
 

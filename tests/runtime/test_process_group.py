@@ -10,7 +10,7 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai, oneflow
-from zerograph.runtime.process_group import initialise
+from zerograph.runtime.job.process_group import initialise
 
 THREADS = Path("/proc/self/task")
 

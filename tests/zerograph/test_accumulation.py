@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
-from zerograph.runtime import pieces
+from zerograph.runtime.backends import pieces
 
 
 def indivisible() -> tuple[str, str, int, bool]:

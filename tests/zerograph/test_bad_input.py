@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-from zerograph.loop import Loop
+from zerograph.ir.loop import Loop
 
 
 class Step(zg.ZeroGraph):

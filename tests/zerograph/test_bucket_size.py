@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import zerograph as zg
-from zerograph.bucket_size import fitting
+from zerograph.compiler.bucket_size import fitting
 from zerograph.passes.pipeline import PassRecord
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches
 from zerograph.ir.metadata import origin
-from zerograph.region import local
+from zerograph.ir.region import local
 
 aten = torch.ops.aten
 LAYERS = 3

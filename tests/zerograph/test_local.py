@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import part
 from tests.pool import Pool
-from zerograph.region import local
+from zerograph.ir.region import local
 
 RANKS = 2
 

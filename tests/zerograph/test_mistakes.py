@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zerograph as zg
-from zerograph import mesh, sbp
 from zerograph.__main__ import app
+from zerograph.ir import mesh, sbp
 
 X = torch.ones(4, 3)
 
@@ -193,8 +193,8 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (lambda g: g(X.numpy()), zg.InputError, r"not a tensor\n.*Make it a tensor"),
     (lambda g: g(X.clone().requires_grad_()), zg.InputError, r"args\[0\]\.detach"),
     (lambda g: g(X.to_sparse()), zg.InputError, "sparse_coo: give a dense tensor .*to_dense"),
-    (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.mesh.line"),
-    (lambda g: g.prepare(mesh.line(4, 7, "r"), X), zg.PlacementError, r"position=\(7,\).* zerograph.mesh.line"),
+    (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.ir.mesh.line"),
+    (lambda g: g.prepare(mesh.line(4, 7, "r"), X), zg.PlacementError, r"position=\(7,\).* zerograph.ir.mesh.line"),
     (lambda g: g.prepare(mesh.line(4, 0, "r"), X, device="tpu"), zg.PlacementError, "device='tpu'.* choose 'cpu'"),
     (lambda g: g.load_state_dict(3), zg.ConfigError, "not a state of a graph: it has 3; a state has modules"),
     (lambda g: g.load_state_dict({}), zg.ConfigError, "it has nothing; a state has modules"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerograph import _torch, mutation
-from zerograph.step_graph import writes
+from zerograph import _torch
+from zerograph.ir import functionalize
+from zerograph.ir.step_graph import writes
 
 aten = torch.ops.aten
 
@@ -108,7 +109,7 @@ def check(function: Function) -> None:
     given = torch.randn(4, 4), torch.randn(4, 4)
     with _torch.fake_mode():
         fakes = [torch.empty(4, 4), torch.empty(4, 4)]
-        graph = mutation.without_mutation(_torch.trace(function, fakes))
+        graph = functionalize.without_mutation(_torch.trace(function, fakes))
     changing = [node for node in graph.graph.nodes if _torch.written_arguments(node)]
     assert changing == [node for node, _, _ in writes(graph.graph)]
     graph.recompile()
@@ -139,7 +140,7 @@ def test_others_are_traced_again(function: Function, monkeypatch: pytest.MonkeyP
 def test_a_graph_that_writes_nothing_stays() -> None:
     with _torch.fake_mode():
         graph = _torch.trace(lambda x: x.t() + 1, [torch.empty(4, 4)])
-        assert mutation.without_mutation(graph) is graph
+        assert functionalize.without_mutation(graph) is graph
 
 
 def test_forms_are_found_by_what_they_take() -> None:

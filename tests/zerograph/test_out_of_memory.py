@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.pool import Pool
-from zerograph.runtime.process_group import join, noted
+from zerograph.runtime.job.process_group import join, noted
 
 WIDTH, LAYERS, MANY = 1024, 16, 40
 LAYER = 4 * WIDTH**2

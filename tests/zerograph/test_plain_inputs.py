@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import part
 from tests.pool import Pool
-from zerograph import mesh
-from zerograph.index_inputs import check_indices
-from zerograph.plain_inputs import Comparison, Values
+from zerograph.compiler.index_inputs import check_indices
+from zerograph.compiler.plain_inputs import Comparison, Values
+from zerograph.ir import mesh
 
 
 class Step(zg.ZeroGraph):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from zerograph.inspection.step import Prepared
-from zerograph.mesh import Mesh, line
-from zerograph.runtime import process_group
-from zerograph.update import trace_update
+from zerograph.ir.mesh import Mesh, line
+from zerograph.optim import trace_update
+from zerograph.runtime.job import process_group
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.plainly import Step, inputs, model
 from tests.pool import Pool
-from zerograph.mesh import line
+from zerograph.ir.mesh import line
 
 COUNTS = {"calls": 0}
 CALLS = 0

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import zerograph as zg
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
-from zerograph.mesh import Mesh, local_part, local_shape, local_start
-from zerograph.random import uniform
-from zerograph.sbp import Split, broadcast
+from zerograph.ir.mesh import Mesh, local_part, local_shape, local_start
+from zerograph.ir.random import uniform
+from zerograph.ir.sbp import Split, broadcast
 
 CPU = torch.device("cpu")
 

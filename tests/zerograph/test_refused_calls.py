@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 
 import zerograph as zg
 from tests.plainly import Step, inputs, model
-from zerograph.mesh import line
+from zerograph.ir.mesh import line
 
 
 def refused(call: Callable[[Tensor], Any], message: str) -> None:

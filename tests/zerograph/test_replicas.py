@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.pool import Pool
-from zerograph.runtime.bits import hashed
 from zerograph.runtime.offload.transfers import write
 from zerograph.runtime.state import Store, in_memory, store_of
+from zerograph.runtime.wire.bits import hashed
 
 
 class Step(zg.ZeroGraph):

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.models import Gpt
-from zerograph import report
+from zerograph.base.source import relative_to_package
+from zerograph.inspection import report
+from zerograph.inspection.report.page import runs
 from zerograph.inspection.step import Prepared
-from zerograph.memory import profile
-from zerograph.mesh import line
-from zerograph.report.page import runs
-from zerograph.source import relative_to_package
+from zerograph.ir.memory import profile
+from zerograph.ir.mesh import line
 
 HOSTILE = "</script><script>alert(1)</script><!--"
 
@@ -225,7 +225,7 @@ def test_a_report_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("zerograph.report.collect", fail)
+    monkeypatch.setattr("zerograph.inspection.report.collect", fail)
     (tmp_path / "old.html").write_text("old")
     for name in ("new.html", "old.html"):
         with pytest.raises(MemoryError):

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from tests.zerograph.test_report import HOSTILE, Hostile, Small, prepared
-from zerograph import report
+from zerograph.inspection import report
 from zerograph.inspection.step import Prepared
-from zerograph.memory import profile
-from zerograph.mesh import line
+from zerograph.ir.memory import profile
+from zerograph.ir.mesh import line
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver

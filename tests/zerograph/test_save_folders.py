@@ -54,7 +54,7 @@ def test_checkpoints_without_a_number_are_ordered_by_their_steps(tmp_path: Path,
     """Those of version 0.1."""
     step = new_step()
     with monkeypatch.context() as patched:
-        patched.setattr("zerograph.checkpoint.save.numbered", lambda document, _: document)
+        patched.setattr("zerograph.state.checkpoint.save.numbered", lambda document, _: document)
         for at in (3, 1, 2):
             saved(step, tmp_path, at, keep=3)
     saved(step, tmp_path, 1, keep=2)

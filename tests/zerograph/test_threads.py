@@ -14,7 +14,7 @@ import zerograph as zg
 from tests.models import part
 from tests.plainly import Step, inputs, model
 from tests.pool import Pool
-from zerograph import threads
+from zerograph.state import threads
 
 
 def loss_of(made: nn.Module, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from zerograph.members import capture_facts
+from zerograph.compiler.members import capture_facts
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ import zerograph as zg
 from tests.models import Batch, TrainStep, part, train_plainly
 from tests.optimizers import Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
-from zerograph.update import trace_update
+from zerograph.optim import trace_update
 
 STEPS = 5
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import zerograph as zg
 from tests.models import part
 from tests.pool import Pool
-from zerograph import mesh
+from zerograph.ir import mesh
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

@@ -36,9 +36,9 @@ def calibrate(
         raise typer.Exit(FAILED if ended else 0)
     bars = progress_bars("loading torch") if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
     with reported(), bars:
-        from zerograph.planner.calibrate import calibrate as measure
+        from zerograph.planner.front.calibrate import calibrate as measure
         from zerograph.planner.machine import write
-        from zerograph.runtime.process_group import rank
+        from zerograph.runtime.job.process_group import rank
 
         found = measure(name or out.stem)
     if rank() == 0:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from zerograph.base.sizes import show_bytes
 from zerograph.cli.failing import as_json
-from zerograph.sizes import show_bytes
 
 _PACKAGES = ("zerograph", "torch", "numpy", "networkx", "safetensors", "rich", "typer", "filelock", "transformers")
 _PACKAGES_OF_OTHERS = ("triton", "deepspeed", "tensorboard")

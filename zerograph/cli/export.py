@@ -25,6 +25,6 @@ def export(
     Example: zerograph export runs/gpt model.safetensors
     """
     with reported(), progress_bars("loading torch"):
-        from zerograph.checkpoint import export as exporting
+        from zerograph.state.checkpoint import export as exporting
 
         typer.echo(exporting.export(checkpoint, out, module))

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from zerograph.base.progress import tell
 from zerograph.cli.failing import as_json, reported
 from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
 from zerograph.cli.progress import progress_bars
 from zerograph.errors import ConfigError
-from zerograph.progress import tell
 
 
 def inspect(
@@ -46,7 +46,7 @@ def inspect(
         if beside_stage is not None and report is None:
             raise ConfigError("--beside-stage puts a second step on the page of a report: give --report PAGE.html too")
         from zerograph.cli.script import load, mesh_of, prepare, set_precision, shown_precision
-        from zerograph.report import write
+        from zerograph.inspection.report import write
 
         step, given = load(script, inputs)
         set_precision(step, precision)

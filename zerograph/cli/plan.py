@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerograph.base.progress import tell
+from zerograph.base.sizes import in_bytes
 from zerograph.cli.failing import DIFFERS, reported
 from zerograph.cli.options import INPUTS, PRECISION, precision_checked
 from zerograph.cli.progress import progress_bars
-from zerograph.progress import tell
-from zerograph.sizes import in_bytes
 
 if TYPE_CHECKING:
     from zerograph.planner.plan import Plan
@@ -124,7 +124,7 @@ def _plans(
     import torch
 
     from zerograph.cli.script import load, set_precision, tracing
-    from zerograph.planner.front import plan as plan_step
+    from zerograph.planner.front.plan import plan as plan_step
 
     if compress:
         options["reduce_dtype"] = torch.bfloat16

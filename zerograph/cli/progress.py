@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from zerograph.progress import Progress, listening
+from zerograph.base.progress import Progress, listening
 
 if TYPE_CHECKING:
     from rich.console import Console

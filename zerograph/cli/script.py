@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import typer
 
-from zerograph import _torch, source
+from zerograph import _torch
+from zerograph.base import source
+from zerograph.base.progress import tell
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.names import close_to
 from zerograph.inspection.step import Prepared
-from zerograph.mesh import Mesh
-from zerograph.precision import LOW_DTYPES, shown
-from zerograph.progress import tell
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.precision import LOW_DTYPES, shown
 
 _HELP = (
     "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"

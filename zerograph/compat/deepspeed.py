@@ -15,9 +15,9 @@ from zerograph.compat.schedules import SCHEDULES
 from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, whole
 from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings
 from zerograph.errors import ConfigError
-from zerograph.grad_scaler import GradScaler, StaticGradScaler
-from zerograph.offload import Offload
-from zerograph.runtime.process_group import world_size
+from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
+from zerograph.ir.offload import Offload
+from zerograph.runtime.job.process_group import world_size
 
 _DTYPES = {
     "fp32": torch.float32,

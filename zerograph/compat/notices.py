@@ -9,8 +9,8 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
-from zerograph import source
-from zerograph.runtime.environment import number_of
+from zerograph.base import source
+from zerograph.runtime.job.environment import number_of
 
 _rank: ContextVar[int | None] = ContextVar("rank of this process, where it has not joined the job yet", default=None)
 

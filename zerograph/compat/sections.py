@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zerograph.buckets import MOST_BYTES
 from zerograph.compat.notices import say
 from zerograph.errors import ConfigError
+from zerograph.ir.buckets import MOST_BYTES
 
 
 def section(value: Any, name: str, known: Iterable[str]) -> dict[str, Any]:

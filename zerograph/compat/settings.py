@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.config import Config, check_name
 from zerograph.errors import ConfigError
-from zerograph.grad_scaler import GradScaler
 from zerograph.graph import ZeroGraph
+from zerograph.ir.grad_scaler import GradScaler
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]

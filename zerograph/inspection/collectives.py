@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerograph.buckets import Bucket
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import Boxing, Phase, meta
-from zerograph.step_graph import collective_runs
+from zerograph.ir.step_graph import collective_runs
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Collective:
 
     Attributes:
         kind: all-reduce, reduce-scatter, all-gather or all-to-all.
-        bytes: what each rank sends, in bytes (ring algorithms; see :func:`zerograph.sbp.wire_bytes`).
+        bytes: what each rank sends, in bytes (ring algorithms; see :func:`zerograph.ir.sbp.wire_bytes`).
         tensor_bytes: size of what the ranks that take part hold together: on a mesh of one dimension the whole tensor.
         tensors: the parameters in the bucket that it moves, or what else it moves.
         phase: forward, backward or update.

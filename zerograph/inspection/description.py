@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zerograph.buckets import Bucket, Slot
-from zerograph.compiled import RewrittenStep
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.summary import Placed, Summary, summary
+from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.memory import show_bytes
 from zerograph.ir.metadata import meta, role
-from zerograph.memory import show_bytes
-from zerograph.sbp import show
-from zerograph.step_graph import placeholders
+from zerograph.ir.sbp import show
+from zerograph.ir.step_graph import placeholders
 
 
 def description(step: RewrittenStep) -> str:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
-from zerograph.buckets import Bucket, Slot
-from zerograph.compiled import RewrittenStep
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.life import Event, Life, TensorKind
 from zerograph.inspection.names import close_to, is_wait, labels, within
 from zerograph.inspection.spots import Spot, Spots
 from zerograph.inspection.summary import rests
 from zerograph.inspection.text import dtype_name, operator_name
+from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
-from zerograph.mesh import local_shape
-from zerograph.sbp import NdSbp, Split, show
-from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
+from zerograph.ir.sbp import NdSbp, Split, show
+from zerograph.ir.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from zerograph.base.sizes import show_bytes
 from zerograph.inspection.text import shapes
-from zerograph.sizes import show_bytes
 
 TensorKind = Literal["parameter", "optimizer state", "buffer", "input", "value"]
 

@@ -22,13 +22,13 @@ import os
 import sys
 from collections.abc import Iterator
 
-from zerograph.compiled import RewrittenStep
+from zerograph.base.sizes import show_bytes
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.diff import compare
 from zerograph.inspection.names import close_to, labels
 from zerograph.inspection.step import Inspection
-from zerograph.memory import profile
-from zerograph.sizes import show_bytes
+from zerograph.ir.memory import profile
 
 VARIABLE = "ZEROGRAPH_LOGS"
 NAMES = ("passes", "placement", "collectives", "memory")

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zerograph.ir.metadata import Role, TensorRef, boxing_of, meta, origin, role
-from zerograph.passes.boxing import boxing
+from zerograph.passes.placement.boxing import boxing
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

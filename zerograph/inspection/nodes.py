@@ -10,11 +10,11 @@ from torch import Tensor, fx
 
 from zerograph.inspection.names import is_boxing, is_wait, labels, tensor_moved
 from zerograph.inspection.text import dtype_name, operator_name
+from zerograph.ir.loop import loop_of
+from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import boxing_of, meta, origin, role
-from zerograph.loop import loop_of
-from zerograph.mesh import local_shape
+from zerograph.ir.sbp import show
 from zerograph.passes.context import Context
-from zerograph.sbp import show
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from torch import fx
 
-from zerograph.compiled import PreparedStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.inspection import dump, logs
 from zerograph.inspection.step import Inspection
 from zerograph.passes.context import Context

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Hashable, Iterable, Sequence
 
+from zerograph.base.sizes import show_bytes
 from zerograph.inspection.collectives import short
 from zerograph.inspection.summary import Placed, Sent, Summary
-from zerograph.sizes import show_bytes
 
 # As many rows as a section may take.
 _ROWS = 6

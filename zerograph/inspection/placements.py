@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zerograph.buckets import Bucket
-from zerograph.members import Members
+from zerograph.compiler.members import Members
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.sbp import NdSbp, Sbp, whole
 from zerograph.runtime.state import Store, store_of
-from zerograph.sbp import NdSbp, Sbp, whole
 
 if TYPE_CHECKING:
-    from zerograph.layout import Planned
+    from zerograph.compiler.layout import Planned
 
 
 def placements(members: Members, mesh_dims: int) -> dict[str, Sbp | NdSbp]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from zerograph.ir.memory import Profile, show_bytes
 from zerograph.ir.metadata import meta, origin
-from zerograph.memory import Profile, show_bytes
 
 
 def made_again(whole: Profile, blocks: Sequence[str]) -> str:

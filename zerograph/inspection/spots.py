@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerograph.loop import accumulate, collect, loop_of
-from zerograph.memory import Profile, Storage, profile
+from zerograph.ir.loop import accumulate, collect, loop_of
+from zerograph.ir.memory import Profile, Storage, profile
 
 
 @dataclass(frozen=True)

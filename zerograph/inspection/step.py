@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zerograph.captured import Captured
-from zerograph.compiled import PreparedStep, RewrittenStep
+from zerograph.capture.captured import Captured
+from zerograph.compiler.compiled import PreparedStep, RewrittenStep
+from zerograph.compiler.layout import Planned
 from zerograph.errors import ConfigError
 from zerograph.inspection import tensorboard
 from zerograph.inspection.collectives import Collective, collectives
@@ -24,11 +25,10 @@ from zerograph.inspection.page import page
 from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.summary import Summary, summary
 from zerograph.inspection.text import Line, lines, show_text
-from zerograph.layout import Planned
-from zerograph.memory import Memory, profile
+from zerograph.ir.memory import Memory, profile
+from zerograph.ir.sbp import NdSbp, Sbp
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord, stages
-from zerograph.sbp import NdSbp, Sbp
 
 if TYPE_CHECKING:
     import networkx

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.buckets import Bucket
-from zerograph.compiled import RewrittenStep
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.recompute import made_again
 from zerograph.inspection.text import dtype_name
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.memory import Memory, MemoryKind, profile
+from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import meta, role
-from zerograph.memory import Memory, MemoryKind, profile
-from zerograph.mesh import local_shape
-from zerograph.sbp import NdSbp, show
-from zerograph.step_graph import output_nodes, placeholders
-from zerograph.update_program import UpdateProgram
+from zerograph.ir.sbp import NdSbp, show
+from zerograph.ir.step_graph import output_nodes, placeholders
+from zerograph.ir.update_program import UpdateProgram
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zerograph.compiled import RewrittenStep
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.nodes import NodeFacts, facts
 from zerograph.inspection.summary import summary

@@ -23,11 +23,11 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.errors import ConfigError
 from zerograph.inspection.names import close_to, input_name, is_boxing, is_wait, labels, reference, within
+from zerograph.ir.loop import Loop, loop_of
+from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import boxing_of, meta, origin, role
-from zerograph.loop import Loop, loop_of
-from zerograph.mesh import local_shape
+from zerograph.ir.sbp import NdSbp, show
 from zerograph.passes.context import Context
-from zerograph.sbp import NdSbp, show
 
 _MARKS = {"input": "input ", "boxing": ">>    ", "wait": "<<    ", "": "      "}
 

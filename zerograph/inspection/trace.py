@@ -17,13 +17,13 @@ from torch import fx
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from zerograph.compiled import RewrittenStep
+from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.names import is_wait, labels
+from zerograph.ir.loop import Loop, loop_of
+from zerograph.ir.memory import show_bytes
 from zerograph.ir.metadata import Boxing, boxing_of, meta
-from zerograph.loop import Loop, loop_of
-from zerograph.memory import show_bytes
 
 Function = Callable[..., Sequence[Any]]
 

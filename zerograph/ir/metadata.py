@@ -14,9 +14,9 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import fx
 
+from zerograph.ir.loop import Loop
+from zerograph.ir.sbp import NdSbp, boxing_kind, wire_bytes
 from zerograph.ir.signature import Signature
-from zerograph.loop import Loop
-from zerograph.sbp import NdSbp, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
 RoleKind = Literal[
@@ -124,7 +124,7 @@ class Boxing:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends; see :func:`zerograph.sbp.wire_bytes`."""
+        """Bytes that each rank sends; see :func:`zerograph.ir.sbp.wire_bytes`."""
         return wire_bytes(self.source[self.dim], self.target[self.dim], self.bytes, self.ranks)
 
 

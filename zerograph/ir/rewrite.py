@@ -16,7 +16,7 @@ from zerograph._torch import OpOverload, in_place_form
 from zerograph.errors import VerificationError
 from zerograph.ir.evaluate import evaluate, mode_of
 from zerograph.ir.metadata import Origin, meta, origin
-from zerograph.sbp import NdSbp, Split
+from zerograph.ir.sbp import NdSbp, Split
 
 # ---- emitting ----
 

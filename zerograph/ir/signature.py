@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerograph.sbp import Sbp
+from zerograph.ir.sbp import Sbp
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from zerograph.base.sizes import show_bytes
 from zerograph.planner import pictures
 from zerograph.planner.plan import Plan
-from zerograph.sizes import show_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

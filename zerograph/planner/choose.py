@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from zerograph.base.sizes import show_bytes
+from zerograph.compiler.members import Members
 from zerograph.errors import ConfigError, MemoryBudgetError
-from zerograph.members import Members
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call
+from zerograph.planner.plan_data import Candidate
 from zerograph.planner.preparable import Preparable
-from zerograph.planner.search import Candidate, Search, search
-from zerograph.runtime.process_group import Job, agree, digest
-from zerograph.sizes import show_bytes
+from zerograph.planner.search import Search, search
+from zerograph.runtime.job.process_group import Job, agree, digest
 
 _log = logging.getLogger("zerograph")
 

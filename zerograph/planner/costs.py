@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
-from zerograph.mesh import Mesh
-from zerograph.passes.work import flops
+from zerograph.ir.step_graph import is_view, nbytes
+from zerograph.passes.recompute.work import flops
 from zerograph.planner.machine import Device, Link, Machine
-from zerograph.step_graph import is_view, nbytes
 
 aten = torch.ops.aten
 

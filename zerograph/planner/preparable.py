@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Protocol
 
+from zerograph.compiler.layout import Planned
 from zerograph.config import Config
 from zerograph.inspection.step import Prepared
-from zerograph.layout import Planned
-from zerograph.mesh import Mesh
+from zerograph.ir.mesh import Mesh
 
 
 class Preparable(Protocol):

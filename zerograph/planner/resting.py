@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zerograph.buckets import Bucket
-from zerograph.layout import Planned
-from zerograph.mesh import Mesh, local_shape
+from zerograph.compiler.layout import Planned
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.mesh import Mesh, local_shape
 
 
 @dataclass(frozen=True)

@@ -11,42 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zerograph.base.progress import tell
+from zerograph.base.sizes import show_bytes, show_seconds
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
-from zerograph.offload import Offload
+from zerograph.ir.offload import Offload
 from zerograph.planner.machine import Machine
 from zerograph.planner.plan import Plan, laid_out, planned, samples, tensors
+from zerograph.planner.plan_data import Candidate
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.resting import Resting
 from zerograph.planner.timeline import Timeline
-from zerograph.progress import tell
-from zerograph.sizes import show_bytes, show_seconds
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
     **{str(stage): {"mode": "distributed_split", "stage": stage} for stage in (1, 2, 3)},
 }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to train.
-
-    Attributes:
-        stage: ``"off"``, ``"1"``, ``"2"`` or ``"3"``.
-        mesh: shape of the grid of ranks.
-        given_up: what it costs time to save memory by: ``"recompute"``, ``"optimizer on the CPU, 4 micro-batches"``, or
-            nothing.
-        plan: what it takes; None where it was not compiled.
-        verdict: why it is chosen, or not.
-        options: the configuration that it stands for, as far as it was searched for.
-    """
-
-    stage: str
-    mesh: tuple[int, ...]
-    given_up: str
-    plan: Plan | None = field(repr=False)
-    verdict: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

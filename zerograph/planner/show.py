@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zerograph.base.sizes import show_bytes, show_seconds
 from zerograph.planner.closed_form import Precision, model_states
-from zerograph.sizes import show_bytes, show_seconds
-
-if TYPE_CHECKING:
-    from zerograph.planner.plan import Plan
-    from zerograph.planner.search import Candidate
+from zerograph.planner.plan_data import Candidate, PlanData
 
 
-def text(plan: Plan, width: int = 100) -> str:
+def text(plan: PlanData, width: int = 100) -> str:
     """A plan as plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(page(plan))
@@ -28,7 +24,7 @@ def text(plan: Plan, width: int = 100) -> str:
     return shown.getvalue().rstrip()
 
 
-def page(plan: Plan) -> RenderableType:
+def page(plan: PlanData) -> RenderableType:
     """A plan on a page: what it is of, memory, wire, time, and what else was tried."""
     grid = "x".join(map(str, plan.mesh))
     head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}, in {plan.precision}")
@@ -39,7 +35,7 @@ def page(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _memory(plan: Plan) -> RenderableType:
+def _memory(plan: PlanData) -> RenderableType:
     table = _table("memory of a rank", "at rest", "at most", "at the peak")
     for kind in dict.fromkeys([*plan.memory.kinds, *plan.most]):
         cells = (plan.at_rest.get(kind, 0), plan.most.get(kind, 0), plan.memory.kinds.get(kind, 0))  # type: ignore[call-overload]
@@ -67,7 +63,7 @@ def _memory(plan: Plan) -> RenderableType:
 _WORTH_A_LINE = 2**14
 
 
-def _wire(plan: Plan) -> RenderableType:
+def _wire(plan: PlanData) -> RenderableType:
     table = _table("sent by a rank in a step", "how often", "bytes")
     for one in plan.wire:
         along = f" along {one.mesh_dim}" if len(plan.mesh) > 1 else ""
@@ -77,7 +73,7 @@ def _wire(plan: Plan) -> RenderableType:
     return table
 
 
-def _time(plan: Plan) -> RenderableType:
+def _time(plan: PlanData) -> RenderableType:
     table = _table("time of a step", "time", "share")
     whole = plan.time.seconds or 1.0
     for what, seconds in (
@@ -94,7 +90,7 @@ def _time(plan: Plan) -> RenderableType:
     return Group(table, Text(_speed(plan)), Text(said))
 
 
-def _speed(plan: Plan) -> str:
+def _speed(plan: PlanData) -> str:
     """Return the speed of each device: tokens or samples a second, operations, and the share of its peak."""
     count, unit = plan.samples_per_second, "samples"
     if plan.tokens_per_second is not None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, fx
 
-from zerograph.buckets import Bucket
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
-from zerograph.loop import loop_of
-from zerograph.passes.work import flops
+from zerograph.passes.recompute.work import flops
 from zerograph.planner.machine import Machine
 
 
@@ -27,7 +27,7 @@ def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
 
     Args:
         graph: the emitted one.
-        count: operations of a node: :func:`zerograph.passes.work.flops` or :func:`model_flops`.
+        count: operations of a node: :func:`zerograph.passes.recompute.work.flops` or :func:`model_flops`.
     """
     total = 0
     for node in graph.nodes:

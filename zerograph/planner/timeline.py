@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
+from zerograph.ir.loop import loop_of
+from zerograph.ir.memory import WAIT
+from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, Phase, meta, origin
-from zerograph.loop import loop_of
-from zerograph.memory import WAIT
-from zerograph.mesh import Mesh
+from zerograph.ir.step_graph import nbytes
+from zerograph.ir.transfers import CARRY, FETCH, LANDED, PUT_BACK
 from zerograph.planner import costs
 from zerograph.planner.machine import Machine
-from zerograph.step_graph import nbytes
-from zerograph.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
 Stream = Literal["compute", "communication", "host", "files", "cpu"]
 

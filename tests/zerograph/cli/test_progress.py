@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import zerograph as zg
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
+from zerograph.base.progress import Progress, listening, tell
 from zerograph.cli import progress
 from zerograph.passes.pipeline import PIPELINE
-from zerograph.progress import Progress, listening, tell
 
 SCRIPT = f"{models.__file__}:example"
 PASSES = 1 + len(PIPELINE)

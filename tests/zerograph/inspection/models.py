@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from zerograph.inspection.step import Prepared
-from zerograph.mesh import line
+from zerograph.ir.mesh import line
 
 
 class Block(nn.Module):

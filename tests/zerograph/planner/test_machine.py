@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerograph as zg
+from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
-from zerograph.mesh import Mesh
+from zerograph.ir.sbp import broadcast, split
 from zerograph.planner.costs import seconds, wire_seconds
 from zerograph.planner.machine import Device, Rate, machine, names, write
-from zerograph.sbp import broadcast, split
 
 
 @pytest.mark.parametrize("name", ["a100", "cpu", "h100", "h200"])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from zerograph.mesh import line
-from zerograph.offload import Offload
+from zerograph.ir.mesh import line
+from zerograph.ir.offload import Offload
 from zerograph.planner import search as searching
 from zerograph.planner.machine import Machine, machine
 from zerograph.planner.plan import laid_out

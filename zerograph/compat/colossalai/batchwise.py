@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from zerograph import source
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.errors import CaptureError
 

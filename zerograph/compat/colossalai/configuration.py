@@ -16,8 +16,8 @@ from zerograph.compat.optimizers import ADAMS, adam, torchs
 from zerograph.compat.sections import bucket_bytes, number, section, switch, whole
 from zerograph.compat.settings import MakeOptimizer, Settings
 from zerograph.errors import ConfigError
-from zerograph.grad_scaler import GradScaler, StaticGradScaler
-from zerograph.offload import Offload
+from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
+from zerograph.ir.offload import Offload
 
 _KEYS = (
     "bf16",

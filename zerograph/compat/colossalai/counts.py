@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from zerograph import source
+from zerograph.base import source
 from zerograph.compat.colossalai.deferred import Comes, Meta
 from zerograph.compat.colossalai.tape import Operand
 from zerograph.errors import CaptureError

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from zerograph import _torch, source
+from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.runtime.parameters import METADATA
-
-if TYPE_CHECKING:
-    from zerograph.compat.colossalai.tape import Made, Tape
-
 
 # How a tensor without a batch dimension was made of one with it.
 Comes = Literal["sum", "mean"] | None
@@ -57,6 +54,32 @@ class Meta:
         return not other or (len(other) == 1 and self.whole[other[0]] == self.shape[other[0]] * parts)
 
 
+@dataclass(frozen=True, order=True)
+class Made:
+    """Number ``leaf`` of what call number ``call`` returned."""
+
+    call: int
+    leaf: int
+
+
+class Recorder(Protocol):
+    """What a deferred tensor asks of the tape that it is on."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step has computed all values."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is recorded."""
+
+    def value(self, deferred: Deferred) -> Tensor:
+        """Compute a value now."""
+
+    def call(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Record a call."""
+
+
 class Deferred(Tensor):
     """A tensor whose values are computed with the step; it becomes an ordinary one then, in place.
 
@@ -64,19 +87,19 @@ class Deferred(Tensor):
     """
 
     made: Made
-    tape: Tape
+    tape: Recorder
     meta: Meta
     known: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Meta, tape: Tape, made: Made) -> Deferred:
+    def __new__(cls, meta: Meta, tape: Recorder, made: Made) -> Deferred:
         new: Deferred = _torch.tensor_without_data(
             cls, meta.shape, meta.dtype, meta.device, requires_grad=meta.requires_grad
         )
         new.meta, new.tape, new.made, new.known = meta, tape, made, None
         return new
 
-    def __init__(self, meta: Meta, tape: Tape, made: Made) -> None:
+    def __init__(self, meta: Meta, tape: Recorder, made: Made) -> None:
         """All is done by ``__new__``; torch's own takes no arguments."""
 
     @classmethod
@@ -123,7 +146,7 @@ def name_of(function: Any) -> str:
     return f".{function.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
 
 
-def _tape_of(given: list[Deferred]) -> Tape:
+def _tape_of(given: list[Deferred]) -> Recorder:
     """The tape that is being recorded, of those that the arguments are on."""
     return next((one.tape for one in given if not one.tape.closed), given[0].tape)
 

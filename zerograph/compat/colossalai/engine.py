@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph import source
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.compat.colossalai.changing import Numbers
-from zerograph.compat.colossalai.deferred import Deferred, deferred_in
+from zerograph.compat.colossalai.deferred import Deferred, Made, deferred_in
 from zerograph.compat.colossalai.gradients import Reader
 from zerograph.compat.colossalai.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
 from zerograph.compat.colossalai.program import Program, Texts, program_of
-from zerograph.compat.colossalai.tape import Made, Tape
+from zerograph.compat.colossalai.tape import Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
-from zerograph.step_hooks import Guard
+from zerograph.optim.step_hooks import Guard
 
 # So often backward() without a step is more likely a step that was forgotten.
 _MANY = 64

@@ -15,8 +15,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from zerograph import _torch, source
+from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.runtime.parameters import read_gradient_by
 

@@ -17,10 +17,10 @@ from zerograph.compat.colossalai.program import Program
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
-from zerograph.mesh import pieces
-from zerograph.runtime.differences import first_difference
-from zerograph.runtime.process_group import agree, differing, digest, gather_whole, mesh
-from zerograph.sbp import NdSbp, Split, broadcast
+from zerograph.ir.mesh import pieces
+from zerograph.ir.sbp import NdSbp, Split, broadcast
+from zerograph.runtime.job.differences import first_difference
+from zerograph.runtime.job.process_group import agree, differing, digest, gather_whole, mesh
 
 # Elements of tensors that ranks compare before each step; larger ones are taken to be alike.
 _FEW = 4096

@@ -14,7 +14,7 @@ from zerograph.compat.colossalai.engine import Engine
 from zerograph.compat.colossalai.launching import Configuration, settings_of
 from zerograph.compat.settings import Settings
 from zerograph.errors import ConfigError
-from zerograph.runtime.process_group import rank
+from zerograph.runtime.job.process_group import rank
 
 
 def initialize(

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.capture.guards import module_facts
+from zerograph.capture.substitutes import substituted
 from zerograph.compat.colossalai import batchwise, counts
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome
+from zerograph.compiler.members import Members
 from zerograph.errors import CaptureError
-from zerograph.facts import module_facts
-from zerograph.members import Members
-from zerograph.substitutes import substituted
 
 
 def patched(function: Any) -> Any:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zerograph._torch import pytree
-from zerograph.compat.colossalai.deferred import Meta
+from zerograph.compat.colossalai.deferred import Made, Meta
 from zerograph.compat.colossalai.metadata import patched
-from zerograph.compat.colossalai.tape import Call, Given, Kind, Made, Named, Tape
+from zerograph.compat.colossalai.tape import Call, Given, Kind, Named, Tape
 from zerograph.errors import CaptureError, ZeroGraphError
-from zerograph.runtime.process_group import digest
+from zerograph.runtime.job.process_group import digest
 
 
 @dataclass(frozen=True, eq=False)

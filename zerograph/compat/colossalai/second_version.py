@@ -8,7 +8,7 @@ from typing import Any
 from zerograph.compat.notices import say
 from zerograph.compat.sections import number, section, switch, whole
 from zerograph.errors import ConfigError
-from zerograph.grad_scaler import GradScaler
+from zerograph.ir.grad_scaler import GradScaler
 
 # With what a graph does anyway; None: with what nothing here compares.
 _MODEL_WITHOUT_EFFECT: Mapping[str, Any] = {

@@ -15,22 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerograph import source
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.compat.colossalai.changing import Numbers
-from zerograph.compat.colossalai.deferred import Deferred, Meta, name_of
+from zerograph.compat.colossalai.deferred import Deferred, Made, Meta, name_of
 from zerograph.errors import CaptureError, InputError
 
 # How a real tensor enters the step: as this rank's part of the batch, or as the same on all ranks.
 Kind = Literal["part", "whole"]
-
-
-@dataclass(frozen=True, order=True)
-class Made:
-    """Number ``leaf`` of what call number ``call`` returned."""
-
-    call: int
-    leaf: int
 
 
 @dataclass(frozen=True)
@@ -278,7 +270,7 @@ class Tape:
             return one
         if one.requires_grad:
             line, code = source.running_line()
-            if one.tape.numbers is not self.numbers:
+            if not isinstance(one.tape, Tape) or one.tape.numbers is not self.numbers:
                 raise CaptureError(
                     f"results of two engines are combined, or given from one to the other\n  {line}   {code}\n"
                     "Each engine makes steps of its own. Make one engine of a module that holds both models; give "

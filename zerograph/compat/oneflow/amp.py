@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from zerograph import grad_scaler
-from zerograph.grad_scaler import GradScaler
+from zerograph.ir import grad_scaler
+from zerograph.ir.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "StaticGradScaler"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zerograph.runtime.environment import local_rank, number_of
-from zerograph.runtime.process_group import rank, world_size
+from zerograph.runtime.job.environment import local_rank, number_of
+from zerograph.runtime.job.process_group import rank, world_size
 
 
 def get_rank() -> int:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from zerograph.compat.oneflow.placements import mesh_of
 from zerograph.compat.oneflow.tensors import cut, whole_of
+from zerograph.compiler.placement import to_global
 from zerograph.errors import PlacementError
 from zerograph.graph import building
-from zerograph.placement import to_global
-from zerograph.sbp import nd, whole
+from zerograph.ir.sbp import nd, whole
 
 NAMES = (
     "arange",

@@ -18,8 +18,8 @@ from zerograph.compat.oneflow.placements import mesh_of, placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
-from zerograph.runtime.process_group import agree, join, rank, world_size
-from zerograph.sbp import broadcast, whole
+from zerograph.ir.sbp import broadcast, whole
+from zerograph.runtime.job.process_group import agree, join, rank, world_size
 
 # Seconds that ranks wait for the one that reads or writes.
 _PATIENCE = 600.0

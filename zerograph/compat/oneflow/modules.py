@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zerograph.annotate import carry_over
 from zerograph.compat.oneflow.placements import placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
+from zerograph.ir.annotate import carry_over
+from zerograph.ir.sbp import Sbp, from_dtensor
 from zerograph.runtime.state import Store, close_whole, open_whole, store_of, stores_of
-from zerograph.sbp import Sbp, from_dtensor
 
 
 def module_to_global(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from zerograph.runtime.process_group import rank
+from zerograph.runtime.job.process_group import rank
 
 _said: set[str] = set()
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.compiler.placement import placement as device_mesh
 from zerograph.errors import PlacementError
-from zerograph.placement import placement as device_mesh
-from zerograph.runtime.process_group import world_size
+from zerograph.runtime.job.process_group import world_size
 
 
 class placement:  # noqa: N801 (OneFlow's name)

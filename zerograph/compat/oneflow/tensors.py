@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from zerograph.capture import original_of
+from zerograph.base.source import running_line
+from zerograph.capture.trace import original_of
 from zerograph.compat.oneflow.notices import without_effect
 from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
+from zerograph.compiler.members import was_global
+from zerograph.compiler.placement import from_parts
+from zerograph.compiler.placement import to_global as checked
+from zerograph.compiler.placement import to_local as own_part
 from zerograph.errors import CaptureError, InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
-from zerograph.members import was_global
-from zerograph.placement import from_parts
-from zerograph.placement import to_global as checked
-from zerograph.placement import to_local as own_part
+from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, from_dtensor, nd, to_dtensor, whole
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, plain_parameters, store_of
-from zerograph.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, from_dtensor, nd, to_dtensor, whole
-from zerograph.source import running_line
 
 
 def to_global(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
+from zerograph.base.source import running_line
 from zerograph.compat.oneflow.notices import without_effect
 from zerograph.errors import CaptureError, ConfigError
 from zerograph.graph import building
-from zerograph.source import running_line
 
 NORM, TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
 

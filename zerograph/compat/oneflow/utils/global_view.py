@@ -14,8 +14,8 @@ from zerograph.compat.oneflow import tensors
 from zerograph.compat.oneflow.files import described, undescribed
 from zerograph.compat.oneflow.placements import mesh_of, placement
 from zerograph.errors import PlacementError
-from zerograph.runtime.process_group import join, rank
-from zerograph.sbp import Sbp
+from zerograph.ir.sbp import Sbp
+from zerograph.runtime.job.process_group import join, rank
 
 # Seconds that ranks wait for the one whose values are described to the others.
 _PATIENCE = 600.0

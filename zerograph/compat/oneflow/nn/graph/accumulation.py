@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base.source import running_line
 from zerograph.errors import CaptureError
-from zerograph.source import running_line
 
 
 @dataclass(frozen=True)

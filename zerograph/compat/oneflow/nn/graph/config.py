@@ -14,7 +14,7 @@ from zerograph.compat.oneflow.notices import without_effect
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
 from zerograph.errors import ConfigError
-from zerograph.runtime.process_group import world_size
+from zerograph.runtime.job.process_group import world_size
 
 # OneFlow's own: elements of a shard.
 _MIN_SHARD = 1024

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph._torch import pytree
-from zerograph.batch import Batch
 from zerograph.compat.oneflow.modules import keep_state_whole
 from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
 from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
@@ -24,12 +23,13 @@ from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
 from zerograph.compat.oneflow.nn.graph.report import report
 from zerograph.compat.oneflow.optim.base import check_options
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
-from zerograph.compiled import CompiledStep
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.compiled import CompiledStep
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
-from zerograph.grad_scaler import GradScaler
 from zerograph.graph import ZeroGraph
-from zerograph.runtime.process_group import Job, rank
+from zerograph.ir.grad_scaler import GradScaler
+from zerograph.runtime.job.process_group import Job, rank
 
 
 class _TakesSwitches(type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerograph.graph import ZeroGraph
 from zerograph.ir.metadata import origin
-from zerograph.sbp import show
+from zerograph.ir.sbp import show
 
 
 def report(graph: ZeroGraph, title: str, level: int) -> str:

@@ -1,0 +1,1 @@
+"""Passes that lay parameters in buckets and update each bucket at once."""

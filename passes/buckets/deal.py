@@ -1,0 +1,105 @@
+"""The update of a dealt bucket: one node on global tensors, and on each rank a program for the parameters it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.metadata import meta
+from zerograph.ir.update_program import UpdateProgram
+from zerograph.passes.context import BucketUpdate
+
+aten = torch.ops.aten
+
+
+def dealt_update(
+    flat: Tensor, gradient: Tensor, numbers: Sequence[Tensor], states: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """New values of the bucket and of its state. Stands for every parameter's update until ``localize``."""
+    return (torch.empty_like(flat), *(torch.empty_like(state) for state in states))
+
+
+def own_updates(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: bool = False) -> fx.GraphModule:
+    """The updates of the parameters that ``rank`` owns, in place; parameters of one shape run one program.
+
+    It takes this rank's shard of the bucket and of its gradient, the hyperparameters, where ``guarded`` the 0-d number
+    that is not 0 if nothing shall change, and the shards of the states; it returns the bucket's.
+    """
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    flat, gradient = graph.placeholder("flat"), graph.placeholder("gradient")
+    numbers = {name: graph.placeholder(f"number_{index}") for index, name in enumerate(update.numbers)}
+    condition = {"found_inf": graph.placeholder("found_inf")} if guarded else {}
+    states = {name: graph.placeholder(f"state_{index}") for index, name in enumerate(update.layouts)}
+    modules: dict[UpdateProgram, str] = {}
+    assert bucket.owners is not None
+    for index, (slot, owner) in enumerate(zip(bucket.slots, bucket.owners, strict=True)):
+        if owner != rank:
+            continue
+        program = update.programs[index]
+        if program not in modules:
+            modules[program] = f"update_{len(modules)}"
+            root.add_module(modules[program], _runnable(program, first=update.first, guarded=guarded))
+        shard = bucket.padded // bucket.ranks
+        shape = slot.shape or (1,)
+        own = {
+            "param": _part(graph, flat, slot, slot.offset - rank * shard, shape),
+            "grad": _part(graph, gradient, slot, slot.offset - rank * shard, shape),
+            **numbers,
+            **condition,
+        }
+        for name, layout in update.layouts.items():
+            part = layout.slots[index]
+            own[name] = _part(
+                graph, states[name], part, part.offset - rank * (layout.padded // layout.ranks), program.shapes[name]
+            )
+        graph.call_module(modules[program], tuple(own.values()))
+    graph.output(flat)
+    module = fx.GraphModule(root, graph)
+    # It yields nothing that somebody must read: what it writes is its purpose.
+    module._is_impure = True  # type: ignore[assignment]
+    return module
+
+
+def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequence[int]) -> fx.Node:
+    part = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + slot.numel))
+    return graph.call_function(aten.view.default, (part, list(shape)))
+
+
+def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.GraphModule:
+    """The program with inputs param, grad, every number, where ``guarded`` the condition, and every state; it writes
+    what changes, returns nothing."""
+    source = program.first if first and program.first is not None else program.graph
+    graph = fx.Graph()
+    inputs = {name: graph.placeholder(name) for name in ("param", "grad")}
+    inputs |= {name: graph.placeholder(f"number_{index}") for index, name in enumerate(program.numbers)}
+    overflow = graph.call_function(aten.ne.Scalar, (graph.placeholder("found_inf"), 0)) if guarded else None
+    inputs |= {name: graph.placeholder(f"state_{index}") for index, name in enumerate(program.state)}
+    if overflow is not None and any("linalg" in str(node.target) for node in source.graph.nodes):
+        # What they would write is not taken, but factorisations raise on what is not finite.
+        inputs["grad"] = graph.call_function(aten.where.ScalarSelf, (overflow, 0, inputs["grad"]))
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = inputs[meta(node)["update_input"]]
+        elif node.op == "output":
+            returned = node.args[0]
+            for name, made in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):
+                _write(graph, inputs[name], fx.map_arg(made, copies.__getitem__), overflow)
+        elif node.target is aten.copy_.default:
+            target, value = (copies[given] for given in node.all_input_nodes)
+            _write(graph, target, value, overflow)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(())
+    return fx.GraphModule(source, graph)
+
+
+def _write(graph: fx.Graph, target: fx.Node, value: Any, overflow: fx.Node | None) -> None:
+    if overflow is not None:
+        value = graph.call_function(aten.where.self, (overflow, target, value))
+    graph.call_function(aten.copy_.default, (target, value))

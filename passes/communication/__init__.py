@@ -1,0 +1,1 @@
+"""Passes that merge, move and overlap collectives."""

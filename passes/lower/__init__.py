@@ -1,0 +1,1 @@
+"""Passes that lower global tensors to local shapes and collectives."""

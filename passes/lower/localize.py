@@ -1,0 +1,302 @@
+"""localize: every shape is this rank's, and every boxing node a collective of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import errors
+from zerograph.ir.evaluate import evaluate
+from zerograph.ir.memory import computed_bytes
+from zerograph.ir.mesh import local_shape, local_start
+from zerograph.ir.metadata import Boxing, meta, origin
+from zerograph.ir.random import uniform
+from zerograph.ir.region import local, region_of
+from zerograph.ir.rewrite import drop_unused, emit_like, fake
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.passes import rules
+from zerograph.passes.accumulation.in_time import enter, leave, pack
+from zerograph.passes.buckets.deal import dealt_update, own_updates
+from zerograph.passes.context import Context
+from zerograph.passes.lower.inline import put_in_place
+from zerograph.passes.placement.boxing import boxing
+from zerograph.passes.placement.lookup import is_apart, own_rows
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Values, arguments that are sizes, and dealt updates are this rank's; boxing nodes have become collectives."""
+    graph = module.graph
+    # Nodes whose local value is their global one.
+    same: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            _enter(node, context, same)
+        elif node.target is boxing:
+            _lower(graph, node, context)
+        elif node.target is pack:
+            _pack(graph, node, context)
+        elif node.target is local:
+            # Its readers, which take one output each, come first; then its graph takes its place.
+            _make_local(node, context)
+        elif node.op == "call_function" and is_apart(node):
+            node.replace_all_uses_with(own_rows(node, context))
+            graph.erase_node(node)
+        elif node.op == "call_function":
+            _compute_locally(node, context, same)
+    for node in graph.find_nodes(op="call_function", target=dealt_update):
+        _update_own(module, node, context)
+    for node in graph.find_nodes(op="call_function", target=local):
+        put_in_place(graph, node, context)
+    drop_unused(graph)
+    return module
+
+
+def _enter(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
+    value = node.meta["val"]
+    meta(node)["global"] = tuple(value.shape)
+    if any(isinstance(one, Split) for one in meta(node)["sbp"]):
+        shape = local_shape(value.shape, meta(node)["sbp"], context.mesh)
+        node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
+    else:
+        same.add(node)
+
+
+def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
+    outputs = rules.output_values(node)
+    sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node).get("sbp", ()))
+    shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
+    if isinstance(node.meta["val"], Tensor):
+        meta(node)["global"] = tuple(node.meta["val"].shape)
+    if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
+        node.update_arg(_SIZE_ARGUMENT[node.target], list(shapes[0]))
+    elif node.target is aten.affine_grid_generator.default:
+        node.update_arg(1, [shapes[0][0], *rules.arguments(node)["size"][1:]])
+    elif node.target in _BATCH_ARGUMENT:
+        node.update_arg(_BATCH_ARGUMENT[node.target], shapes[0][0])
+    elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+        _squeeze_what_is_one_globally(node)
+    elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
+        _bound_slice(node)
+    elif node.target is uniform:
+        _draw_own_piece(node, outputs[0].shape, shapes[0], context)
+    # What all ranks hold whole, and made of nothing else, is here what it is everywhere.
+    if same.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
+        same.add(node)
+        return
+    node.meta["val"] = evaluate(node)
+    found = [tuple(value.shape) for value in rules.output_values(node)]
+    if found != shapes:
+        raise errors.VerificationError(
+            f"{node.target} yields local shapes {found} where its SBP {meta(node)['sbp']} says {shapes}: "
+            f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
+        )
+
+
+def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
+    """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
+    name = meta(node)["bucket"]
+    bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+    rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
+    module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], rank, guarded=guarded))
+    inputs = node.all_input_nodes
+    flat = inputs[0]
+    with module.graph.inserting_before(node):
+        own = module.graph.call_module(f"update_{name}", tuple(inputs))
+    own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
+    # Of the update that needs most, whoever makes it: ranks shall foretell the same.
+    meta(own)["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
+    for part in list(node.users):
+        for write in list(part.users):
+            if write.target is aten.copy_.default and write.args[0] in inputs:
+                module.graph.erase_node(write)
+        part.replace_all_uses_with(own)
+        module.graph.erase_node(part)
+    module.graph.erase_node(node)
+
+
+# Operators that are told the size of their result, and where.
+_SIZE_ARGUMENT: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.diagonal_backward.default: 1,
+    aten.unfold_backward.default: 1,
+    **{backward: 2 for _, backward in rules.spatial.RESAMPLING},
+}
+
+# Operators that are told the number of samples, and where.
+_BATCH_ARGUMENT: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
+
+def _squeeze_what_is_one_globally(node: fx.Node) -> None:
+    """A split dimension may have size one here; it stays."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    shape: tuple[int, ...] = meta(source)["global"]
+    asked = rules.arguments(node).get("dim", list(range(len(shape))))
+    dims = [dim % len(shape) for dim in ([asked] if isinstance(asked, int) else asked)] if shape else []
+    node.target = aten.squeeze.dims
+    node.args, node.kwargs = (source, [dim for dim in dims if shape[dim] == 1]), {}
+
+
+def _bound_slice(node: fx.Node) -> None:
+    """A slice of a split tensor cuts another dimension, or takes all of the split one: then up to its local end."""
+    arguments = rules.arguments(node)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    size = source.meta["val"].shape[arguments["dim"]]
+    if node.target is aten.slice.Tensor and arguments["end"] is not None and arguments["end"] > size:
+        node.update_arg(3, torch.iinfo(torch.int64).max)
+
+
+def _make_local(node: fx.Node, context: Context) -> None:
+    node.meta["val"] = [
+        fake(node.graph, local_shape(one.shape, sbp, context.mesh), one.dtype, one.device)
+        for one, sbp in zip(region_of(node).outputs, meta(node)["sbp"], strict=True)
+    ]
+
+
+def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
+    """The numbers that one device would draw, from where this rank's piece begins."""
+    node.update_arg(2, list(shape))
+    node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
+    meta(node)["own"] = (3,)
+    time = meta(node)["sbp"][-1]
+    if context.timed and isinstance(time, Split):
+        meta(node)["advances"] = time.dim
+
+
+@dataclass(frozen=True)
+class _Lowering:
+    """Emits the nodes of one boxing node, all with its origin; ``waited`` is what asynchronous collectives yield."""
+
+    graph: fx.Graph
+    node: fx.Node
+    context: Context
+    found: Boxing
+
+    @property
+    def ranks(self) -> int:
+        return self.found.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.context.mesh.position[self.found.dim]
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return emit_like(self.node, target, *args, **kwargs)
+
+    def collective(self, target: Any, *args: Any) -> fx.Node:
+        start = self.emit(target, *args, self.context.mesh.groups[self.found.dim])
+        meta(start)["boxing"] = self.found
+        return self.emit(c10d.wait_tensor.default, start)
+
+    def contiguous(self, source: fx.Node) -> fx.Node:
+        if source.meta["val"].is_contiguous():
+            return source
+        return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
+
+    def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
+        """As many equal parts as ranks along ``cut``, laid end to end along ``join``."""
+        if cut == join:
+            return source
+        size = source.meta["val"].shape[cut] // self.ranks
+        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.ranks)]
+        return self.emit(aten.cat.default, parts, join)
+
+
+def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
+    found: Boxing = meta(node)["boxing"]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    meta(node)["global"] = tuple(node.meta["val"].shape)
+    with graph.inserting_before(node):
+        lowering = _Lowering(graph, node, context, found)
+        if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
+            result = lowering.emit(aten.alias.default, source)
+        elif found.dim == context.time_dim:
+            result = _through_time(lowering, source, found)
+        else:
+            before, after = found.source[found.dim], found.target[found.dim]
+            result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _through_time(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
+    before, after = found.source[-1], found.target[-1]
+    if isinstance(after, Split):
+        part = lower.emit(enter, source, after.dim, found.ranks)
+        meta(part)["boxing"] = found
+        return lower.contiguous(part)
+    made = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, found.ranks)
+    meta(made)["boxing"] = found
+    return made
+
+
+def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    meta(node)["global"] = tuple(node.meta["val"].shape)
+    with graph.inserting_before(node):
+        entry = emit_like(node, aten.unsqueeze.default, source, 0)
+        meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
+        made = emit_like(node, leave, entry, 0, context.batch.micro_batches)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _all_reduce(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    return lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
+
+
+def _reduce_scatter(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
+
+
+def _all_gather(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
+    return lower.rearranged(whole, cut=0, join=_dim(before))
+
+
+def _all_to_all(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
+    received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
+    return lower.rearranged(received, cut=0, join=_dim(before))
+
+
+def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    dim = _dim(after)
+    size = source.meta["val"].shape[dim] // lower.ranks
+    start = lower.rank * size
+    part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
+    meta(part)["boxing"] = lower.found
+    meta(part)["own"] = (2, 3)
+    return lower.contiguous(part)
+
+
+_LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
+    (PartialSum, Broadcast): _all_reduce,
+    (PartialSum, Split): _reduce_scatter,
+    (Split, Broadcast): _all_gather,
+    (Split, Split): _all_to_all,
+    (Broadcast, Split): _slice,
+}
+
+
+def _dim(sbp: Sbp) -> int:
+    assert isinstance(sbp, Split), sbp
+    return sbp.dim

@@ -1,0 +1,1 @@
+"""Passes for memory: offload, in-place writes, gather buffers, a memory budget."""

@@ -1,0 +1,56 @@
+"""carry: shards travel between the memory that they rest in and the device that computes, beside the computation.
+
+Way up: a shard is copied while the one before it is gathered. Way down: a gradient's shard leaves when it is reduced,
+and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs. What comes back after
+it went down keeps its place (``spill``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import emit, emit_like
+from zerograph.ir.step_graph import bucket_behind, placeholders
+from zerograph.ir.transfers import CARRY, LANDED
+from zerograph.passes.context import Context
+
+aten = torch.ops.aten
+
+
+def carry(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """What goes to another device leaves early, shards one ahead of their gather, and is awaited when it is read."""
+    graph = module.graph
+    before: fx.Node | None = None
+    for copy in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if not _crosses(copy):
+            continue
+        if bucket_behind(copy) is not None:
+            before = _start(copy, copy if before is None else before)
+            continue
+        source = copy.all_input_nodes[0]
+        if source.target is CARRY:
+            _start(copy, copy)
+        else:
+            _start(copy, placeholders(graph)[-1].next if source.op == "placeholder" else source.next)
+    return module
+
+
+def _crosses(node: fx.Node) -> bool:
+    """Between devices, and more than a number."""
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return isinstance(value, Tensor) and bool(value.dim()) and value.device != source.device
+
+
+def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
+    """Start the copy before ``place``, wait for it before its first reader; that wait."""
+    graph, value = copy.graph, copy.meta["val"]
+    first = min(copy.users)
+    with graph.inserting_before(place):
+        started = emit_like(copy, CARRY, copy.all_input_nodes[0], value.dtype, value.device)
+    with graph.inserting_before(first):
+        landed = emit(graph, LANDED, (started,), origin(copy))
+    copy.replace_all_uses_with(started)
+    graph.erase_node(copy)
+    return landed

@@ -1,0 +1,1 @@
+"""Passes over the traced graph: bring operators into the forms that later passes know."""

@@ -1,0 +1,1 @@
+"""Passes that give every tensor an SBP and insert boxing nodes."""

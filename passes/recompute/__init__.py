@@ -1,0 +1,1 @@
+"""Passes that recompute values in backward instead of keeping them from forward."""

@@ -1,0 +1,127 @@
+"""regather: a bucket is freed after forward and gathered again for backward, where the stage says so.
+
+A gathered weight that backward reads stays alive from its first use on, and so do its views, casts and
+transposes. So all of them are derived again from a second gather. A bucket is gathered at most twice: between
+its uses the widest gap is where it is freed. For most layers that gap lies between forward and backward; for
+a weight tied between the first and the last layer, between those two, which keeps the traffic at 3 Psi.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure, drop_unused, positions
+from zerograph.ir.sbp import Split
+from zerograph.ir.step_graph import bucket_behind
+from zerograph.passes.context import Context
+from zerograph.passes.placement.boxing import boxing
+
+aten = torch.ops.aten
+
+
+def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """No gathered bucket lives through the widest gap between its uses, if the policy says so."""
+    if not context.policy.regather:
+        return module
+    graph = module.graph
+    gathers = bucket_gathers(graph)
+    order = positions(graph)
+    uses = {gather: sorted(_uses(gather), key=order.__getitem__) for gather in gathers}
+    used = sorted(order[use] for gather in gathers for use in uses[gather])
+    for gather in gathers:
+        later = _after_widest_gap(uses[gather], order, used)
+        if later:
+            _derive_again(graph, gather, later)
+    drop_unused(graph)
+    return module
+
+
+def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that gather a split bucket whole, or a parameter that the user has split, in order."""
+    return [
+        node
+        for node in graph.find_nodes(op="call_function", target=boxing)
+        if _rests(node.all_input_nodes[0])
+        and any(isinstance(one, Split) for one in meta(node.all_input_nodes[0])["sbp"])
+    ]
+
+
+def _rests(node: fx.Node) -> bool:
+    """Whether the node is only another form of what rests in a bucket."""
+    while _is_form(node):
+        node = node.all_input_nodes[0]
+    return bucket_behind(node) is not None
+
+
+def _uses(gather: fx.Node) -> set[fx.Node]:
+    """Return the nodes that compute with the bucket: users of the gather, of its views, casts and copies."""
+    forms = closure([gather], lambda form: (user for user in form.users if _is_form(user)))
+    return {user for form in forms for user in form.users} - forms
+
+
+def _is_form(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in COPIES)
+
+
+COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
+
+
+def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list[int]) -> list[fx.Node]:
+    """The uses behind the widest gap, measured in uses of other buckets, then in nodes.
+
+    ``used`` are the places of all buckets' uses, ascending; between two uses in a row lie those of others only.
+    """
+    best, behind = (0, 0), 0
+    for index, (before, after) in enumerate(itertools.pairwise(uses)):
+        left, right = order[before], order[after]
+        crosses = origin(before).phase == "forward" and origin(after).phase == "backward"
+        between = bisect_left(used, right) - bisect_right(used, left)
+        if (crosses or between) and (between, right - left) > best:
+            best, behind = (between, right - left), index + 1
+    return uses[behind:] if behind else []
+
+
+def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None:
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node, reader: fx.Node) -> fx.Node:
+        if node is not gather and not (_is_form(node) and _comes_from(node, gather)):
+            return node
+        if node not in copies:
+            inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
+            if node is gather:
+                inputs = _cast_again(graph, gather, reader)
+            with graph.inserting_before(reader):
+                copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
+            meta(copies[node])["origin"] = origin(reader)
+            if node is gather:
+                meta(copies[node])["boxing"] = replace(meta(gather)["boxing"], phase=origin(reader).phase)
+        return copies[node]
+
+    for use in uses:
+        for source in use.all_input_nodes:
+            use.replace_input_with(source, copy(source, use))
+
+
+def _cast_again(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What is gathered in the compute dtype is cast for each gather: what rests is the master shard alone."""
+    cast = gather.all_input_nodes[0]
+    if cast.op == "placeholder":
+        return {}
+    with graph.inserting_before(reader):
+        again = graph.node_copy(cast)
+    meta(again)["origin"] = origin(reader)
+    return {cast: again}
+
+
+def _comes_from(node: fx.Node, gather: fx.Node) -> bool:
+    while _is_form(node):
+        node = node.all_input_nodes[0]
+    return node is gather

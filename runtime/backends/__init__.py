@@ -1,0 +1,1 @@
+"""Backends: compile the emitted graph to a callable."""

@@ -1,0 +1,1 @@
+"""The ranks of a job: process groups, agreement, liveness."""

@@ -1,0 +1,1 @@
+"""Tracing: from ``build()`` to one functional graph."""

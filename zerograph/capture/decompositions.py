@@ -1,0 +1,238 @@
+"""Operators rewritten during capture because their global meaning hides in a local kernel.
+
+A mean over a split dimension is not a mean of means, and a batch norm's statistics are those of the whole
+batch. Written as sums and divisions, such operators need no rule of their own: the sums become partial, and
+the numbers divide by the global count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph._torch import decompositions
+from zerograph.capture import batch_norm
+
+aten = torch.ops.aten
+
+
+def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
+    """Decompositions for capture: torch's own where they exist, ours for what they would leave whole.
+
+    Args:
+        batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
+    """
+    from_torch = decompositions(_FROM_TORCH)
+    return {
+        **from_torch,
+        **(batch_norm.grouped(batch_norm_groups, from_torch) if batch_norm_groups > 1 else {}),
+        aten.mean.default: lambda x, dtype=None: _mean(x, None, False, dtype),
+        aten.mean.dim: lambda x, dim=None, keepdim=False, dtype=None: _mean(x, dim, keepdim, dtype),
+        aten.var.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
+        )[0],
+        aten.std.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
+        )[0].sqrt(),
+        aten.var_mean.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+            x, dim, correction, keepdim
+        ),
+        aten.nansum.default: _nansum,
+        **{
+            loss: functools.partial(_nll_loss_backward, from_torch[loss])
+            for loss in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+        },
+        aten.norm.Scalar: lambda x, p=2: _norm(x, p, None, False),
+        aten.norm.ScalarOpt_dim: _norm,
+        aten.norm.ScalarOpt_dtype: lambda x, p, *, dtype: _norm(x.to(dtype), p, None, False),
+        aten.norm.ScalarOpt_dim_dtype: lambda x, p, dim, keepdim=False, *, dtype: _norm(x.to(dtype), p, dim, keepdim),
+        aten.dist.default: lambda x, y, p=2: _norm(x - y, p, None, False),
+        aten.multi_margin_loss.default: _multi_margin_loss,
+        aten.multi_margin_loss_backward.default: _multi_margin_loss_backward,
+        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+        aten.multilabel_margin_loss_backward.default: _multilabel_margin_loss_backward,
+        aten.rrelu_with_noise_functional.default: _rrelu,
+        # It only reads the status that the kernel returned, and raises.
+        aten._linalg_check_errors.default: lambda *_, **__: None,
+        aten.empty.memory_format: lambda size, *, dtype=None, device=None, **_: torch.full(
+            size, 0, dtype=dtype or torch.get_default_dtype(), device=device
+        ),
+        aten.empty_like.default: _filled_like(0),
+        aten.new_empty.default: _new_filled(0),
+        aten.ones_like.default: _filled_like(1),
+        aten.zeros_like.default: _filled_like(0),
+        aten.full_like.default: lambda x, fill, **options: _filled_like(fill)(x, **options),
+        aten.new_zeros.default: _new_filled(0),
+        aten.new_ones.default: _new_filled(1),
+        # Memory that a copy is about to fill: full of something, it needs no rule of its own.
+        aten.new_empty_strided.default: lambda x, size, stride, **options: _new_filled(0)(x, size, **options),
+        aten.repeat.default: _repeat,
+        aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
+    }
+
+
+_FROM_TORCH = (
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_no_training,
+    aten.native_batch_norm_backward,
+    aten.cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward,
+    aten._batch_norm_with_update,
+    aten.batch_norm_backward,
+    aten.linalg_vector_norm,
+    aten.addmv,
+    aten.dot,
+    aten.select_backward,
+    aten.slice_backward,
+    aten._safe_softmax,
+    aten.native_dropout_backward,
+    aten.rrelu_with_noise_backward,
+)
+
+
+def _mean(x: Tensor, dim: Sequence[int] | int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    total: Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return total / count
+
+
+def _var_mean(x: Tensor, dim: Sequence[int] | int | None, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Two passes (mean first): the mean of squares minus the squared mean cancels in fp32."""
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = _mean(x, dims, True, None)
+    squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
+    variance = squares / max(count - (1 if correction is None else correction), 0)
+    return variance, mean if keepdim else mean.squeeze(dims)
+
+
+def _nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    valid = torch.where(x.isnan(), 0, x)
+    total: Tensor = aten.sum.dim_IntList(valid, _dims(x, dim), keepdim, dtype=dtype)
+    return total
+
+
+def _nll_loss_backward(
+    weighted: Callable[..., Tensor],
+    gradient: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+    total: Tensor,
+) -> Tensor:
+    """torch's writes -1 at each target and multiplies all classes by the gradient: here each target gets its own."""
+    if weight is not None or x.dim() < 2:
+        return weighted(gradient, x, target, weight, reduction, ignored, total)
+    at = target.unsqueeze(1)
+    valid = at != ignored
+    each = gradient / total if reduction == _MEAN else gradient.unsqueeze(1) if gradient.dim() else gradient
+    values = -torch.where(valid, each, 0)
+    return torch.zeros_like(x).scatter(1, torch.where(valid, at, 0), values)
+
+
+def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim)
+    return length
+
+
+# Reductions of the losses' kernels, by number: none, mean, sum.
+_NONE, _MEAN = 0, 1
+
+
+def _reduced(each: Tensor, reduction: int) -> Tensor:
+    return each.mean() if reduction == _MEAN else each.sum()
+
+
+def _unreduced(gradient: Tensor, samples: int, reduction: int) -> Tensor:
+    """The gradient of each sample's loss, from that of their mean or sum."""
+    return (gradient / samples if reduction == _MEAN else gradient).expand(samples)
+
+
+def _multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = _MEAN
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    return _reduced(aten.multi_margin_loss.default(x, target, p, margin, weight, _NONE), reduction)
+
+
+def _multi_margin_loss_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each = _unreduced(gradient, len(x), reduction)
+    return aten.multi_margin_loss_backward.default(each, x, target, p, margin, weight, _NONE)
+
+
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each, is_target = aten.multilabel_margin_loss_forward.default(x, target, _NONE)
+    return _reduced(each, reduction), is_target
+
+
+def _multilabel_margin_loss_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
+) -> Any:
+    if reduction == _NONE or x.dim() < 2:
+        return NotImplemented
+    each = _unreduced(gradient, len(x), reduction)
+    return aten.multilabel_margin_loss_backward.default(each, x, target, _NONE, is_target)
+
+
+def _rrelu(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Any:
+    """In evaluation mode a leaky relu, though the operator is tagged as random."""
+    return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise)
+
+
+def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(x.dim()))
+    return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] if x.dim() else []
+
+
+def _filled_like(fill: float) -> Callable[..., Tensor]:
+    def filled(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.full(x.shape, fill, dtype=dtype or x.dtype, device=device or x.device)
+
+    return filled
+
+
+def _new_filled(fill: float) -> Callable[..., Tensor]:
+    def filled(x: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
+
+    return filled
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """As an expansion, whose dimensions have names."""
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    sizes = list(zip(repeats, shape, strict=True))
+    once = x.reshape([part for _, size in sizes for part in (1, size)])
+    return once.expand([part for pair in sizes for part in pair]).reshape([times * size for times, size in sizes])

@@ -1,0 +1,193 @@
+"""What watches ``build()`` while it is traced: an operator learns where it comes from, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from zerograph import _torch
+from zerograph._torch import pytree
+from zerograph.base import source
+from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
+from zerograph.errors import CaptureError
+from zerograph.ir.metadata import Origin
+
+aten = torch.ops.aten
+
+ONE_GRAPH = (
+    "A traced step is one graph for all values. Use torch.where, or return the tensor and branch outside build()."
+)
+
+
+class Recorder(_torch.TorchDispatchMode):
+    """Notes each operator's phase, module and source line, and refuses to read values."""
+
+    def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
+        super().__init__()
+        self._module_path = module_path
+        self._forward: dict[int, Origin] = {}
+        self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            # Autograd asks twice for each operator: answered here, it does not travel through every mode.
+            return args[0].device
+        if func in _READS_VALUES:
+            line, code = source.running_line()
+            raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
+        if isinstance(func, _torch.OpOverload) and func.namespace in COLLECTIVE_NAMESPACES:
+            raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
+        if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
+            _refuse_writes_outside(func, args, kwargs or {})
+        with _torch.annotated(self._noted(func)):
+            result = func(*args, **(kwargs or {}))
+        if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
+                f"A step graph has fixed shapes. {_FIXED_SHAPES.get(func, _ALL_ROWS)}"
+            )
+        return result
+
+    def _noted(self, func: Any) -> dict[str, Any]:
+        """What the nodes of the running operator are to carry."""
+        backward = _torch.backward_sequence_number()
+        if backward is None:
+            here = Origin("forward", self._module_path(None), *source.running_line())
+            self._modules[here.source, func][here.module] = None
+            self._forward.setdefault(_torch.forward_sequence_number(), here)
+            return {"origin": here}
+        # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
+        forward = self._forward.get(backward, Origin("forward"))
+        again = _torch.made_again()
+        if again is not None:
+            line, code = source.running_line()
+            module = self._module_path(again) or self._nearest(line, func, forward.module)
+            forward = Origin("forward", module, line, code)
+        # With create_graph=True, and in a checkpoint, backward makes nodes of its own, whose backward is of the same
+        # line.
+        self._forward.setdefault(_torch.forward_sequence_number(), forward)
+        noted = Origin("backward", forward.module, forward.source, forward.code)
+        return {"origin": noted} if again is None else {"origin": noted, "recomputed": True}
+
+    def _nearest(self, line: str, func: Any, module: str) -> str:
+        """Which of the modules that ran ``func`` on the line is nearest to ``module``: a checkpoint calls functions,
+        and does not enter the modules that they belong to."""
+        wanted = module.split(".")
+
+        def common(one: str) -> int:
+            pairs = zip(one.split("."), wanted, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        return max(self._modules.get((line, func), ()), key=common, default=module)
+
+
+def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
+    """Before a tensor that is no part of the step is changed, which the trace would do once and the step never."""
+    for written in _torch.written_tensors(func, args, kwargs):
+        if not isinstance(written, _torch.FakeTensor):
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of the graph's modules\n"
+                f"  {line}   {code}\n"
+                "Register it with register_buffer() in the module's __init__: buffers are part of the step."
+            )
+
+
+class NoDataAssignment(TorchFunctionMode):
+    """Refuses ``parameter.data = ...``, which no tracer sees."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:
+            line, code = source.running_line()
+            raise CaptureError(
+                f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
+                "Write the values with copy_() under torch.no_grad()."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_READS_VALUES = {
+    aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
+    aten.equal.default: "build() compared two tensors' values while the step was being traced",
+}
+
+
+_ALL_ROWS = (
+    "Keep all rows, and multiply by the mask or use torch.where, instead of selecting by it; a mean is then the sum "
+    "divided by mask.sum(). Experts that pick their tokens run on all of them, each result weighted by the router, by "
+    "0 where a token is another expert's (a model of transformers: model.set_experts_implementation('batched_mm'))."
+)
+_FIXED_SHAPES = {
+    aten.bincount.default: "Give the number of bins, torch.bincount(x, minlength=n), more than the largest value.",
+    aten.repeat_interleave.Tensor: "Give output_size=, or repeat all rows alike.",
+    **dict.fromkeys(
+        (aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
+        "Count or mark with a table of all possible values, torch.bincount(x, minlength=n), or call unique() on the "
+        "batch outside build().",
+    ),
+}
+
+
+def _is_static(tensor: Tensor) -> bool:
+    return all(isinstance(size, int) for size in tensor.shape)
+
+
+@contextlib.contextmanager
+def module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | None], str]]:
+    """Yields what tells the qualified name of the module whose forward is running, or of the first known of those
+    given."""
+    names = {id(module): name for name, module in root.named_modules()}
+    stack: list[str] = []
+
+    # A checkpoint enters modules in backward, and leaves them by an exception, of which no hook hears.
+    def enter(module: nn.Module, _: Any) -> None:
+        if _torch.backward_sequence_number() is None:
+            stack.append(names.get(id(module), stack[-1] if stack else ""))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if _torch.backward_sequence_number() is None:
+            stack.pop()
+
+    def path(modules: Sequence[nn.Module] | None) -> str:
+        if modules is None:
+            return stack[-1] if stack else ""
+        return next((names[id(module)] for module in modules if id(module) in names), "")
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield path
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Translate torch's errors about what cannot be traced into the user's terms."""
+    try:
+        yield
+    except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
+    except RuntimeError as error:
+        if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
+            # Of torch.distributed.nn, under names that a user's module has imported.
+            raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None
+        if "grad can be implicitly created only for scalar outputs" not in str(error):
+            raise
+        line, code = source.raising_line(error.__traceback__)
+        raise CaptureError(
+            f"backward() was called on a tensor that is not a scalar\n  {line}   {code}\n"
+            "Reduce the loss first, with .mean() or .sum()."
+        ) from None

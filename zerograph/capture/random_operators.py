@@ -1,0 +1,277 @@
+"""Drawing operators rewritten during capture: every random number of a step comes from ``zerograph.ir.random``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import _torch
+from zerograph.base import source
+from zerograph.errors import CaptureError
+from zerograph.ir.metadata import origin
+from zerograph.ir.random import uniform
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Draws:
+    """What one ``build()`` has drawn so far while it is traced.
+
+    Attributes:
+        seed: the graph's input with the seed of the step; known once tracing begins.
+        count: the number that the next drawing operator gets.
+    """
+
+    seed: Tensor | None = None
+    count: int = 0
+
+    def uniform(self, size: Sequence[int], device: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers in [0, 1)."""
+        assert self.seed is not None
+        number, self.count = self.count, self.count + 1
+        size, device = list(size), torch.device(device) if device is not None else torch.get_default_device()
+        drawn: Tensor = uniform(self.seed, number, size, [0] * len(size), size, dtype, device)
+        return drawn
+
+    def normal(self, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers, after Box and Muller."""
+        width = torch.float64 if dtype == torch.float64 else torch.float32
+        radius = (-2 * torch.log1p(-self.uniform(size, device, width))).sqrt()
+        return (radius * (2 * math.pi * self.uniform(size, device, width)).cos()).to(dtype)
+
+    def exponential(self, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
+        """Of rate 1, and never 0, whose logarithm a Gumbel softmax would take."""
+        width, smallest = (torch.float64, 2.0**-54) if dtype == torch.float64 else (torch.float32, 2.0**-25)
+        return (-torch.log1p(-self.uniform(size, device, width))).clamp(min=smallest).to(dtype)
+
+    def whole_numbers(self, low: int, high: int, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
+        """Each of ``low`` to ``high - 1`` is as likely, up to (high - low) / 2^53."""
+        if high - low > 2**53:
+            refuse("whole numbers from more than 2^53 values", "Draw from a smaller range.")
+        drawn = (self.uniform(size, device, torch.float64) * (high - low)).floor()
+        return (drawn.to(torch.int64) + low).to(dtype)
+
+    @contextmanager
+    def instead_of_torchs(self) -> Iterator[None]:
+        """Inside, the state of torch's generator is ours: ``checkpoint`` restores it before it computes again."""
+
+        def seeded(seed: Any) -> NoReturn:
+            refuse(
+                "build() seeds torch's generator", "The numbers of a graph follow from config.seed; set that instead."
+            )
+
+        def restore(state: int) -> None:
+            self.count = state
+
+        with _torch.generator_replaced(lambda: self.count, restore, seeded):
+            yield
+
+
+def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
+    """For each drawing operator, in the forms that capture meets, what it is in terms of ``draws``."""
+
+    def bernoulli(x: Tensor, p: float | Tensor) -> Tensor:
+        return (draws.uniform(x.shape, x.device) < p).to(x.dtype)
+
+    def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        kept = draws.uniform(x.shape, x.device) < 1 - p
+        return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+    def uniform_between(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return draws.uniform(x.shape, x.device, _floating(x.dtype)) * (high - low) + low
+
+    def normal(x: Tensor, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> Tensor:
+        return draws.normal(x.shape, x.device, _floating(x.dtype)) * std + mean
+
+    def normal_of(mean: float | Tensor, std: float | Tensor = 1.0) -> Tensor:
+        like = mean if isinstance(mean, Tensor) else std
+        assert isinstance(like, Tensor)
+        shape = torch.broadcast_shapes(*(v.shape for v in (mean, std) if isinstance(v, Tensor)))
+        return draws.normal(shape, like.device, _floating(like.dtype)) * std + mean
+
+    def exponential(x: Tensor, rate: float = 1.0) -> Tensor:
+        return draws.exponential(x.shape, x.device, _floating(x.dtype)) / rate
+
+    def geometric(x: Tensor, p: float) -> Tensor:
+        trials = (draws.exponential(x.shape, x.device, torch.float64) / -math.log1p(-p)).ceil() if p < 1 else None
+        return torch.ones_like(x) if trials is None else trials.to(x.dtype)
+
+    def cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+        angle = math.pi * (draws.uniform(x.shape, x.device, torch.float64) - 0.5)
+        return (median + sigma * angle.tan()).to(_floating(x.dtype))
+
+    def log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+        return normal(x, mean, std).exp()
+
+    def random(x: Tensor, low: int, high: int | None) -> Tensor:
+        if high is None:
+            refuse("build() draws over the whole range of a dtype (random_)", "Give random_() its bounds.")
+        return draws.whole_numbers(low, high, x.shape, x.device, x.dtype)
+
+    def rand(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.uniform(size, device, _floating(dtype))
+
+    def rand_like(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.uniform(x.shape, device or x.device, _floating(dtype or x.dtype))
+
+    def randn(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.normal(size, device, _floating(dtype))
+
+    def randn_like(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.normal(x.shape, device or x.device, _floating(dtype or x.dtype))
+
+    def normal_sized(mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
+        return randn(size, **options) * std + mean
+
+    def randint(low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.whole_numbers(low, high, size, device, dtype or torch.int64)
+
+    def randint_like(x: Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draws.whole_numbers(low, high, x.shape, device or x.device, dtype or x.dtype)
+
+    def randperm(n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.sort(draws.uniform([n], device, torch.float64)).indices.to(dtype or torch.int64)
+
+    def multinomial(weights: Tensor, count: int, replacement: bool = False) -> Tensor:
+        if count == 1 or not replacement:
+            # The first of exponential clocks to ring, as torch does it.
+            clocks = draws.exponential(weights.shape, weights.device, torch.float64)
+            return torch.topk(weights / clocks, count, dim=-1).indices
+        sums = weights.double().cumsum(-1)
+        drawn = draws.uniform([*weights.shape[:-1], count], weights.device, torch.float64) * sums[..., -1:]
+        return (sums.unsqueeze(-2) <= drawn.unsqueeze(-1)).sum(-1).clamp(max=weights.shape[-1] - 1)
+
+    def rrelu(x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False) -> Tensor:
+        if not training:
+            return torch.where(x > 0, x, x * ((lower + upper) / 2))
+        slope = torch.where(x > 0, 1.0, uniform_between(x, lower, upper))
+        noise.copy_(slope)
+        return x * slope
+
+    found: dict[Any, Callable[..., Any]] = {
+        aten.bernoulli.default: lambda x: bernoulli(x, x),
+        aten.bernoulli.p: bernoulli,
+        aten.bernoulli.Tensor: bernoulli,
+        aten.bernoulli_.float: _written(lambda x, p=0.5: bernoulli(x, p)),
+        aten.bernoulli_.Tensor: _written(bernoulli),
+        aten.native_dropout.default: native_dropout,
+        aten.uniform_.default: _written(uniform_between),
+        aten.normal_.default: _written(normal),
+        aten.normal_functional.default: normal,
+        aten.normal.Tensor_float: normal_of,
+        aten.normal.float_Tensor: normal_of,
+        aten.normal.Tensor_Tensor: normal_of,
+        aten.normal.float_float: normal_sized,
+        aten.exponential_.default: _written(exponential),
+        aten.geometric_.default: _written(geometric),
+        aten.cauchy_.default: _written(cauchy),
+        aten.log_normal_.default: _written(log_normal),
+        getattr(aten.random_, "from"): _written(random),
+        aten.random_.to: _written(lambda x, high: random(x, 0, high)),
+        aten.rand.default: rand,
+        aten.rand_like.default: rand_like,
+        aten.randn.default: randn,
+        aten.randn_like.default: randn_like,
+        aten.randint.default: lambda high, size, **options: randint(0, high, size, **options),
+        aten.randint.low: randint,
+        aten.randint_like.default: lambda x, high, **options: randint_like(x, 0, high, **options),
+        aten.randint_like.low_dtype: randint_like,
+        aten.randperm.default: randperm,
+        aten.multinomial.default: multinomial,
+        aten.rrelu_with_noise.default: rrelu,
+        aten.rrelu_with_noise_.default: _written(rrelu),
+    }
+    for operator, function in list(found.items()):
+        packet, overload = operator.overloadpacket, str(operator).rpartition(".")[2]
+        if (name := _WITH_GENERATOR.get(overload, "")) in packet.overloads():
+            found[getattr(packet, name)] = function
+    return {operator: _without_generator(function) for operator, function in found.items()}
+
+
+def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The in-place form."""
+
+    def write(x: Tensor, *args: Any) -> Tensor:
+        return x.copy_(_laid_out_like(x, function(x, *args)))
+
+    return write
+
+
+def _laid_out_like(x: Tensor, value: Tensor) -> Tensor:
+    """``value`` with the strides of ``x`` (transposed, channels last), so that it can stand in its place."""
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    if x.stride() == value.stride() or order == sorted(order):
+        return value
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": "low_generator_dtype"}
+
+
+def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        given = generator if generator is not None else next((a for a in args if isinstance(a, torch.Generator)), None)
+        if given is not None:
+            refuse("build() draws from a torch.Generator, whose state is no part of the graph", _NO_GENERATOR)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    chosen = dtype or torch.get_default_dtype()
+    if not chosen.is_floating_point or chosen.itemsize < 2:
+        refuse(f"build() draws random numbers as {chosen}", "Draw them in a floating point dtype and cast.")
+    return chosen
+
+
+_NO_GENERATOR = "Leave generator= out: the numbers of a graph follow from config.seed. Or draw outside build()."
+_HINTS = {
+    "attention": "Set the attention's dropout to 0, or choose the math kernel: with torch.nn.attention.sdpa_kernel("
+    "torch.nn.attention.SDPBackend.MATH).",
+    "generator": _NO_GENERATOR,
+    "rnn": "Set the dropout between the layers to 0, or write the layers one by one.",
+}
+
+
+def refuse(what: str, instead: str, where: tuple[str, str] | None = None) -> NoReturn:
+    """Raise about the running line, or the given one."""
+    line, code = where or source.running_line()
+    raise CaptureError(f"{what}\n  {line}   {code}\n{instead}")
+
+
+def refuse_others(graph: fx.Graph) -> None:
+    """Raise if an operator is left that would draw from torch's own generator: ranks and steps would not agree.
+
+    Raises:
+        CaptureError: naming the operator and the user's line.
+    """
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or _draws_nothing(node):
+            continue
+        hint = next((text for word, text in _HINTS.items() if word in str(node.target)), None)
+        here = origin(node)
+        refuse(
+            f"build() draws random numbers in a way that no graph can repeat ({node.target})",
+            hint or "Draw them outside build() and pass them in.",
+            (here.source, here.code),
+        )
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Attention and recurrent kernels are tagged as random, but draw only for their dropout."""
+    names = [argument.name for argument in _torch.schema_arguments(node.target)]  # type: ignore[arg-type]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    dropout = given.get("dropout_p", given.get("dropout"))
+    if "dropout_p" in names or "dropout" in names:
+        return dropout in (None, 0, 0.0) or given.get("train") is False
+    return False

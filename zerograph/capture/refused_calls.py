@@ -1,0 +1,149 @@
+"""Calls that ``build()`` must not make: a trace would make them once, and the step never, or with wrong numbers.
+
+Updates belong to the graph, and so does all communication: tensors in ``build()`` are of the global batch already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zerograph import _torch
+from zerograph.base import source
+from zerograph.errors import CaptureError
+
+
+@contextlib.contextmanager
+def refused_calls() -> Iterator[None]:
+    """Inside, stepping an optimizer or a scheduler and calling a collective are errors that name the user's line."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+        for kind in _with_own_step(LRScheduler):
+            stack.enter_context(patch.object(kind, "step", _refuse_scheduler_step))
+        for module, name in _collectives():
+            stack.enter_context(patch.object(module, name, _refusing(name)))
+        stack.enter_context(_torch.objects_sent_by(_refusing("of Python objects")))
+        yield
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> NoReturn:
+    line, code = source.running_line()
+    kind = type(optimizer).__name__
+    raise CaptureError(
+        f"build() calls {kind}.step()\n  {line}   {code}\n"
+        "Leave it out, and register the optimizer with add_optimizer(): the graph makes the update itself, after "
+        "build(). Parameters that another optimizer trains in turn belong to a graph of their own."
+    )
+
+
+def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> NoReturn:
+    line, code = source.running_line()
+    raise CaptureError(
+        f"build() calls {type(scheduler).__name__}.step(), which would run once, while the step is traced\n"
+        f"  {line}   {code}\n"
+        "Leave it out: give the scheduler to add_optimizer(optimizer, lr_scheduler), and the graph steps it after each "
+        "update; or step it outside build()."
+    )
+
+
+def _with_own_step(kind: type) -> Iterator[type]:
+    """Yield the class and those derived from it that have a ``step()`` of their own."""
+    kinds, seen = [kind], set()
+    while kinds:
+        kind = kinds.pop()
+        if kind not in seen:
+            seen.add(kind)
+            kinds += kind.__subclasses__()
+            if "step" in vars(kind):
+                yield kind
+
+
+def _collectives() -> Iterator[tuple[Any, str]]:
+    """Yield every module and name by which user code reaches a collective."""
+    modules = [dist, distributed_c10d, *map(sys.modules.get, _FURTHER_MODULES)]
+    for module in filter(None, modules):
+        for name in _COLLECTIVES:
+            if callable(getattr(module, name, None)):
+                yield module, name
+
+
+# Loaded by those who use them.
+_FURTHER_MODULES = (
+    "torch.distributed.nn",
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+)
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_object",
+    "all_gather_single",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "permute_tensor",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+)
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise collective_refused(name)
+
+    return refuse
+
+
+def collective_refused(name: str, traceback: TracebackType | None = None) -> CaptureError:
+    """Return the error for a collective that ``build()`` calls.
+
+    Args:
+        name: torch's name of it.
+        traceback: of torch's own error, where the call is over.
+    """
+    line, code = source.running_line() if traceback is None else source.raising_line(traceback)
+    return CaptureError(
+        f"build() calls the collective {name}\n  {line}   {code}\n"
+        "Leave it out, and what divides by the number of ranks after it: tensors in build() are of the whole batch "
+        "already, a mean is the mean over all ranks. What each rank is to compute by itself belongs into zg.local(), "
+        "other communication outside build()."
+    )
+
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

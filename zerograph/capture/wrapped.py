@@ -1,0 +1,150 @@
+"""Modules and optimizers that other libraries wrap for their own kind of parallel training.
+
+A wrapper that only adds what a graph does itself, such as exchanging gradients or compiling, is seen through while
+``build()`` is traced. One that has taken the parameters apart, or that changes what an update means, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.base import source
+from zerograph.errors import CaptureError, ConfigError
+
+# By package and class, so that no library is imported for it.
+_REFUSED = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDP has flattened and split its parameters"),
+    ("torch.distributed.fsdp", "FSDPModule", "fully_shard() has split its parameters"),
+    ("deepspeed", "DeepSpeedEngine", "DeepSpeed's engine holds its parameters and makes updates of its own"),
+    ("fairscale", "FullyShardedDataParallel", "fairscale has flattened and split its parameters"),
+    ("fairscale", "ShardedDataParallel", "fairscale exchanges gradients as its own optimizer wants them"),
+)
+_OPTIMIZERS = (
+    "accelerate.optimizer.AcceleratedOptimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer",
+    "lightning.fabric.wrappers._FabricOptimizer",
+    "lightning_fabric.wrappers._FabricOptimizer",
+)
+
+
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__)
+
+
+@functools.cache
+def _refusal(kind: type) -> str | None:
+    for package, name, reason in _REFUSED:
+        if any(one.__qualname__ == name and f"{one.__module__}.".startswith(f"{package}.") for one in kind.__mro__):
+            return f"{name}, {reason}"
+    return None
+
+
+def check_modules(root: nn.Module) -> None:
+    """Refuse modules whose parameters another library has taken over.
+
+    Raises:
+        ConfigError: naming the module, the library and what to do.
+    """
+    for name, module in root.named_modules():
+        kind: Any = type(module)
+        reason = _refusal(kind)
+        if reason is not None:
+            raise ConfigError(
+                f"{name} is wrapped: {reason}\n"
+                "Give the graph the model as it was before, and choose ZeRO by set_zero_mode(): one of both can hold "
+                "the parameters."
+            )
+
+
+def is_seen_through(module: nn.Module) -> bool:
+    """Return whether tracing calls the module inside instead of this wrapper, whose own attributes mean nothing."""
+    return isinstance(module, (*_PARALLEL, *_torch.compiled_modules()))
+
+
+_PARALLEL: tuple[type[nn.Module], ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+@contextlib.contextmanager
+def seen_through() -> Iterator[None]:
+    """Inside, wrappers call the module that they wrap, and do nothing else."""
+    with contextlib.ExitStack() as stack:
+        for kind in _PARALLEL:
+            stack.enter_context(patch.object(kind, "forward", _inside))
+        for kind in _torch.compiled_modules():
+            stack.enter_context(patch.object(kind, "__call__", _not_compiled))
+        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
+        yield
+
+
+def _inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    _warn(
+        f"{type(self).__name__} is not run inside a graph, which exchanges gradients itself: its module is called\n"
+        "Give the graph the module without it."
+    )
+    return self.module(*args, **kwargs)
+
+
+def _not_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    _warn(
+        "torch.compile(module) is not run inside a graph, which is compiled as a whole: the module itself is called\n"
+        "config.backend = 'inductor' compiles the graph with Inductor."
+    )
+    return self._orig_mod(*args, **kwargs)
+
+
+def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """Batch norm over the whole batch, which a graph's is."""
+    group = self.process_group
+    if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
+        line, code = source.running_line()
+        raise CaptureError(
+            f"SyncBatchNorm with a process group of {dist.get_world_size(group)} of {dist.get_world_size()} ranks\n"
+            f"  {line}   {code}\n"
+            "Batch norm of a graph is over the whole batch, or over each rank's part with config.batch_norm = 'local'. "
+            "Leave process_group out."
+        )
+    result: Tensor = nn.BatchNorm1d.forward(self, x)
+    return result
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=source.levels_to_user())
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that a library has wrapped, with a warning; any other as it is.
+
+    Raises:
+        ConfigError: the wrapper scales losses, or hides its optimizer so that it cannot be one of a graph.
+    """
+    wrapper = _names(type(optimizer)).intersection(_OPTIMIZERS)
+    inner = getattr(optimizer, "optimizer", None)
+    if wrapper and isinstance(inner, torch.optim.Optimizer):
+        if getattr(optimizer, "scaler", None) is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has a torch.amp.GradScaler, which a graph cannot use\n"
+                "Register the optimizer without it, and set config.enable_amp(dtype=torch.float16): the graph scales "
+                "the loss."
+            )
+        _warn(
+            f"{type(optimizer).__name__} is not run by a graph, which makes the update itself: the "
+            f"{type(inner).__name__} inside is registered\nGive add_optimizer() the optimizer without it."
+        )
+        return inner_optimizer(inner)
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is a torch.optim.Optimizer whose __init__ was never run: a wrapper around "
+            "another\nGive add_optimizer() the optimizer inside."
+        )
+    return optimizer

@@ -1,0 +1,1 @@
+"""The driver: from a graph's members and a batch to a compiled step."""

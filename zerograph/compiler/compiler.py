@@ -1,0 +1,520 @@
+"""From a graph's members and a batch to a step that runs: capture, lay out, rewrite, compile, bind."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from zerograph._torch import OpOverload
+from zerograph.base.progress import tell
+from zerograph.capture import accelerator
+from zerograph.capture import trace as capturing
+from zerograph.capture.captured import Captured
+from zerograph.capture.python_state import Place
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.blocks import repeated_blocks
+from zerograph.compiler.bucket_size import fitting
+from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.fingerprint import fingerprint, numbered
+from zerograph.compiler.forgone import giving_up
+from zerograph.compiler.index_inputs import check_indices, read_outside_regions
+from zerograph.compiler.layout import Planned, Update, plan_layout
+from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of
+from zerograph.compiler.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
+from zerograph.compiler.residence import assign, make_room, with_rooms
+from zerograph.compiler.shared_memory import check_shared_memory
+from zerograph.compiler.updates import Updates
+from zerograph.config import Config
+from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
+from zerograph.ir.annotate import annotation
+from zerograph.ir.buckets import default_bytes
+from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.mesh import Mesh, pieces
+from zerograph.ir.metadata import Role, meta
+from zerograph.ir.step_graph import output_nodes, placeholders, writes
+from zerograph.ir.zero import OFF
+from zerograph.passes.context import (
+    BackendTraits,
+    BatchLayout,
+    BucketUpdate,
+    Context,
+    MemoryOptions,
+    MissingRules,
+    Numerics,
+)
+from zerograph.passes.pipeline import edited, run_pipeline
+from zerograph.runtime.backends import backends
+from zerograph.runtime.executor import Lookup, bind, leaner
+from zerograph.runtime.heap import keep_freed
+from zerograph.runtime.job.process_group import Job, agree, broadcast_from_first, digest, noted
+from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
+from zerograph.runtime.wire import wire
+
+
+class Observer(Protocol):
+    """Follows a compilation, to log or dump it."""
+
+    def started(self) -> None:
+        """Called before anything is traced."""
+
+    def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> AbstractContextManager[None]:
+        """Return a context for one run of the passes; it sees an exception of a pass."""
+
+    def prepared(self, step: PreparedStep, rank: int) -> None:
+        """Called once the step is prepared."""
+
+
+@dataclass
+class Compiler:
+    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
+
+    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns. ``accumulates``: a graph
+    without optimizer has micro-batches, too.
+    """
+
+    build: Callable[..., Any]
+    optimizers: Optimizers
+    config: Config
+    observer: Observer
+    reads_metric: bool = False
+    accumulates: bool = False
+    updates: Updates = field(init=False)
+    _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
+    # Places of Python state that build() changes, by key.
+    _guards: dict[Hashable, Place] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
+    _synchronised: bool = False
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.optimizers)
+
+    def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
+        """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
+
+        Args:
+            key: equal for equal members and inputs: then the capture is the same, whatever the configuration (but for
+                ``clip_grad_norm``).
+            doing: names the step in messages.
+
+        Raises:
+            ZeroGraphError: on every rank, whichever rank found the problem.
+        """
+        problem: BaseException | None = None
+        prepared: PreparedStep | None = None
+        exchanges = wire.exchanges(job)
+        compared = compare_inputs(job, batch, doing)
+        try:
+            with job.signs.busy(f"tracing and rewriting {doing}"):
+                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, compared)
+            with job.signs.busy(f"compiling {doing} with the backend"):
+                backend, function = self._compiled(members, prepared.graph)
+            places = make_room(prepared.layout, job.mesh, job.rank)
+        except BaseException as error:
+            problem = error
+        lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
+        agree(job, f"running {doing}", digest(lines), lambda: numbered(lines), problem)
+        assert prepared is not None
+        with noted(job, f"laying out parameters for {doing}"):
+            stores = self._apply(job, members, prepared.layout, places)
+        return self._bind(job, members, prepared, backend, function, stores)
+
+    def prepare(
+        self,
+        mesh: Mesh,
+        members: Members,
+        batch: Batch,
+        key: Hashable,
+        exchanges: Mapping[str, OpOverload] | None = None,
+        rank: int | None = None,
+        compared: Comparison = NO_OTHERS,
+    ) -> PreparedStep:
+        """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
+
+        Args:
+            batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
+            exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire.wire`.
+            rank: what ``ZEROGRAPH_DUMP`` files the graphs under; default: its place on the mesh.
+            compared: what the ranks know of each other's plain inputs.
+
+        Raises:
+            ZeroGraphError: the step cannot be one graph, or not on this mesh.
+        """
+        self.observer.started()
+        number = mesh.place if rank is None else rank
+        self._check(members)
+        with unequal_explained(batch, compared):
+            captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        for message in captured.settled.warnings:
+            self._warn(message)
+        check_inputs(batch, read_outside_regions(captured), compared, self._warn)
+        check_indices(captured, batch, pieces(self.config.batch_on(mesh.dims), mesh), self.micro_batches, compared)
+        if captured.gradients and not self.optimizers:
+            raise CaptureError(
+                "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
+                "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
+            )
+        returned = zip(
+            output_nodes(captured.graph.graph), meta(captured.graph.graph.output_node())["roles"], strict=True
+        )
+        if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
+            raise CaptureError(
+                "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
+                "Return the loss, or whatever is to fall or rise, from build()."
+            )
+        if captured.regions and mesh.dims > 1:
+            raise PlacementError(
+                "build() has a local region, and the graph's placement has several dimensions\n"
+                "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
+            )
+        began = time.perf_counter()
+        updates = self.updates.of(members, captured, self.config)
+        zero_dim = self._zero_dim(mesh, members, batch)
+        update_seconds = time.perf_counter() - began
+        blocks = self._blocks(members) if captured.gradients else ()
+
+        # Several sizes of buckets may lay the parameters out alike.
+        known: dict[tuple[Any, ...], PreparedStep | MemoryBudgetError] = {}
+
+        def lay(bucket_size: int | None, forgone: int, spills: bool) -> PreparedStep:
+            layout = self._layout(mesh, zero_dim, members, captured, updates, bucket_size)
+            key = tuple(one.bucket for one in layout), forgone, spills
+            if key not in known:
+                try:
+                    known[key] = run(layout, forgone, spills)
+                except MemoryBudgetError as error:
+                    # Without the frames of the compilation, and the graphs in them.
+                    known[key] = error.with_traceback(None)
+            found = known[key]
+            if isinstance(found, MemoryBudgetError):
+                raise found
+            return found
+
+        def run(layout: tuple[Planned, ...], forgone: int, spills: bool) -> PreparedStep:
+            facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
+            told: dict[str, None] = {}
+            context = self._context(*facts, spills=spills, told=told)
+            with self.observer.passes(captured.graph, context, number):
+                passes = run_pipeline(captured.graph, context, seconds)
+            layout = with_rooms(layout, passes[-1].graph.graph)
+            return PreparedStep(
+                captured=captured,
+                passes=passes,
+                context=context,
+                aliases=members.aliases,
+                warnings=tuple(told),
+                layout=layout,
+                update_seconds=update_seconds,
+            )
+
+        def sized(forgone: int, spills: bool) -> PreparedStep:
+            if self.config.memory_budget is None or self.config.bucket_size is not None:
+                return lay(self.config.bucket_size, forgone, spills)
+            # What must be given up lacks at the smallest buckets: larger ones lack more, most likely.
+            return fitting(lambda size: lay(size, forgone, spills), default_bytes(total), tight=forgone > 0)
+
+        specs = members.specs(members.parameters)
+        total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
+        spills = self.config.offload_activations
+        if self.config.recompute != "auto" or not captured.gradients:
+            found = sized(0, spills)
+        else:
+            may_spill = not spills and any(members.device(one).type != "cpu" for one in members.parameters.values())
+            found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
+        self.observer.prepared(found, number)
+        return found
+
+    def guards(self) -> dict[str, Any]:
+        """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
+        values = tuple((place.name, place.read()) for place in self._guards.values())
+        return {"Python state that build() changes": values} if values else {}
+
+    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
+        """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
+        self._check(members)
+        captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        updates = self.updates.of(members, captured, self.config)
+        zero_dim = self._zero_dim(mesh, members, batch)
+        return self._layout(mesh, zero_dim, members, captured, updates, self.config.bucket_size)
+
+    def _check(self, members: Members) -> None:
+        check_optimizers(members, self.optimizers)
+        if self.optimizers:
+            check_shared_memory(members)
+
+    def _layout(
+        self,
+        mesh: Mesh,
+        zero_dim: int,
+        members: Members,
+        captured: Captured,
+        updates: Mapping[str, Update],
+        bucket_size: int | None,
+    ) -> tuple[Planned, ...]:
+        config = replace(self.config, bucket_size=bucket_size)
+        layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
+        return assign(layout, config, mesh)
+
+    def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
+        placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
+        return self.config.zero_dim_on(mesh.dims, batch.sbp, placed)
+
+    def _blocks(self, members: Members) -> tuple[str, ...]:
+        """The blocks that the model repeats, if the configuration needs to know."""
+        if self.config.recompute == "none":
+            return ()
+        found = tuple(repeated_blocks(members.root))
+        if self.config.recompute == "blocks" and not found:
+            raise ConfigError(
+                "config.recompute = 'blocks', but the model repeats none: no nn.ModuleList or nn.Sequential has "
+                "several children of one class that are made of modules\n"
+                "Choose 'auto' with a memory_budget, or put torch.utils.checkpoint around what is to be made again."
+            )
+        return found
+
+    def _context(
+        self,
+        mesh: Mesh,
+        zero_dim: int,
+        members: Members,
+        batch: Batch,
+        layout: Sequence[Planned],
+        exchanges: Mapping[str, OpOverload],
+        blocks: tuple[str, ...],
+        forgone: int,
+        *,
+        spills: bool,
+        told: dict[str, None],
+    ) -> Context:
+        def warn(message: str) -> None:
+            told[message] = None
+            self._warn(message)
+
+        _, backend = self._backend(members)
+        return Context(
+            mesh=mesh,
+            policy=replace(self.config.policy if self.optimizers else OFF, dim=zero_dim),
+            buckets=tuple(one.bucket for one in layout),
+            updates={
+                one.bucket.name: BucketUpdate(
+                    tuple(update.program for update in one.updates),
+                    one.fresh and one.first_differs,
+                    one.updates[0].numbers(),
+                    one.layouts,
+                    one.updates[0].optimizer_name,
+                )
+                for one in layout
+                if one.updates
+            },
+            batch=BatchLayout(
+                inputs=batch.sbp,
+                micro_batches=self.micro_batches,
+                cut=batch.cut,
+                packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
+            ),
+            numerics=Numerics(
+                reduce_dtype=self.config.reduce_dtype,
+                scaler=self.config.scaler if self.optimizers else None,
+                checked=self.config.on_nonfinite != "ignore",
+            ),
+            memory=MemoryOptions(
+                budget=self.config.memory_bytes,
+                recompute=self.config.recompute,
+                blocks=blocks,
+                min_recompute_bytes=forgone,
+                offload_activations=spills,
+            ),
+            backend=BackendTraits(
+                node_by_node=backend is backends.eager,
+                inputs_may_overlap=backend in (backends.eager, backends.inductor),
+                exchanges=exchanges,
+            ),
+            missing_rules=MissingRules(self.config.on_missing_rule),
+            pass_edits=self.config.passes,
+            warn=warn,
+        )
+
+    def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
+        """Name of the backend, and what it made of the graph."""
+        name, backend = self._backend(members)
+        try:
+            return name, backends.compile_graph(backend, graph)
+        except ZeroGraphError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the backend {name!r} could not compile the step: {type(error).__name__}: {error}\n"
+                "config.backend = 'eager' runs the same graph without compiling it."
+            ) from error
+
+    def _backend(self, members: Members) -> tuple[str, backends.Backend]:
+        device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
+        return backends.resolve(self.config.backend, device)
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many micro-batches each rank's part of the batch is cut."""
+        return self.config.gradient_accumulation_steps if self.optimizers or self.accumulates else 1
+
+    def _capture(self, members: Members, batch: Batch, parts: int, key: Hashable) -> tuple[Captured, float]:
+        """``parts``: of the batch that are computed each by itself, beside each other or in turn."""
+        clip = self.config.clip_grad_norm if self.optimizers else None
+        scaled = self.config.scaler is not None and bool(self.optimizers)
+        checked = self.config.on_nonfinite != "ignore"
+        batch_norm_groups = parts if self.config.batch_norm == "local" else 1
+        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
+        if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
+            began = time.perf_counter()
+            tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
+
+            def traced(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
+                return [replace(one, device=torch.device("cpu")) if members.on_accelerator else one for one in specs]
+
+            captured = capturing.capture(
+                self.build,
+                members.root,
+                dict(zip(members.parameters, traced(members.specs(members.parameters).values()), strict=True)),
+                dict(zip(members.buffers, traced(members.specs(members.buffers).values()), strict=True)),
+                members.aliases,
+                traced(batch.specs),
+                batch.arranged,
+                train=bool(self.optimizers),
+                ranks=parts,
+                groups=_groups(members, self.optimizers),
+                trained=_trained(members, self.optimizers),
+                clip_grad_norm=clip,
+                batch_norm_groups=batch_norm_groups,
+                amp_dtype=self.config.amp_dtype,
+                scaled=scaled,
+                checked=checked,
+                guarded=tuple(self._guards.values()),
+            )
+            self._guards |= {place.key: place for place in captured.settled.guards}
+            if members.on_accelerator:
+                captured = accelerator.moved(captured)
+            self._captures[key] = captured, time.perf_counter() - began, parts
+        return self._captures[key][:2]
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+    def _apply(
+        self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Places]
+    ) -> dict[str, Store]:
+        """Bring the state into the planned layout, by bucket name, one new bucket after the other.
+
+        Each takes its parameters, and their state, out of where they are; so about one bucket is whole at a time. What
+        is only to rest elsewhere moves there; ``places`` has the room for it.
+        """
+        new = {
+            one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots]
+            for one in layout
+            if one.store is None
+        }
+        moving = stores_of(parameter for parameters in new.values() for parameter in parameters)
+        stores: dict[str, Store] = {}
+        for one in layout:
+            name, bucket = one.bucket.name, one.bucket
+            if one.store is None:
+                kept = one.specs, one.layouts, one.first_differs, one.keeper
+                stores[name] = settle(job, bucket, new[name], *kept, places[name])
+            elif one.store.layout.rest != bucket.rest:
+                stores[name] = move(one.store, bucket, places[name])
+            else:
+                stores[name] = one.store
+        for store in moving:
+            # Of parameters that this graph does not have.
+            if not store.dissolved:
+                dissolve(store)
+        if not self._synchronised:
+            plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
+            broadcast_from_first(job, [*plain, *members.buffers.values()])
+            self._synchronised = True
+        return stores
+
+    def _bind(
+        self,
+        job: Job,
+        members: Members,
+        prepared: PreparedStep,
+        backend: str,
+        function: backends.Compiled,
+        stores: Mapping[str, Store],
+    ) -> CompiledStep:
+        graph = prepared.graph
+        lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
+            Role("buffer", name): _lookup(members.root, name) for name in members.buffers
+        }
+        if (scaler := prepared.context.numerics.scaler) is not None:
+            for node in placeholders(graph.graph, "scaler"):
+                name, device = meta(node)["role"].name, node.meta["val"].device
+                lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)
+        written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
+        executor = bind(job, graph, function, stores, lookups, written=written)
+        if backend in backends.BACKENDS:
+            executor = leaner(executor)
+        if self.config.keep_freed_memory and all(
+            node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
+        ):
+            keep_freed()
+        numbers = {
+            name: (update.group, update.program.numbers[short])
+            for one in prepared.layout
+            for update in one.updates
+            for short, name in update.numbers().items()
+        }
+        about = graph.graph.output_node().meta
+        returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
+        outputs = tuple((need, meta(node)["global"]) for need, node, r in returned if r.kind == "output")
+        return CompiledStep(
+            captured=prepared.captured,
+            passes=prepared.passes,
+            context=prepared.context,
+            aliases=prepared.aliases,
+            warnings=prepared.warnings,
+            backend=backend,
+            executor=executor,
+            stores=stores,
+            numbers=numbers,
+            outputs=outputs,
+            lookups=lookups,
+        )
+
+
+def _tensor_of(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
+    return scaler.tensors(device)[name]
+
+
+def _lookup(root: nn.Module, name: str) -> Lookup:
+    """Finds a tensor of ``root`` anew for each step: the user may have put another in its place."""
+    path, _, attribute = name.rpartition(".")
+    return functools.partial(getattr, root.get_submodule(path), attribute)
+
+
+def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
+    """The names of each optimizer's parameters, by the optimizer's name in the graph."""
+    names = members.names()
+    return {
+        f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
+        for number, optimizer in enumerate(optimizers)
+    }
+
+
+def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
+    """Every parameter group with the names of its parameters."""
+    names = members.names()
+    return [
+        (group, [names[id(parameter)] for parameter in group["params"]])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,152 @@
+"""SBP: what each rank holds of a global tensor, one of broadcast, split(d), partial sum per mesh dimension.
+
+After OneFlow (arXiv 2110.15032, section 3.1). Underneath stand the placements of ``torch.distributed.tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from zerograph.errors import PlacementError
+
+
+@dataclass(frozen=True, repr=False)
+class Broadcast:
+    """Every rank holds all of the tensor. ``broadcast()`` is ``broadcast``: OneFlow has both forms."""
+
+    def __call__(self) -> Broadcast:
+        return self
+
+    def __repr__(self) -> str:
+        return "B"
+
+
+@dataclass(frozen=True, repr=False)
+class Split:
+    """Rank r holds slice r of dimension ``dim``."""
+
+    dim: int
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, repr=False)
+class PartialSum:
+    """The tensor is the sum of what the ranks hold. ``partial_sum()`` is ``partial_sum``."""
+
+    def __call__(self) -> PartialSum:
+        return self
+
+    def __repr__(self) -> str:
+        return "P"
+
+
+Sbp = Broadcast | Split | PartialSum
+NdSbp = tuple[Sbp, ...]
+
+broadcast = Broadcast()
+partial_sum = PartialSum()
+
+
+def whole(mesh_dims: int) -> NdSbp:
+    """Broadcast along every mesh dimension."""
+    return (broadcast,) * mesh_dims
+
+
+def split(dim: int) -> Split:
+    """``split(d)``: rank r holds slice r of dimension d, counted from the front.
+
+    Raises:
+        PlacementError: ``dim`` is not a whole number from 0 up.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise PlacementError(f"split({dim!r}): the dimension must be a whole number from 0 up")
+    return Split(dim)
+
+
+def nd(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
+    """One SBP per mesh dimension, from one SBP (for a 1-D mesh) or a sequence of them.
+
+    Raises:
+        PlacementError: not an SBP, or not as many as the mesh has dimensions.
+    """
+    many = tuple(sbp) if isinstance(sbp, Sequence) and not isinstance(sbp, str) else (sbp,)
+    for one in many:
+        if not isinstance(one, Sbp):
+            raise PlacementError(f"{one!r} is not an SBP: use sbp.broadcast, sbp.split(d) or sbp.partial_sum")
+    if len(many) != mesh_dims:
+        raise PlacementError(f"{show(many)} has {len(many)} SBPs for a placement of {mesh_dims} dimension(s)")
+    return many
+
+
+def show(sbp: NdSbp) -> str:
+    """``S(0)`` for one mesh dimension, ``(S(0), B)`` for two."""
+    return str(sbp[0]) if len(sbp) == 1 else "(" + ", ".join(map(str, sbp)) + ")"
+
+
+_BOXING = {
+    (PartialSum, Broadcast): "all-reduce",
+    (PartialSum, Split): "reduce-scatter",
+    (Split, Broadcast): "all-gather",
+    (Split, Split): "all-to-all",
+    (Broadcast, Split): "slice",
+}
+
+
+def boxing_kind(source: Sbp, target: Sbp) -> str | None:
+    """What changing one SBP into another is called, along one mesh dimension; None where there is no such change."""
+    return None if source == target else _BOXING.get((type(source), type(target)))
+
+
+def wire_bytes(source: Sbp, target: Sbp, nbytes: float, ranks: int) -> float:
+    """Bytes that each of ``ranks`` ranks sends to change one SBP into another (ring algorithms).
+
+    ``nbytes`` is the size of what the ranks along this mesh dimension hold together. With M bytes and N ranks:
+    all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all M (N-1)/N^2, slice 0. Returns
+    ``inf`` for a change that no boxing makes, such as broadcast to partial.
+    """
+    if source == target:
+        return 0.0
+    moved = nbytes * (ranks - 1) / ranks
+    return {
+        "all-reduce": 2 * moved,
+        "reduce-scatter": moved,
+        "all-gather": moved,
+        "all-to-all": moved / ranks,
+        "slice": 0.0,
+        None: float("inf"),
+    }[boxing_kind(source, target)]
+
+
+def to_dtensor(sbp: NdSbp) -> tuple[Placement, ...]:
+    """The same in the terms of ``torch.distributed.tensor``."""
+    return tuple(_to_dtensor(one) for one in sbp)
+
+
+def _to_dtensor(sbp: Sbp) -> Placement:
+    if isinstance(sbp, Split):
+        return Shard(sbp.dim)
+    return Replicate() if isinstance(sbp, Broadcast) else Partial("sum")
+
+
+def from_dtensor(placements: Sequence[Placement]) -> NdSbp:
+    """From the terms of ``torch.distributed.tensor``.
+
+    Raises:
+        PlacementError: a placement that SBP has no word for, such as a partial maximum.
+    """
+    return tuple(_from_dtensor(one) for one in placements)
+
+
+def _from_dtensor(placement: Placement) -> Sbp:
+    if isinstance(placement, Replicate):
+        return broadcast
+    if type(placement) is Shard:
+        return Split(placement.dim)
+    if isinstance(placement, Partial) and placement.reduce_op == "sum":
+        return partial_sum
+    raise PlacementError(f"{placement} has no SBP: redistribute the DTensor to Replicate, Shard(d) or Partial('sum')")

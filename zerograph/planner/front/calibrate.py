@@ -1,0 +1,256 @@
+"""Measures a machine: how fast its device computes and moves bytes, and its ranks exchange them.
+
+All ranks measure at the same time, because on one machine they share memory, and perhaps cores; what counts is the
+median rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerograph import _torch
+from zerograph.base.progress import tell
+from zerograph.planner import operators
+from zerograph.planner.front import probe
+from zerograph.planner.machine import Device, Link, Machine, Rate
+from zerograph.planner.operators import Run
+from zerograph.planner.plan import planned
+from zerograph.runtime.job.process_group import Job, initialise, join
+from zerograph.runtime.wire import wire
+
+c10d = torch.ops._c10d_functional
+
+_PRODUCT_SIZES = (64, 128, 256, 512, 1024)
+# Operators of a step seldom find in a cache what they read, and write where nothing was: what is measured goes
+# through so many bytes of arguments, and leaves as many results, before it comes back to the first.
+_CYCLE = 2**26
+_MOST_COPIES = 64
+_BYTES = (2**14, 2**18, 2**21, 2**24, 2**26)
+_SENT = (2**10, 2**16, 2**20, 2**23, 2**25)
+_REPEATS = 7
+# What is measured, in this order.
+_PARTS = ("products", *(f"{kind} operators" for kind in operators.OPERATORS), "overhead", "collectives", "a step")
+
+
+def calibrate(name: str) -> Machine:
+    """Measure the machine that this job runs on; every rank must call it, and gets the same.
+
+    Args:
+        name: what the machine is to be called.
+
+    Raises:
+        CommunicationError: the ranks do not meet, or one of them is lost.
+    """
+    initialise()
+    job = join(600.0)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    measure = _Measure(job, device)
+    _say("products")
+    products = {str(dtype).removeprefix("torch."): Rate(tuple(measure.products(dtype))) for dtype in _dtypes(device)}
+    shares = {name: measure.share(make) for name, make in operators.PRODUCTS.items()}
+    moved = {}
+    for kind, make in operators.OPERATORS.items():
+        _say(f"{kind} operators")
+        moved[kind] = Rate(tuple(measure.moved(make)))
+    _say("overhead")
+    overhead = measure.overhead()
+    _say("collectives")
+    links = tuple(measure.links())
+    overlap = measure.overlap() if job.size > 1 else 1.0
+    described = Device(
+        memory=_memory(device, job.size),
+        products=products,
+        moved=moved,
+        shares=shares,
+        overhead=overhead,
+        host=measure.host(),
+        fuses=device.type != "cpu",
+        accelerator=device.type != "cpu",
+        cpu=measure.cpu(),
+        cpu_memory=None if device.type == "cpu" else _memory(torch.device("cpu"), job.size),
+    )
+    threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
+    source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
+    apart = Machine(name, described, links, overlap, source)
+    _say("a step")
+    whole = dataclasses.replace(apart, device=dataclasses.replace(described, in_step=measure.in_step(apart)))
+    tell("measurements", len(_PARTS), len(_PARTS))
+    return whole
+
+
+def _say(doing: str) -> None:
+    tell("measurements", _PARTS.index(doing), len(_PARTS), doing)
+
+
+class _Measure:
+    """Medians over repeats, and then over ranks."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job, self._device = job, device
+
+    def products(self, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+        for size in _PRODUCT_SIZES:
+            _, count, operations = operators.linear(size, dtype, self._device)
+            make = functools.partial(operators.linear, size, dtype, self._device)
+            yield operations, 3 * operations / self.seconds(self.cold(make, count))
+
+    def share(self, make: operators.Product) -> float:
+        """Of the rate of matrix products as large, what these reach, forward and backward.
+
+        The two take turns: from one moment to the next a machine's speed can change by more than they differ.
+        """
+        _, count, each = make(self._device)
+        product = functools.partial(operators.linear, _PRODUCT_SIZES[-1], torch.float32, self._device)
+        _, product_count, operations = product()
+        runs = self.cold(functools.partial(make, self._device), count), self.cold(product, product_count)
+        for run in runs:
+            run()
+        ratio = statistics.median(self._once(runs[1], 1) / self._once(runs[0], 1) for _ in range(_REPEATS))
+        return self._agreed(ratio * sum(each) / (3 * operations))
+
+    def moved(self, make: operators.Operator) -> Iterator[tuple[float, float]]:
+        for count in _BYTES:
+            _, touched = make(count // 4, self._device)
+            took = self.seconds(self.cold(functools.partial(make, count // 4, self._device), touched))
+            yield float(touched), touched / took
+
+    def cold(self, make: Callable[[], tuple[Run, Any, *tuple[Any, ...]]], count: int) -> Run:
+        """One that ``make`` makes after the other, each of which touches ``count`` bytes; their results are kept."""
+        copies = max(2, min(_MOST_COPIES, _CYCLE // count))
+        runs = itertools.cycle([make()[0] for _ in range(copies)])
+        results: deque[Any] = deque(maxlen=copies)
+        return lambda: results.append(next(runs)())
+
+    def overhead(self) -> float:
+        """Of an operator on next to nothing, as an emitted graph calls it."""
+        one = torch.ones(1, device=self._device)
+        add = torch.ops.aten.add.Tensor
+
+        def run() -> None:
+            for _ in range(100):
+                add(one, one)
+
+        return self.seconds(run) / 100
+
+    def links(self) -> Iterator[Link]:
+        """One level: what crosses machines cannot be told from what does not."""
+        if self._job.size == 1:
+            yield Link(None, Rate(((1.0, 1e12),)), 0.0)
+            return
+        latency = self.seconds(self._gather(_SENT[0]))
+        points = []
+        for count in _SENT[1:]:
+            took = self.seconds(self._gather(count)) - latency
+            # What is hardly more than the latency says nothing of the rate.
+            if took > latency / 5 or count == _SENT[-1]:
+                points.append((float(count), count / max(took, 1e-9)))
+        yield Link(None, Rate(tuple(points)), latency)
+
+    def overlap(self) -> float:
+        """How much of a gather's time computing hides, and the other way round: 1 is all, 0 is none."""
+        a, b = (torch.randn(512, 512, device=self._device) for _ in range(2))
+        gather = self._gather(_SENT[-1])
+        alone = self.seconds(gather)
+        times = max(1, round(alone / self.seconds(functools.partial(torch.mm, a, b))))
+
+        def compute() -> None:
+            for _ in range(times):
+                torch.mm(a, b)
+
+        def both() -> None:
+            whole = gather(wait=False)
+            compute()
+            c10d.wait_tensor(whole)
+
+        shares = []
+        for _ in range(_REPEATS):
+            # Each against its neighbours: by the minute a machine's speed changes more than what is to be seen.
+            apart = self._once(gather, 1), self._once(compute, 1)
+            shares.append((sum(apart) - self._once(both, 1)) / min(apart))
+        return min(1.0, max(0.0, self._agreed(statistics.median(shares))))
+
+    def in_step(self, apart: Machine) -> float:
+        """How many times as long operators take in a step as by themselves."""
+        step, batch = probe.started(self._device)
+        foretold = planned(step, batch, [self._job.size], apart).time
+        seen = self.seconds(lambda: step(*batch))
+        return max(1.0, 1 + (seen - foretold.seconds) / foretold.compute)
+
+    def host(self) -> float:
+        if self._device.type == "cpu":
+            return 1e12
+        here = torch.empty(2**26, dtype=torch.uint8, device=self._device)
+        there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+        return 2**26 / self.seconds(lambda: there.copy_(here, non_blocking=True))
+
+    def cpu(self) -> float:
+        """Bytes per second that the CPU's update of a bucket reads, all ranks at once."""
+        parts = [[torch.ones(2**22)] for _ in range(4)]
+        update, moved = torch.optim.AdamW([nn.Parameter(parts[0][0])], fused=True), 4 * 4 * 2**22
+        update.param_groups[0]["params"][0].grad = parts[1][0]
+        return moved / self.seconds(update.step)
+
+    def _gather(self, sent: int) -> Callable[..., Any]:
+        """What a step gathers with, over all ranks."""
+        part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
+        start = wire.exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
+        (group,) = self._job.mesh.groups
+
+        def run(wait: bool = True) -> Any:
+            whole = start(part, self._job.size, group)
+            return c10d.wait_tensor(whole) if wait else whole
+
+        return run
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Of one call, all ranks at once."""
+        run()
+        times = 1
+        # All ranks decide alike: what is run may be a collective.
+        while self._agreed(self._once(run, times)) < 0.02 and times < 10_000:
+            times *= 2
+        found = statistics.median(self._once(run, times) / times for _ in range(_REPEATS))
+        return self._agreed(found)
+
+    def _once(self, run: Callable[[], Any], times: int) -> float:
+        self._synchronise()
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        self._synchronise()
+        return time.perf_counter() - began
+
+    def _agreed(self, mine: float) -> float:
+        """The median over ranks."""
+        if self._job.size == 1:
+            return mine
+        everybodys = torch.empty(self._job.size, dtype=torch.float64)
+        _torch.all_gather(everybodys, torch.tensor([mine], dtype=torch.float64), self._job.control)
+        return float(everybodys.median())
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    low = [torch.bfloat16, torch.float16] if device.type != "cpu" else [torch.bfloat16]
+    return [torch.float64, torch.float32, *low]
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    """Of a GPU its own; of a machine's what each rank may have."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

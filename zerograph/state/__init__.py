@@ -1,0 +1,1 @@
+"""State between steps: state dicts, checkpoints, replica checks, sharded construction of models."""

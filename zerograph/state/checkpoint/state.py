@@ -1,0 +1,151 @@
+"""Everything that a checkpoint of a graph holds, and putting it back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from zerograph.compiler.members import Members, Optimizers
+from zerograph.errors import ConfigError
+from zerograph.ir.grad_scaler import GradScaler
+from zerograph.runtime.checkpoint.index import DTYPES, check_text
+from zerograph.runtime.checkpoint.pieces import Pieces, constant
+from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.job.process_group import Job, agree
+from zerograph.runtime.state import stores_of
+from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
+from zerograph.state.checkpoint.document import encode
+from zerograph.state.checkpoint.fitting import check_fits, check_generators
+from zerograph.state.checkpoint.load import load, open_checkpoint
+from zerograph.state.checkpoint.pretrained import configurations
+from zerograph.state.checkpoint.written import Counts, Written, written
+from zerograph.state.state_dict import load_groups, numbered_groups
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What of a graph a checkpoint holds; ``counts``: steps, forward passes, and the seed of random numbers."""
+
+    members: Members
+    optimizers: Optimizers
+    schedulers: Sequence[LRScheduler | None]
+    scaler: GradScaler | None
+    counts: Counts
+    job: Job
+
+
+def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[str, Any]]:
+    """What this rank has of each tensor, and the document of everything else.
+
+    Raises:
+        ConfigError: something that a checkpoint cannot hold.
+    """
+    members, job = parts.members, parts.job
+    named = names_of(members, parts.optimizers)
+    pieces: dict[str, Pieces] = {}
+    for store in stores_of(members.parameters.values()):
+        pieces |= pieces_of_store(store, named)
+    pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
+    pieces |= _generators(job)
+    for name, one in pieces.items():
+        if one.dtype not in DTYPES.values():
+            raise ConfigError(f"{name} is of {one.dtype}, which a checkpoint cannot hold")
+    steps, passes, seed = parts.counts
+    document = {
+        "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
+        "configuration": configuration,
+        "ranks": job.size,
+        "steps_done": steps,
+        "passes_done": passes,
+        "seed": seed,
+        "aliases": dict(members.aliases),
+        "pretrained": {name: held for name, one in members.root.named_children() if (held := configurations(one))},
+        "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
+        "lr_schedulers": [
+            None if one is None else encode(one.state_dict(), f"the state of {type(one).__name__}")
+            for one in parts.schedulers
+        ],
+        "optimizers": [
+            [encode(group, f"{type(one).__name__}.param_groups") for group in numbered_groups(one)]
+            for one in parts.optimizers
+        ],
+    }
+    try:
+        check_text([list(pieces), document])
+    except ValueError as error:
+        raise ConfigError(f"a checkpoint cannot hold the graph's names and hyperparameters: {error}") from error
+    return pieces, document
+
+
+def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
+    """Put a checkpoint back into a graph; what the graph counts is returned.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it is of something else. Nothing is changed then.
+    """
+    problem: BaseException | None = None
+    reader: Reader | None = None
+    saved: Written | None = None
+    generators: list[str] = []
+    try:
+        reader = open_checkpoint(path)
+        saved = written(reader)
+        check_fits(saved, parts.schedulers, parts.scaler)
+        start = _generator_of(job.rank)
+        generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
+        check_generators(reader, generators)
+    except BaseException as error:
+        problem = error
+    # A file that one rank cannot read is an error on all.
+    agree(job, "loading a checkpoint", 0, dict, problem)
+    assert reader is not None
+    assert saved is not None
+    groups = saved.groups
+    load(job, reader, parts.members, parts.optimizers, groups, generators)
+    for optimizer, held in zip(parts.optimizers, groups, strict=True):
+        load_groups(optimizer, held)
+    for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
+        if scheduler is not None and state is not None:
+            scheduler.load_state_dict(state)
+    if parts.scaler is not None and saved.scaler is not None:
+        parts.scaler.load_state_dict(saved.scaler)
+    _set_generators(reader, generators)
+    return saved.counts
+
+
+def _generators(job: Job) -> dict[str, Pieces]:
+    """The state of torch's own generators on each rank, which samplers of data draw from."""
+    found = {}
+    for rank in range(job.size):
+        for kind, state in _states().items():
+            found[_generator_of(rank) + kind] = one = Pieces(tuple(state.shape), state.dtype)
+            if rank == job.rank:
+                one.add(0, state.numel(), constant(state), 0)
+    return found
+
+
+def _states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(reader: Reader, names: Sequence[str]) -> None:
+    for name in names:
+        if name.endswith(".cpu"):
+            torch.set_rng_state(reader.whole(name))
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(reader.whole(name))
+
+
+def _generator_of(rank: int) -> str:
+    return f"generators.{rank}."

@@ -1,0 +1,111 @@
+"""Where what is not finite in a loss or gradient comes from: the step is run again, node by node, by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph.compiler.compiled import CompiledStep
+from zerograph.errors import NonFiniteError
+from zerograph.ir.finite import NOT_FINITE
+from zerograph.ir.metadata import Role
+from zerograph.ir.slots import shown, spans
+from zerograph.ir.step_graph import returned
+from zerograph.runtime.executor import bind
+from zerograph.runtime.job.process_group import explained as exchange_explained
+from zerograph.runtime.trace import Cause, Trace
+
+# The last pass whose graph makes values only: no memory is written twice, and none rests in files.
+_LAST = "loop"
+
+
+def explained(
+    step: CompiledStep,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    numbers: Mapping[str, float],
+    seed: int,
+    doing: str,
+) -> NonFiniteError:
+    """The error for a step that has just been found not finite. Every rank calls it; no state changes.
+
+    Args:
+        names: what each of ``tensors``, this rank's part of the batch, is called in messages.
+        numbers, seed, doing: as the step was run with them.
+    """
+    job = step.executor.job
+    graph = next(record for record in step.passes if record.name == _LAST).graph
+    wanted = returned(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
+    assert wanted is not None
+    trace = Trace(graph.graph, wanted)
+    again = bind(job, graph, trace, step.stores, step.lookups, trace.needed)
+    again(tensors, numbers, seed, f"{doing}, run again to find what is not finite")
+    mine = None if trace.cause is None else (trace.cause, _named(step, names, trace.cause))
+    found: list[tuple[Cause, str] | None] = [mine]
+    if job.size > 1:
+        found = [None] * job.size
+        with exchange_explained(job, f"telling what of {doing} is not finite"):
+            dist.all_gather_object(found, mine, group=job.control)
+    return NonFiniteError(_message(found, doing, step.context.batch.micro_batches))
+
+
+def _named(step: CompiledStep, names: Sequence[str], cause: Cause) -> str:
+    """The operator, or the parameter, buffer or tensor of the batch, and where in it."""
+    what = cause.what
+    if not isinstance(what, Role):
+        return what
+    if what.kind == "input":
+        return shown(names[int(what.name)], cause.index)
+    if what.kind == "bucket":
+        layout = step.stores[what.name].layout
+        row, at = (None, cause.index[0]) if layout.rows is None else cause.index
+        for span in spans(layout, step.context.mesh):
+            if span.row == row and span.start <= at < span.stop:
+                return f"parameter {shown(span.slot.name, span.element(at - span.start, layout.rows))}"
+    return shown(str(what), cause.index)
+
+
+def _message(found: Sequence[tuple[Cause, str] | None], doing: str, micro_batches: int) -> str:
+    head = f"a loss or gradient of {doing} is not finite"
+    tail = (
+        "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step. "
+        "config.on_nonfinite = 'skip' leaves such steps out."
+    )
+    orders = [one[0].order for one in found if one is not None]
+    if not orders:
+        return (
+            f"{head}\n  Run again operator by operator, it was finite on all ranks: sums in another order "
+            f"(a compiled or fused kernel) came out at the edge of what the dtype can hold.\n{tail}"
+        )
+    first = {rank: one for rank, one in enumerate(found) if one is not None and one[0].order == min(orders)}
+    cause, name = next(iter(first.values()))
+    if isinstance(cause.what, Role):
+        lines = [f"{head}: what it is computed from is not"]
+        lines += [f"  {one} is {_kind(c)} on rank {rank} ({_counted(c)})" for rank, (c, one) in first.items()]
+        return "\n".join([*lines, tail])
+    where, turn = cause.origin, "" if cause.turn is None else f" in micro-batch {cause.turn + 1} of {micro_batches}"
+    lines = [
+        f"{head}, first in the {where.phase} of {where.module or 'build()'}{turn}",
+        f"  {where.source}   {where.code}".rstrip(),
+        *(f"  {name} made {_counted(c)} on rank {rank}{_of(c)}" for rank, (c, _) in first.items()),
+    ]
+    return "\n".join([*lines, tail])
+
+
+def _kind(cause: Cause) -> str:
+    return "not a number" if cause.nans else "infinite"
+
+
+def _counted(cause: Cause) -> str:
+    parts = [f"{count} {word}" for count, word in ((cause.nans, "NaN"), (cause.infinities, "infinite")) if count]
+    return f"{' and '.join(parts)} of {cause.elements} element{'s' if cause.elements != 1 else ''}"
+
+
+def _of(cause: Cause) -> str:
+    if cause.of is None:
+        return ", of finite ones"
+    of = cause.of
+    what = f"of {of.what}" if isinstance(of.what, Role) else f"of {of.what}, {of.origin.source}"
+    return f", with the infinities {what}"
