@@ -1,17 +1,17 @@
-"""What rewrites the step graph. Ships as ``zerograph.passes``; knows the graph and SBP, never ``ZeroGraph``.
+"""The passes: rewrite the step graph. Ships as ``zerograph.passes``; knows the graph and SBP, never ``ZeroGraph``.
 
-``pipeline``   the passes in their order: start here
-``context``    what a pass is told besides the graph
-``simplify`` ``offsets`` ``unfuse`` ``reorder`` ``flatten`` ``guard`` ``take_turns`` ``place`` ``lookup`` ``box``
-``ahead`` ``remake`` ``recompute`` ``regather`` ``localize`` ``loop`` ``coalesce`` ``fuse`` ``release`` ``schedule``
-``exchange`` ``spill`` ``reinplace`` ``overwrite`` ``carry`` ``offload`` ``fill_rooms`` ``fit`` one pass each, in this
-order; those behind ``loop`` act on the graph and, but for the last two, on the bodies of its loops
-``segments`` ``min_cut`` ``work`` ``make_again``   what recompute does: where forward is cut, which values pay, copies
-``flat_gradients``   what flatten does with edits and norms of gradients
-``verify``     what must hold after each
-``in_time``    boxing along the mesh dimension that is time, between ``take_turns`` and ``loop``
-``inline``     a local region's graph in the place of its node
-``boxing``     the boxing node and what it costs
-``rules``      which SBPs an operator's inputs and outputs may have together
-``edit``       making nodes
+``pipeline``       the passes in order, and how they run: start here
+``context``        the input of the passes besides the graph
+``verify``         the invariants, checked after each pass
+
+``normalize``      simplify, offsets, unfuse, batch_first
+``buckets``        flatten (with deal and flat_gradients), skip_overflowed_update, fuse
+``accumulation``   split_micro_batches, hoist_batch_statistics, loop; in_time: boxing along the time dimension
+``placement``      place (line, solve, cost), shard_embeddings, box (boxing, route)
+``recompute``      recompute_cheap, recompute (segments, min_cut, work, make_again), reshard_after_forward
+``lower``          localize (with inline), lower_to_p2p
+``communication``  coalesce, release, schedule
+``memory``         offload_activations, reinplace, reuse_temporaries, prefetch_offloaded, offload, gather_in_place,
+                   fit_memory_budget
+``rules``          which SBPs an operator's inputs and outputs may have together
 """

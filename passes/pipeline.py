@@ -17,35 +17,35 @@ from zerograph.base.progress import tell
 from zerograph.errors import ConfigError, VerificationError
 from zerograph.ir.loop import loops
 from zerograph.ir.pass_edits import PassEdit, Rewrite
-from zerograph.passes.accumulation.ahead import ahead
+from zerograph.passes.accumulation.hoist_batch_statistics import hoist_batch_statistics
 from zerograph.passes.accumulation.loop import loop
-from zerograph.passes.accumulation.take_turns import take_turns
+from zerograph.passes.accumulation.split_micro_batches import split_micro_batches
 from zerograph.passes.buckets.flatten import flatten
 from zerograph.passes.buckets.fuse import fuse
-from zerograph.passes.buckets.guard import guard
+from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
 from zerograph.passes.communication.coalesce import coalesce
 from zerograph.passes.communication.release import release
 from zerograph.passes.communication.schedule import schedule
 from zerograph.passes.context import Context
-from zerograph.passes.lower.exchange import exchange
 from zerograph.passes.lower.localize import localize
-from zerograph.passes.memory.carry import carry
-from zerograph.passes.memory.fill_rooms import fill_rooms
-from zerograph.passes.memory.fit import fit
+from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
+from zerograph.passes.memory.fit_memory_budget import fit_memory_budget
+from zerograph.passes.memory.gather_in_place import gather_in_place
 from zerograph.passes.memory.offload import offload
-from zerograph.passes.memory.overwrite import overwrite
+from zerograph.passes.memory.offload_activations import offload_activations
+from zerograph.passes.memory.prefetch_offloaded import prefetch_offloaded
 from zerograph.passes.memory.reinplace import reinplace
-from zerograph.passes.memory.spill import spill
+from zerograph.passes.memory.reuse_temporaries import reuse_temporaries
+from zerograph.passes.normalize.batch_first import batch_first
 from zerograph.passes.normalize.offsets import offsets
-from zerograph.passes.normalize.reorder import reorder
 from zerograph.passes.normalize.simplify import simplify
 from zerograph.passes.normalize.unfuse import unfuse
 from zerograph.passes.placement.box import box
-from zerograph.passes.placement.lookup import lookup
 from zerograph.passes.placement.place import place
+from zerograph.passes.placement.shard_embeddings import shard_embeddings
 from zerograph.passes.recompute.recompute import recompute
-from zerograph.passes.recompute.regather import regather
-from zerograph.passes.recompute.remake import remake
+from zerograph.passes.recompute.recompute_cheap import recompute_cheap
+from zerograph.passes.recompute.reshard_after_forward import reshard_after_forward
 from zerograph.passes.verify import Seen, verify
 
 Scope = Literal["global", "placed", "local"]
@@ -91,55 +91,55 @@ PIPELINE: tuple[Pass, ...] = (
     # where products may be summed over ranks, no bias is in them
     Pass(unfuse, "global"),
     # no view flattens the batch behind another dimension
-    Pass(reorder, "global"),
+    Pass(batch_first, "global"),
     # parameters of one group lie end to end in buckets, each updated in one go
     Pass(flatten, "global", essential=True),
     # a step that overflowed changes nothing but the loss scale
-    Pass(guard, "global", essential=True, requires=("flatten",)),
+    Pass(skip_overflowed_update, "global", essential=True, requires=("flatten",)),
     # micro-batches are a mesh dimension in time, and the batch is cut along it
-    Pass(take_turns, "global", essential=True),
+    Pass(split_micro_batches, "global", essential=True),
     # every tensor has an SBP, every operator a signature
-    Pass(place, "global", essential=True, requires=("flatten", "take_turns")),
+    Pass(place, "global", essential=True, requires=("flatten", "split_micro_batches")),
     # a table of which a batch reads little stays where its rows rest
-    Pass(lookup, "placed"),
+    Pass(shard_embeddings, "placed"),
     # where two SBPs meet stands one boxing node
     Pass(box, "placed", essential=True, requires=("place",)),
     # no micro-batch waits for what only all of them yield
-    Pass(ahead, "placed", essential=True, requires=("box",)),
+    Pass(hoist_batch_statistics, "placed", essential=True, requires=("box",)),
     # what one pass over memory makes again is not kept for backward
-    Pass(remake, "placed", requires=("box",)),
+    Pass(recompute_cheap, "placed", requires=("box",)),
     # what the configuration says is made again in backward, not kept for it
     Pass(recompute, "placed", requires=("box",)),
     # stage 3: no gathered bucket lives from forward into backward
-    Pass(regather, "placed", requires=("box",)),
+    Pass(reshard_after_forward, "placed", requires=("box",)),
     # every shape is this rank's, every boxing node a collective
     Pass(localize, "placed", essential=True, requires=("box",)),
     # all micro-batches are one node, whose body is the graph of one
-    Pass(loop, "local", essential=True, requires=("take_turns", "localize")),
+    Pass(loop, "local", essential=True, requires=("split_micro_batches", "localize")),
     # small sums that only the step's end needs travel together
     Pass(coalesce, "local", time=False),
     # fused optimizers update a bucket by their own operators
-    Pass(fuse, "local", time=False, requires=("flatten", "guard")),
+    Pass(fuse, "local", time=False, requires=("flatten", "skip_overflowed_update")),
     # weights are freed before their gradients take memory
     Pass(release, "local", time=False),
     # gathers start early, waits come late, gradients in few buckets
     Pass(schedule, "local", time=False),
     # ranks exchange pieces where that is faster than a collective
-    Pass(exchange, "local", time=False),
+    Pass(lower_to_p2p, "local", time=False),
     # activations wait for backward in the CPU's memory, where their way there is hidden
-    Pass(spill, "local", time=False),
+    Pass(offload_activations, "local", time=False),
     # gradients and updates are written where they belong
     Pass(reinplace, "local", time=False),
     # temporaries are written over by their only reader, where nodes run one by one
-    Pass(overwrite, "local", time=False),
+    Pass(reuse_temporaries, "local", time=False),
     # shards go up ahead of their gather, gradients down as they are reduced
-    Pass(carry, "local", time=False),
+    Pass(prefetch_offloaded, "local", time=False),
     # what rests in files is fetched before it is read, and put back behind what changed it
     Pass(offload, "local", time=False, essential=True),
     # what lives throughout the step is gathered where its shard rests
-    Pass(fill_rooms, "local", time=False, bodies=False),
+    Pass(gather_in_place, "local", time=False, bodies=False),
     # a memory budget is kept, and used to spare and hide collectives
-    Pass(fit, "local", time=False, bodies=False, essential=True),
+    Pass(fit_memory_budget, "local", time=False, bodies=False, essential=True),
 )
 
 

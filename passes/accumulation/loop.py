@@ -229,7 +229,7 @@ class _Body:
             return False
         if is_view(node):
             return True
-        return self.context.policy.regather and self._comes_from_bucket(node)
+        return self.context.policy.reshard_after_forward and self._comes_from_bucket(node)
 
     def _comes_from_bucket(self, node: fx.Node) -> bool:
         if node not in self._of_buckets:

@@ -143,7 +143,7 @@ def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, rows: int | None, w
 def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.Node:
     """The bucket as computation sees it: whole. To compute on shards of weights may move fewer bytes in a small batch,
     but it would be another sum in another order, and the stages would no longer agree. (Looking up is no sum: what is
-    gathered for nothing else, ``lookup`` leaves in pieces.)"""
+    gathered for nothing else, ``shard_embeddings`` leaves in pieces.)"""
     with graph.inserting_before(user):
         # Before the gather, so that the wire carries the compute dtype; so does the way up from where it rests.
         changed: dict[str, Any] = {} if bucket.compute_dtype is None else {"dtype": bucket.compute_dtype}

@@ -34,7 +34,7 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         # Nothing is gathered or reduced of constants.
         return module
     begun = _advance_what_the_batch_tells(graph)
-    _prefetch_gathers(graph, begun, one_by_one=context.policy.regather)
+    _prefetch_gathers(graph, begun, one_by_one=context.policy.reshard_after_forward)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
     for target in (accumulate, collect):

@@ -24,7 +24,7 @@ from zerograph.passes.buckets.deal import dealt_update, own_updates
 from zerograph.passes.context import Context
 from zerograph.passes.lower.inline import put_in_place
 from zerograph.passes.placement.boxing import boxing
-from zerograph.passes.placement.lookup import is_apart, own_rows
+from zerograph.passes.placement.shard_embeddings import is_apart, own_rows
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -157,7 +157,7 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
     assert found is not None
     if found.kind == "input":
         sbp = context.batch.inputs[int(found.name)]
-        # The whole of this rank's part is there at all times; ``take_turns`` cuts it.
+        # The whole of this rank's part is there at all times; ``split_micro_batches`` cuts it.
         return (*sbp[:-1], broadcast) if context.timed else sbp
     if found.kind in ("bucket", "state") and node.meta["val"].dim():
         name, _, state = found.name.partition(".")
@@ -173,7 +173,7 @@ def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature,
     found = line.signatures(node)
     if found is not None:
         return found
-    # Along time nothing can be gathered: what needs it says so in ``ahead``.
+    # Along time nothing can be gathered: what needs it says so in ``hoist_batch_statistics``.
     if line.ranks > 1 and not (line.is_time and context.missing_rules.action == "gather"):
         if context.missing_rules.action == "discover":
             key = (node, line.dim)

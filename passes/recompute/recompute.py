@@ -5,7 +5,7 @@ makes the rest again, block by block, each right before backward needs it. ``"au
 memory budget lacks: of all segments' best choices (``min_cut``) those first that give up the most bytes for the least
 work, and among equal blocks the first ones of the model, whose values would be held the longest.
 
-Weights are never among them: what backward reads of a gathered bucket, ``regather`` derives again.
+Weights are never among them: what backward reads of a gathered bucket, ``reshard_after_forward`` derives again.
 """
 
 from __future__ import annotations

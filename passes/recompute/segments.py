@@ -23,8 +23,8 @@ from zerograph.ir.memory import shared_arguments
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
-from zerograph.passes.placement.lookup import is_apart
-from zerograph.passes.recompute.regather import COPIES
+from zerograph.passes.placement.shard_embeddings import is_apart
+from zerograph.passes.recompute.reshard_after_forward import COPIES
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def _is_makeable(value: fx.Node) -> bool:
     made = made_by(value)
     target: Any = made.target
     if is_weight(value):
-        return False  # regather's business
+        return False  # reshard_after_forward's business
     if target is boxing:
         return bool(meta(made)["boxing"].kind == "slice")
     if target is local or not isinstance(target, OpOverload) or is_mutable(target):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
-from zerograph import passes
+from zerograph.passes.recompute import recompute_cheap
 from zerograph.runtime.wire import collectives
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ _EMBEDDINGS = ("tokens.weight", "positions.weight")
 def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
     kept, remade = [], []
     for least, found in ((2**62, kept), (1, remade)):
-        with patch.object(passes.remake, "_LEAST", least):
+        with patch.object(recompute_cheap, "_LEAST", least):
             losses, step = _trained("gpt", "eager")
         found += [losses, step.state_dict(), step.memory.kinds["activations"], _targets(step)]
     torch.testing.assert_close(kept[:2], remade[:2], rtol=0, atol=0)

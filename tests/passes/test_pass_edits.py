@@ -50,28 +50,31 @@ def test_passes_are_inserted_replaced_and_disabled() -> None:
     edits = (
         zg.PassEdit.after("place", no_op),
         zg.PassEdit.before("no_op", own),
-        zg.PassEdit.disable("remake"),
+        zg.PassEdit.disable("recompute_cheap"),
     )
     ran = [record.name for record in prepared(*edits).passes[1:]]
     at = names.index("place") + 1
-    assert ran == [name for name in [*names[:at], "own", "no_op", *names[at:]] if name != "remake"]
+    assert ran == [name for name in [*names[:at], "own", "no_op", *names[at:]] if name != "recompute_cheap"]
 
 
 def test_a_replaced_pass_keeps_its_place() -> None:
-    step = prepared(zg.PassEdit.replace("remake", no_op))
-    names = ["no_op" if one.name == "remake" else one.name for one in PIPELINE]
+    step = prepared(zg.PassEdit.replace("recompute_cheap", no_op))
+    names = ["no_op" if one.name == "recompute_cheap" else one.name for one in PIPELINE]
     assert [record.name for record in step.passes[1:]] == names
-    assert not step.diff("ahead", "no_op")
+    assert not step.diff("hoist_batch_statistics", "no_op")
 
 
-@pytest.mark.parametrize("name", ["place", "ahead", "regather", "localize", "loop", "schedule", "fill_rooms"])
+@pytest.mark.parametrize(
+    "name",
+    ["place", "hoist_batch_statistics", "reshard_after_forward", "localize", "loop", "schedule", "gather_in_place"],
+)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_inserted_pass_sees_the_mesh_that_its_graph_has(name: str, micro_batches: int) -> None:
     dims: list[tuple[int, int]] = []
     prepared(zg.PassEdit.after(name, note_meshes(dims)), micro_batches=micro_batches)
     assert dims
     assert all(mesh == sbp for mesh, sbp in dims), dims
-    in_time = micro_batches > 1 and name in ("place", "ahead", "regather", "localize")
+    in_time = micro_batches > 1 and name in ("place", "hoist_batch_statistics", "reshard_after_forward", "localize")
     assert {mesh for mesh, _ in dims} == {2 if in_time else 1}
 
 

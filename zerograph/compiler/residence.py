@@ -30,7 +30,8 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
     """
     _check(layout, config)
     # What a stage or a budget frees has no room; what another graph updates is left alone.
-    frees = any(one.updates for one in layout) and (config.policy.regather or config.memory_budget is not None)
+    reshards = config.policy.reshard_after_forward or config.memory_budget is not None
+    frees = any(one.updates for one in layout) and reshards
     found = []
     left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
     for one in layout:
@@ -61,7 +62,7 @@ def with_rooms(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...
 
 
 def _check(layout: Sequence[Planned], config: Config) -> None:
-    if config.parameter_offload is not None and not (config.policy.split and config.policy.regather):
+    if config.parameter_offload is not None and not (config.policy.split and config.policy.reshard_after_forward):
         raise ConfigError(
             "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
             "Choose config.enable_zero(True, stage=3), or config.offload_parameters(None)."

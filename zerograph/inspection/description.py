@@ -25,7 +25,7 @@ def description(step: RewrittenStep) -> str:
         _section("recompute", [found.recompute] if found.recompute else []),
         _section("memory of this rank", _memory(found)),
         _section("warnings", [line for one in found.warnings for line in one.splitlines()]),
-        _section("passes", [f"{one.name:<10} {one.nodes:>6} nodes {one.seconds:>8.3f} s" for one in step.passes]),
+        _section("passes", [f"{one.name:<24} {one.nodes:>6} nodes {one.seconds:>8.3f} s" for one in step.passes]),
     ]
     return "\n".join(parts)
 

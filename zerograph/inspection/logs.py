@@ -137,7 +137,7 @@ def _passes(step: Inspection, *, more: bool) -> Said:
     names = [record.name for record in step.passes]
     texts = step.texts(*names) if more else []
     for number, record in enumerate(step.passes):
-        about = f"{record.name:<10} {record.nodes:>6} nodes {record.seconds:>8.3f} s   {record.summary}"
+        about = f"{record.name:<24} {record.nodes:>6} nodes {record.seconds:>8.3f} s   {record.summary}"
         yield logging.INFO, about
         if more and number:
             found = compare(texts[number - 1], texts[number], (names[number - 1], record.name))

@@ -17,7 +17,7 @@ from zerograph import _torch
 from zerograph.ir.gradient_edits import TOTAL_NORM
 from zerograph.ir.metadata import Role
 
-# Outputs of the captured graph; ``guard`` makes the second part of the first.
+# Outputs of the captured graph; ``skip_overflowed_update`` makes the second part of the first.
 NOT_FINITE = Role("check", "not_finite")
 SCALED_GRADIENTS = Role("check", "scaled_gradients")
 

@@ -2,7 +2,7 @@
 
 The scale enters the step as a tensor and leaves it changed, like a moment of the optimizer: the graph multiplies the
 loss by it, divides the reduced gradients, looks whether one of them is infinite or not a number anywhere, skips the
-update on every rank then, and lowers or raises the scale (pass ``guard``).
+update on every rank then, and lowers or raises the scale (pass ``skip_overflowed_update``).
 """
 
 from __future__ import annotations

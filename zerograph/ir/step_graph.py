@@ -70,8 +70,9 @@ FOUND_INF = "found_inf"
 def found_infs(graph: fx.Graph) -> dict[str, fx.Node]:
     """Return, by optimizer, the number that is not 0 where one of its scaled gradients overflowed.
 
-    From ``guard`` on it is not 0 where the optimizer is to change nothing. A graph of one optimizer, or one that scales
-    no loss, has one number for all, under ``""``; a graph that scales no loss and checks nothing has none.
+    After ``skip_overflowed_update`` it is not 0 where the optimizer is to change nothing. A graph of one optimizer, or
+    one that scales no loss, has one number for all, under ``""``; a graph that scales no loss and checks nothing has
+    none.
     """
     roles = meta(graph.output_node())["roles"]
     return {

@@ -11,7 +11,7 @@ class ZeroPolicy:
 
     Attributes:
         split: parameters, optimizer state and master weights at rest are S(0), else B.
-        regather: gathered parameters are freed after forward and gathered again for backward.
+        reshard_after_forward: gathered parameters are freed after forward and gathered again for backward.
         reduce_early: a bucket's gradient is reduced as soon as it is complete, else when backward has ended.
         deals: shards do not cut through parameters: each is dealt out whole to one rank.
         dim: the mesh dimension that is split along.
@@ -19,17 +19,17 @@ class ZeroPolicy:
 
     name: str
     split: bool
-    regather: bool
+    reshard_after_forward: bool
     reduce_early: bool
     deals: bool = False
     dim: int = 0
 
 
-OFF = ZeroPolicy("off", split=False, regather=False, reduce_early=True)
+OFF = ZeroPolicy("off", split=False, reshard_after_forward=False, reduce_early=True)
 STAGES = {
-    1: ZeroPolicy("stage 1", split=True, regather=False, reduce_early=False),
-    2: ZeroPolicy("stage 2", split=True, regather=False, reduce_early=True),
-    3: ZeroPolicy("stage 3", split=True, regather=True, reduce_early=True),
+    1: ZeroPolicy("stage 1", split=True, reshard_after_forward=False, reduce_early=False),
+    2: ZeroPolicy("stage 2", split=True, reshard_after_forward=False, reduce_early=True),
+    3: ZeroPolicy("stage 3", split=True, reshard_after_forward=True, reduce_early=True),
 }
 MODES = ("distributed_split", "non_distributed", "off")
 

@@ -96,7 +96,7 @@ def carry_seconds(node: fx.Node, device: Device) -> float:
     """Of a copy to another device: the link's time, or the CPU's where it casts and lays in pinned memory what goes up.
 
     Args:
-        node: with the operator ``carry``.
+        node: with the operator ``prefetch_offloaded``.
     """
     made: Tensor = node.meta["val"]
     source: Tensor = node.all_input_nodes[0].meta["val"]

@@ -166,7 +166,7 @@ def _model_states(prepared: Prepared, held: Profile) -> ModelStates:
     policy = prepared.context.policy
     low = any(bucket.compute_dtype is not None for bucket in prepared.context.buckets)
     masters = rests.get("parameters", 0)
-    if policy.regather:
+    if policy.reshard_after_forward:
         gathered = 0
     elif policy.split:
         gathered = _moved(held, None, "all-gather").get("gathered", 0)

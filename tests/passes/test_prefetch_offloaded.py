@@ -22,7 +22,7 @@ from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
 from zerograph.ir.step_graph import nbytes, placeholders
 from zerograph.ir.transfers import CARRY, FETCH, LANDED
-from zerograph.passes.memory import spill
+from zerograph.passes.memory import offload_activations
 
 aten = torch.ops.aten
 CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")
@@ -244,7 +244,7 @@ class Blocks(nn.Module):
 
 def spilling(device: str, link: float | None, patch: pytest.MonkeyPatch) -> Prepared:
     """Where the link carries a byte in the time of so many floating-point operations; None for no spilling."""
-    patch.setattr(spill, "FLOPS_PER_BYTE", link)
+    patch.setattr(offload_activations, "FLOPS_PER_BYTE", link)
     step = Step(Blocks(device), adamw, 2)
     step.config.offload_activations = link is not None
     return step.prepare(line(1, 0, "ranks"), torch.empty(8, 31, device=device), device=device)
@@ -285,7 +285,7 @@ def within(budget: int | None) -> tuple[int, int, int]:
 
 
 def test_auto_spills_what_is_hidden_before_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "FLOPS_PER_BYTE", 30.0)
+    monkeypatch.setattr(offload_activations, "FLOPS_PER_BYTE", 30.0)
     most, spilled, again = within(None)
     assert (spilled, again) == (0, 0)
     less, spilled, again = within(most - 1)

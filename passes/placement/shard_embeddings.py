@@ -1,4 +1,4 @@
-"""lookup: the rows of a large table are looked up on the ranks where they rest, and their gradients summed there.
+"""shard_embeddings: look up rows of a large table on the ranks that store them, and sum their gradients there.
 
 A batch reads a few rows of an embedding of many. Where it reads less than the table has, indices and rows travel
 instead of the table: every rank looks up, for the indices of all, the rows that rest with it, zeros for the others,
@@ -31,7 +31,7 @@ LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
 _ROWS = Split(0)
 
 
-def lookup(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def shard_embeddings(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """A table of which a batch reads little stays where it rests; indices and rows travel instead."""
     graph = module.graph
     # Over several micro-batches rows would travel for each, the table once for all (at stage 3 as often).

@@ -1,4 +1,4 @@
-"""spill: activations of an accelerator wait for backward in the CPU's memory, where the way there costs no time.
+"""offload_activations: offload activations of an accelerator to the CPU where forward hides the copies.
 
 An activation goes down when it is made, and its memory is free behind its last reader in forward; it comes up one ahead
 of its first in backward, as shards do. Those of the first layers wait the longest, so they go first, and as many as the
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 FLOPS_PER_BYTE = 10_000
 
 
-def spill(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def offload_activations(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Activations whose way to the CPU hides behind forward wait there for backward, if the configuration says so."""
     if not context.memory.offload_activations:
         return module

@@ -1,8 +1,8 @@
-"""carry: shards travel between the memory that they rest in and the device that computes, beside the computation.
+"""prefetch_offloaded: copy shards between CPU and device while the device computes.
 
 Way up: a shard is copied while the one before it is gathered. Way down: a gradient's shard leaves when it is reduced,
 and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs. What comes back after
-it went down keeps its place (``spill``).
+it went down keeps its place (``offload_activations``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerograph.passes.context import Context
 aten = torch.ops.aten
 
 
-def carry(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def prefetch_offloaded(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """What goes to another device leaves early, shards one ahead of their gather, and is awaited when it is read."""
     graph = module.graph
     before: fx.Node | None = None

@@ -1,4 +1,4 @@
-"""reorder: rows of a flattened dimension lie batch first, so that the batch stays split through the flattening.
+"""batch_first: rows of a flattened dimension lie batch first, so that the batch stays split through the flattening.
 
 ``nn.Transformer``, ``nn.MultiheadAttention`` and recurrent networks compute on ``(time, batch, channels)``, and a
 matrix product flattens that to ``(time batch) channels``: a slice of the batch is no slice of those rows. Rows of a
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def reorder(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def batch_first(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No view flattens the batch behind another dimension."""
     if context.ranks > 1:
         walk = _Walk(context.ranks)

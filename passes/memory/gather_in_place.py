@@ -1,11 +1,11 @@
-"""fill_rooms: what lives throughout the step is gathered into memory that stays, and in which its shard rests.
+"""gather_in_place: what lives throughout the step is gathered into memory that stays, and in which its shard rests.
 
 Gathered into new memory, the shard would be there twice, and all of it taken anew in each step. In its *room* only the
 other ranks' pieces are received, and the update writes the shard where it lies. Between steps these pieces are out of
 date, and nobody reads them before they are gathered again.
 
-It asks what the graph does in its order, so it comes last, but for ``fit``, which then changes nothing: with a memory
-budget gathered buckets come and go.
+It depends on the order of the graph, so it comes last but for ``fit_memory_budget``, which then changes nothing: with a
+memory budget gathered buckets come and go.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ c10d = torch.ops._c10d_functional
 _ALIGNMENT = 16
 
 
-def fill_rooms(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def gather_in_place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No gathered bucket that lives throughout the step takes new memory, where nothing reads it behind its update."""
     graph = module.graph
     fills = context.backend.inputs_may_overlap and context.memory.budget is None
-    takes = fills and context.policy.split and not context.policy.regather
+    takes = fills and context.policy.split and not context.policy.reshard_after_forward
     shards = {meta(node)["role"].name: node for node in placeholders(graph, "bucket")}
     buckets = [one for one in context.buckets if one.name in shards]
     gathers = {

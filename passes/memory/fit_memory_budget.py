@@ -1,4 +1,4 @@
-"""fit: the memory budget is kept, and used up for what costs the wire least time.
+"""fit_memory_budget: the memory budget is kept, and used up for what costs the wire least time.
 
 Everything here moves a collective's start or wait, or lets a gathered bucket live on, and each of these changes what is
 held over one stretch of the graph by the bytes of one bucket. So the profile of the graph is taken once, and every
@@ -30,7 +30,7 @@ from zerograph.passes.context import Context
 _GATHERS_AHEAD = 3
 
 
-def fit(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No more is held than the memory budget allows, and what it allows is used to spare and to hide collectives."""
     budget = context.memory.budget
     if budget is None:
@@ -277,12 +277,12 @@ def _helps(least: Memory, context: Context) -> list[str]:
         found.append((count("optimizer state"), "optimizer state", in_files))
     if policy.split:
         found.append((*at_rest, "more ranks, which share them"))
-        if not policy.regather:
+        if not policy.reshard_after_forward:
             found.append((count("gathered"), "gathered parameters", "ZeRO stage 3, which gathers them layer by layer"))
         if not policy.reduce_early:
             found.append((count("gradients"), "gradients", "ZeRO stage 2, which reduces them bucket by bucket"))
         elif any(len(bucket.slots) > 1 for bucket in context.buckets):
-            held = count("gathered", "gradients") if policy.regather else count("gradients")
+            held = count("gathered", "gradients") if policy.reshard_after_forward else count("gradients")
             found.append((held, "buckets at work", "a smaller config.bucket_size"))
     elif context.updates:
         found.append((*at_rest, "ZeRO stage 3 over several ranks, which splits them"))

@@ -20,7 +20,7 @@ from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.step_graph import nbytes, placeholders
-from zerograph.passes.memory.fill_rooms import fill_rooms
+from zerograph.passes.memory.gather_in_place import gather_in_place
 from zerograph.runtime.state import Store
 from zerograph.runtime.wire import collectives, wire
 
@@ -175,7 +175,7 @@ def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]
     module = found.graph_after("offload")
     (start, *_) = module.graph.find_nodes(op="call_function", target=GATHER)
     change(module.graph, next(iter(start.users)))
-    module = fill_rooms(module, found.context)
+    module = gather_in_place(module, found.context)
     module.graph.lint()
     return len(placeholders(found.graph.graph, "room")), len(placeholders(module.graph, "room"))
 

@@ -1,4 +1,4 @@
-"""overwrite: an operator writes over its operand where that is a temporary that nobody else reads.
+"""reuse_temporaries: an operator writes over its operand where that is a temporary that nobody else reads.
 
 Only where nodes run one by one: a compiler decides for itself what lies where, and fuses better what it may read twice.
 """
@@ -18,7 +18,7 @@ from zerograph.passes.context import Context
 aten = torch.ops.aten
 
 
-def overwrite(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def reuse_temporaries(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """A temporary's last and only reader has taken its memory, where the backend runs node by node."""
     if context.backend.node_by_node:
         for node in module.graph.nodes:

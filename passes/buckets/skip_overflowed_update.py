@@ -1,4 +1,4 @@
-"""guard: an optimizer whose gradients overflowed changes nothing, nor does a step that is not finite.
+"""skip_overflowed_update: an optimizer whose gradients overflowed changes nothing, nor does a step that is not finite.
 
 Each optimizer skips its update for an overflow of its own gradients, as with ``torch.amp.GradScaler.step``, and for one
 of others' gradients that its own were edited with.
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _UPDATE = Origin("update")
 
 
-def guard(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def skip_overflowed_update(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Keep what an optimizer updates where its gradients overflowed or, on request, the step is not finite."""
     graph = module.graph
     overflows, residue = found_infs(graph), returned(graph, "check", NOT_FINITE.name)

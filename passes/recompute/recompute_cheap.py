@@ -1,4 +1,4 @@
-"""remake: what one pass over memory makes again is not kept from forward for backward.
+"""recompute_cheap: what one pass over memory makes again is not kept from forward for backward.
 
 A model's matrix products need their inputs again for their weights' gradients. Where such an input is an activation
 function or a layer norm of something that backward reads too, keeping both is memory for nothing: backward makes it
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _LEAST = 2**16
 
 
-def remake(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def recompute_cheap(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No large activation function or layer norm lives into backward if all that it is made of does."""
     remade: set[fx.Node] = set()
     for node in list(module.graph.nodes):

@@ -1,4 +1,4 @@
-"""exchange: what moves shards between pairs of ranks takes the place of collectives that serve worse on this wire.
+"""lower_to_p2p: what moves shards between pairs of ranks takes the place of collectives that serve worse on this wire.
 
 It comes behind ``schedule``, which sees torch's own collectives: each start and each wait keeps its place. A
 reduce-scatter's pieces are summed where they arrive, which frees the tensor that they were cut from.
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def exchange(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Gathers, reduce-scatters and all-reduces are exchanges of pieces where the runtime asks for them."""
     graph = module.graph
     if "all-gather" in context.backend.exchanges:

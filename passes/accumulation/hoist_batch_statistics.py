@@ -1,4 +1,4 @@
-"""ahead: what every micro-batch needs of the whole batch is computed before the first one, or the step is refused.
+"""hoist_batch_statistics: compute what every micro-batch needs of the whole batch before the first one, or refuse.
 
 A loss that divides by the count of valid tokens divides by that of the whole batch, in each micro-batch. The count
 follows from the batch alone, so it can be had first, from the whole batch, at the cost of what leads to it. What also
@@ -23,7 +23,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
 
-def ahead(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def hoist_batch_statistics(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No micro-batch waits for what only all of them together yield."""
     if not context.timed:
         return module

@@ -1,4 +1,4 @@
-"""take_turns: micro-batches are a mesh dimension in time, and the batch is cut along it."""
+"""split_micro_batches: micro-batches are a mesh dimension in time, and the batch is cut along it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
 
-def take_turns(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def split_micro_batches(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """What reads an input of the batch reads its micro-batch, S(0) along time, if there are several."""
     graph = module.graph
     if not context.timed:

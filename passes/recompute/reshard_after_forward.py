@@ -1,4 +1,4 @@
-"""regather: a bucket is freed after forward and gathered again for backward, where the stage says so.
+"""reshard_after_forward: a bucket is freed after forward and gathered again for backward, where the stage says so.
 
 A gathered weight that backward reads stays alive from its first use on, and so do its views, casts and
 transposes. So all of them are derived again from a second gather. A bucket is gathered at most twice: between
@@ -26,9 +26,9 @@ from zerograph.passes.placement.boxing import boxing
 aten = torch.ops.aten
 
 
-def regather(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """No gathered bucket lives through the widest gap between its uses, if the policy says so."""
-    if not context.policy.regather:
+    if not context.policy.reshard_after_forward:
         return module
     graph = module.graph
     gathers = bucket_gathers(graph)
