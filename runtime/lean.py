@@ -38,10 +38,10 @@ _VIEWS: frozenset[Any] = frozenset(
         aten.expand.default,
     }
 )
-# What they return is the memory of an argument, by its place.
-_PASSED_ON: dict[Any, int] = {
+# They return an argument: its place, or its keyword.
+_PASSED_ON: dict[Any, int | str] = {
     c10d.wait_tensor.default: 0,
-    c10d.all_gather_into_tensor_out.default: 0,
+    c10d.all_gather_into_tensor_out.default: "out",
     collectives.gather_into: 1,
 }
 # Forms of views that Python reaches by a shorter way.
@@ -183,8 +183,11 @@ def _called(node: fx.Node, *args: Any) -> Tensor:
     return found
 
 
-def _input(node: fx.Node, place: int) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get("out")
+def _input(node: fx.Node, place: int | str) -> fx.Node:
+    """Return an argument of the node, by place or keyword."""
+    argument = node.kwargs[place] if isinstance(place, str) else node.args[place]
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def _attribute(root: torch.nn.Module, path: str) -> Any:
