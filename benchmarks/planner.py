@@ -1,4 +1,4 @@
-"""What `zg.plan` foretells against what a job then does: a table written to benchmarks/results/planner.md.
+"""What `zg.plan` predicts against what a job then does: a table written to benchmarks/results/planner.md.
 
 python benchmarks/planner.py                     # three models, four stages, 2 and 4 ranks; half an hour
 python benchmarks/planner.py small --ranks 2     # shown but not written
@@ -40,7 +40,7 @@ MODELS = ("small", "mid", "resnet")
 STEPS = 9
 # Numbers of glibc's mallopt().
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-HEADER = ["model", "ranks", "stage", *("memory foretold", "seen", "ratio"), *("step foretold", "seen", "ratio")]
+HEADER = ["model", "ranks", "stage", *("memory predicted", "seen", "ratio"), *("step predicted", "seen", "ratio")]
 
 
 def measured_machine() -> Machine:
@@ -82,14 +82,14 @@ def time_seen(name: str, stage: int) -> float:
     return statistics.median(seen)
 
 
-def foretold(name: str, stage: int, ranks: int, machine: Machine) -> zg.Plan:
+def predicted(name: str, stage: int, ranks: int, machine: Machine) -> zg.Plan:
     task = TASKS[name]
     step = TrainStep(task, task.model(), stage)
     return zg.plan(step, task.batches(0)[0], world_size=ranks, device=machine)
 
 
 def row(name: str, stage: int, ranks: int, machine: Machine, lean: Pool, usual: Pool) -> list[str]:
-    plan = foretold(name, stage, ranks, machine)
+    plan = predicted(name, stage, ranks, machine)
     memory = lean.run(ranks, memory_seen, name, stage)[0]
     seconds = usual.run(ranks, time_seen, name, stage)[0]
     return [

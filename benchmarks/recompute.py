@@ -4,7 +4,7 @@ python benchmarks/recompute.py                 # a GPT of 12 layers, minutes
 python benchmarks/recompute.py --quick         # one of 3 layers and few rounds, shown but not written
 
 One process, one thread, fp32, AdamW, backend eager. Saved: bytes of the peak below that of `"none"`, as `step.memory`
-foretells them and as the live tensors of running steps show. Time: medians of rounds in which the ways take turns.
+predicts them and as the live tensors of running steps show. Time: medians of rounds in which the ways take turns.
 Made again: what the nodes that backward runs again take by themselves, timed one by one, as a share of a step that
 keeps all; a step may take that share longer, and 5 % of it.
 """
@@ -30,7 +30,7 @@ from benchmarks.tables import line, page  # noqa: E402
 from tests.liveness import most_alive_bytes  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "recompute.md"
-HEADER = ["recompute", "peak", "saved, foretold", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]
+HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]
 
 
 class TrainStep(zg.ZeroGraph):
@@ -107,10 +107,10 @@ def main() -> None:
     found = {way: statistics.median(every) for way, every in times.items()}
     lines = [line(HEADER), line(["---"] * len(HEADER))]
     for way, step in steps.items():
-        foretold, seen = most - step.memory.peak, live["none"] - live[way]
+        predicted, seen = most - step.memory.peak, live["none"] - live[way]
         longer, share = found[way] / found["none"] - 1, (again[way] - again["none"]) / found["none"]
-        cells = [way, f"{step.memory.peak / 2**20:.1f} MiB", f"{foretold / 2**20:.1f}", f"{seen / 2**20:.1f}"]
-        cells += [f"{foretold / seen:.3f}" if seen else "", f"{found[way] * 1e3:.0f} ms"]
+        cells = [way, f"{step.memory.peak / 2**20:.1f} MiB", f"{predicted / 2**20:.1f}", f"{seen / 2**20:.1f}"]
+        cells += [f"{predicted / seen:.3f}" if seen else "", f"{found[way] * 1e3:.0f} ms"]
         cells += [f"{longer:.1%}", f"{share:.1%}", f"{share + 0.05:.1%}"] if seen else ["", "", ""]
         lines.append(line(cells))
     print("\n".join(lines))

@@ -122,7 +122,7 @@ _fused_updates = _describe_fused_updates()
 
 
 class Known(FakeTensorMode):
-    """A fake mode that remembers results: ``known`` is by operator and arguments, for whoever evaluates nodes."""
+    """A fake mode that remembers results: ``known`` is by operator and arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -416,7 +416,7 @@ def negated(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def errors_unlogged() -> Iterator[None]:
-    """Operators that fail on fake tensors are not logged inside, with a traceback each: whoever tries them says why."""
+    """Operators that fail on fake tensors are not logged inside, with a traceback each: the caller says why."""
     with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
         yield
 

@@ -94,7 +94,7 @@ class Streams(dist.ProcessGroup):
             # As a real group's kernels: autograd neither records them nor sees that they write.
             with torch._C._AutoDispatchBelowAutograd():
                 collective()
-            # Notes where the stream stands, for whoever waits; holds the tensors until then.
+            # Notes where the stream stands, for waiting streams; holds the tensors until then.
             future.set_result(list(tensors))
         return _create_work_from_future(future)
 

@@ -110,7 +110,7 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     with module.graph.inserting_before(node):
         own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
-    # Of the update that needs most, whoever makes it: ranks shall foretell the same.
+    # Of the update that needs most, on any rank: all ranks predict the same.
     meta(own)["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
     for part in list(node.users):
         for write in list(part.users):

@@ -81,8 +81,8 @@ class Answers:
     def lost(self) -> tuple[int, ...]:
         """Whose fault it is, as far as can be known.
 
-        Those that failed by themselves or give no sign of life; else those that others have lost; else whoever took the
-        store along; else those that do something else.
+        Those that failed by themselves or give no sign of life; else those that others have lost; else the one that
+        took the store along; else those that do something else.
         """
         failed = {rank for rank, sign in self.signs.items() if sign.failed is not None and not sign.lost}
         others = {rank for sign in self.signs.values() for rank in sign.lost} - {self.rank}
@@ -231,7 +231,7 @@ class Signs:
         return Answers(self.rank, doing, last, reached=False, keeper=self.keeper)
 
     def leave(self) -> None:
-        """This process ends: the others learn with what, and whoever keeps the store keeps it until they have."""
+        """This process ends: the others learn with what, and the rank that hosts the store keeps it until they have."""
         if self._over.is_set() or self.store is None or os.getpid() != self._process:
             return
         self._over.set()
@@ -318,7 +318,7 @@ class Signs:
             time.sleep(self._interval / 50)
 
     def _watch(self, world: Callable[[], object]) -> None:
-        """Answers whoever asks, until the process group is gone or this process leaves."""
+        """Answer questions of other ranks until the process group is gone or this process leaves."""
         while not self._over.wait(self._interval):
             if not dist.is_initialized() or dist.group.WORLD is not world():
                 self.store = None
@@ -326,7 +326,7 @@ class Signs:
             try:
                 self._look(self.store)
             except RuntimeError:
-                # The store is gone, and with it whoever kept it: the next collective will tell.
+                # The store is gone, and with it the rank that hosted it: the next collective will tell.
                 self._gone = True
                 return
 

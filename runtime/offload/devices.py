@@ -1,7 +1,7 @@
 """Copies between an accelerator and the memory of the CPU, on a stream of their own.
 
 A copy begins when the accelerator has got as far as the graph had when it was started: what is copied is there by then,
-and nothing that still runs uses the memory that is copied to. It then runs beside what comes next. Whoever needs it
+and nothing that still runs uses the memory that is copied to. It then runs beside what comes next. A node that needs it
 waits: the accelerator's own stream for what came up, the CPU for what came down.
 """
 

@@ -21,7 +21,7 @@ from zerograph.runtime.wire.direct import Line
 
 # Up to so many bytes gloo's own sum is about as fast.
 _SMALL = 2**18
-# So often whoever waits for gloo looks whether the others go on.
+# Number of times per wait that a rank waiting for gloo checks on the others.
 _LOOK_EVERY = timedelta(seconds=1)
 
 _library = torch.library.Library("zerograph", "FRAGMENT")

@@ -1,6 +1,6 @@
 """Which ranks share a host and read each other's memory: one copy by the kernel, where a socket takes two, and its way.
 
-Nothing here overlaps computation: on a CPU the copy takes a core's time, whoever makes it.
+Nothing here overlaps computation: on a CPU the copy takes a core's time on either side.
 """
 
 from __future__ import annotations

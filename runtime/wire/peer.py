@@ -1,8 +1,8 @@
 """Another rank of this host, whose memory this one reads, and which reads this one's.
 
 A rank says where a tensor lies that the other shall read, and goes on; the other reads it when it waits, and says so.
-What they write into each other is only that: numbers in a mailbox, which lives as long as the process. So whoever fails
-leaves the memory of the others whole.
+What they write into each other is only that: numbers in a mailbox, which lives as long as the process. So a rank that
+fails leaves the memory of the others whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _CACHED = 2**18
 _ADDRESS, _BYTES, _NUMBER, _READ = range(0, 4 * _SLOTS, _SLOTS)
 _WORD = 8
 
-# Who waits looks so often, then sleeps this part of what it has waited between looks, from so many seconds to so many:
-# the longer it takes, the less a look too late matters beside the time of whoever computes.
+# Back-off: poll `_SPINS` times, then sleep `_NAP` x elapsed, clamped to [50 us, 1 ms].
 _SPINS = 200
 _NAP, _SHORTEST, _LONGEST = 0.02, 50e-6, 1e-3
 # A process that has ended is seen after so many seconds; of one that has failed and lives others must ask the store.

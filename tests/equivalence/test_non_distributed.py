@@ -183,7 +183,7 @@ def test_an_overflow_changes_nothing_that_is_dealt_out(pool: Pool) -> None:
         assert all(torch.equal(one[0][name], value) for name, value in other[0].items())
 
 
-def foretold() -> list[tuple[int, int]]:
+def predicted() -> list[tuple[int, int]]:
     torch.manual_seed(0)
     model = Gpt(tied=False, width=64)
     step = TrainStep(model, adamw(model), bucket_size=16384)
@@ -198,8 +198,8 @@ def foretold() -> list[tuple[int, int]]:
 
 
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
-    for predicted, seen in pool.run(2, foretold)[0]:
-        assert predicted == pytest.approx(seen, rel=0.1)
+    for bytes_predicted, seen in pool.run(2, predicted)[0]:
+        assert bytes_predicted == pytest.approx(seen, rel=0.1)
 
 
 def on_a_grid() -> tuple[list[Tensor], dict[str, int]]:

@@ -101,7 +101,7 @@ class _Failing(fx.Interpreter):
 
 
 def train(case: Case, folder: str) -> tuple[str, str, float]:
-    """(type of error, message, when it came) of what a rank fails with, whoever is lost."""
+    """(type of error, message, when it came) of what a rank fails with, any rank being lost."""
     mine = dist.get_rank() == case.lost
 
     def happen() -> None:

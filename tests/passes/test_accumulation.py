@@ -34,7 +34,7 @@ class Seen:
         before, body, behind: kinds of the collectives of whole buckets there.
         listed: of all that ``collectives()`` lists.
         nodes: of the graph and its body.
-        memory, live: what is foretold, and the bytes alive at the peak of a step that runs.
+        memory, live: what is predicted, and the bytes alive at the peak of a step that runs.
     """
 
     before: Kinds

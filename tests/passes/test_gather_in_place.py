@@ -208,7 +208,7 @@ def test_what_is_read_behind_its_update_has_no_room(change: Callable[[fx.Graph, 
 
 
 def predicted_between() -> tuple[bool, bool, int, float]:
-    """(training as without predictions, predictions those of the plain model, rooms, bytes alive of those foretold)."""
+    """(training as without predictions, predictions as plain, rooms, share of the predicted bytes that are alive)."""
     model, alone, plain = make("gpt"), make("gpt"), make("gpt")
     step, other = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(alone, adamw(alone), 2, **SMALL)
     predict = Predicting(model)
@@ -218,8 +218,8 @@ def predicted_between() -> tuple[bool, bool, int, float]:
         plain.load_state_dict(step.state_dict()["modules"]["model"])
         right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
     filled = len(placeholders(predict.graph().graph, "room"))
-    foretold = predict.memory.peak
-    return same, right, filled, most_alive_bytes(predict, part(batches("gpt", 1)[0][0])) / foretold
+    predicted = predict.memory.peak
+    return same, right, filled, most_alive_bytes(predict, part(batches("gpt", 1)[0][0])) / predicted
 
 
 def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
@@ -325,7 +325,7 @@ def test_a_backend_of_ones_own_is_given_no_inputs_that_overlap(pool: Pool) -> No
 
 
 def stages_in_turn() -> list[tuple[int, bool, int]]:
-    """(rooms, whether the numbers are those of stage 3 alone, foretold bytes at rest beside those held) by stage.
+    """(rooms, whether the numbers are those of stage 3 alone, predicted bytes at rest beside those held) by stage.
 
     A block is frozen, as all but the adapters are in LoRA.
     """

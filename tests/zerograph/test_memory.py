@@ -1,4 +1,4 @@
-"""``step.memory`` foretells from the graph alone what a running step holds."""
+"""``step.memory`` predicts from the graph alone what a running step holds."""
 
 from __future__ import annotations
 

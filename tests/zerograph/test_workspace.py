@@ -58,7 +58,7 @@ def made(target: Any, *args: Any) -> fx.Node:
 
 
 def forward_and_backward(case: Convolution) -> list[tuple[int, int]]:
-    """(foretold, seen) of the convolution, and of its gradients."""
+    """(predicted, seen) of the convolution, and of its gradients."""
     shape, weight_shape, stride, padding, groups, dtype = case
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(weight_shape, dtype=dtype)
     dims = x.dim() - 2
@@ -69,8 +69,8 @@ def forward_and_backward(case: Convolution) -> list[tuple[int, int]]:
         (aten.convolution.default, (x, weight, None, *how)),
         (aten.convolution_backward.default, (gradient, x, weight, None, *how, [False, True, False])),
     ):
-        foretold = workspace_bytes(made(target, *args))
-        found.append((foretold, seen(functools.partial(target, *args))))
+        predicted = workspace_bytes(made(target, *args))
+        found.append((predicted, seen(functools.partial(target, *args))))
     return found
 
 
@@ -95,8 +95,8 @@ def all_of_them() -> dict[str, list[tuple[int, int]]]:
 def test_the_workspace_of_a_convolution_is_what_the_process_takes(
     measured: dict[str, list[tuple[int, int]]], name: str
 ) -> None:
-    for foretold, found in measured[name]:
-        assert foretold == pytest.approx(found, rel=0.1, abs=2**20)
+    for predicted, found in measured[name]:
+        assert predicted == pytest.approx(found, rel=0.1, abs=2**20)
 
 
 def test_channels_that_lie_last_stay_where_they_are() -> None:

@@ -1,4 +1,4 @@
-"""How far what takes long has come: told to whoever listens, which nobody does unless a command shows it."""
+"""How far what takes long has come: reported to listeners, of which there are none unless a command shows progress."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from zerograph.runtime.job.process_group import mesh as mesh_of_all
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
     """A device mesh over ``ranks``, in that order: ``zg.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
 
-    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Whoever asks for the same again gets the
+    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Asking for the same again gives the
     same one. Initialises the process group if nobody has.
 
     Raises:

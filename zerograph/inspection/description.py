@@ -72,7 +72,7 @@ def _collectives(step: RewrittenStep, found: Summary) -> list[str]:
 
 def _memory(found: Summary) -> list[str]:
     return [
-        f"peak, foretold: {found.memory}",
+        f"predicted peak: {found.memory}",
         f"between steps: {', '.join(f'{kind} {show_bytes(count)}' for kind, count in found.at_rest.items())}",
     ]
 

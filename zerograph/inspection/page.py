@@ -93,7 +93,7 @@ def _memory(found: Summary) -> list[str]:
     memory = found.memory
     where = " ".join(filter(None, (memory.where.phase, memory.where.module, memory.where.source)))
     return [
-        f"  memory of this rank: {show_bytes(memory.peak)} at the peak (foretold), "
+        f"  memory of this rank: {show_bytes(memory.peak)} at the peak (predicted), "
         f"{show_bytes(memory.at_rest)} between steps",
         *_wrapped("    peak      ", _kinds(memory.kinds.items())),
         *_wrapped("              ", f"at {memory.node}: {where}"),

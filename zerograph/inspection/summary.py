@@ -90,7 +90,7 @@ class Summary:
         seconds: that tracing and all passes took.
         plain: parameters that lie in no bucket, whole on every rank.
         sent: by phase and kind.
-        memory: the peak, foretold.
+        memory: the predicted peak.
         at_rest: bytes between steps, by kind.
         recompute: what backward makes again, in words; empty where it makes nothing again.
         warnings: what was said while it was compiled.

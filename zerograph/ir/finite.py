@@ -69,6 +69,6 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 def _residue(value: Tensor) -> Tensor:
-    # Of the magnitude: a partial sum is then summed first, as it is for whoever else reads it.
+    # Of the magnitude: a partial sum is then summed first, as it is for its other readers.
     none = value.abs() * 0
     return (none.sum() if none.dim() else none).float()

@@ -94,7 +94,7 @@ def _may_be_seen(node: fx.Node) -> bool:
 
 
 def _exchange(graph: fx.Graph, writes: Mapping[fx.Node, Form], tensor_of: Mapping[fx.Node, fx.Node]) -> None:
-    """Put values in the place of writes; whoever reads the tensor afterwards reads the value."""
+    """Replace writes by values; later readers of the tensor read the value."""
     now: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         node.args, node.kwargs = fx.map_arg(

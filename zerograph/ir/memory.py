@@ -1,4 +1,4 @@
-"""What a step holds in memory, foretold from its emitted graph: bytes at every node, and what they are at the peak.
+"""Predict the memory of a step from its emitted graph: bytes at every node, and their kinds at the peak.
 
 A value's memory is its own, or that of what it is a view of or was written into; it is held until the last node that
 reads it or one of its views, as the code that ``torch.fx`` generates lets go of every name behind its last use. State

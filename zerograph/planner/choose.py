@@ -1,7 +1,7 @@
 """``config.stage = "auto"``: what a running graph's first call chooses, and then runs.
 
 Every rank looks for it by itself, in a forecast that follows from shapes and the configuration alone; a difference is
-an error on all of them. A CPU is foretold as the machine ``"cpu"``, a GPU by its name.
+an error on all of them. A CPU is planned for as the machine ``"cpu"``, a GPU by its name.
 """
 
 from __future__ import annotations

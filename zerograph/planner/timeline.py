@@ -1,8 +1,8 @@
-"""When each node of an emitted graph runs, foretold: what computes goes one by one, collectives beside it.
+"""Predict when each node of an emitted graph runs: compute nodes one by one, collectives beside them.
 
 A collective begins when it is started and the one before it on the wire is done; what waits for it waits until it is.
 Transfers between memories and to files have lines of their own, and so has what the CPU computes for an accelerator. A
-loop's body is foretold once and takes its turns.
+loop's body is predicted once and repeated.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Timeline:
 
 
 def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
-    """Foretell a step.
+    """Predict a step.
 
     Args:
         graph: the last one: in this rank's shapes, with its collectives.

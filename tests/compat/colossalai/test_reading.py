@@ -1,4 +1,4 @@
-"""Whoever asks for a value before the step has computed it gets the one that the step will compute."""
+"""A value that is read before the step has computed it is the one that the step will compute."""
 
 from __future__ import annotations
 

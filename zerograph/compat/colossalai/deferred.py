@@ -1,6 +1,6 @@
 """Tensors that are not computed yet: what the model returns in training, until ``engine.step()`` makes the step.
 
-Operators on them are noted on a tape; whoever asks for a value gets it, see :mod:`.tape`.
+Operators on them are noted on a tape; a value that is asked for is computed, see :mod:`.tape`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(value: Any, path: Path) -> None:
-    # Under another name first: ranks may write the same file, and whoever reads it finds all of it.
+    # Under another name first: ranks may write the same file, and a reader finds all of it.
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         torch.save(value, part)

@@ -183,9 +183,9 @@ class _Measure:
     def in_step(self, apart: Machine) -> float:
         """How many times as long operators take in a step as by themselves."""
         step, batch = probe.started(self._device)
-        foretold = planned(step, batch, [self._job.size], apart).time
+        predicted = planned(step, batch, [self._job.size], apart).time
         seen = self.seconds(lambda: step(*batch))
-        return max(1.0, 1 + (seen - foretold.seconds) / foretold.compute)
+        return max(1.0, 1 + (seen - predicted.seconds) / predicted.compute)
 
     def host(self) -> float:
         if self._device.type == "cpu":

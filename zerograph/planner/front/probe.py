@@ -1,4 +1,4 @@
-"""A small step that `calibrate` runs and foretells, to see how operators fare together."""
+"""A small step that `calibrate` runs and predicts, to see how operators fare together."""
 
 from __future__ import annotations
 

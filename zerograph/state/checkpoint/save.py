@@ -114,7 +114,7 @@ class Saver:
             raise self._failed.pop()
 
     def forget(self) -> None:
-        """Take what is in a folder as known: a checkpoint was loaded, and whoever wrote it is not another job now."""
+        """Take what is in a folder as known: a checkpoint was loaded, and its writer is not another job now."""
         self._numbers.clear()
 
     def _in_background(self, job: Job, pieces: Mapping[str, Pieces], begun: _Begun) -> None:

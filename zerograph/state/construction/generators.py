@@ -1,7 +1,7 @@
 """Random generators while nothing is drawn: which state of theirs the user saves, restores or sets.
 
 Recording draws no numbers, so a generator's state says nothing of how much has been drawn. It is given a state of our
-own after each recorded draw, which no seed leads to; whoever saves that and restores it later thereby names the draw.
+own after each recorded draw, which no seed leads to; saving it and restoring it later thereby names the draw.
 """
 
 from __future__ import annotations
