@@ -60,7 +60,13 @@ _PEERS = ("benchmarks/peers.py", "benchmarks/contenders/*.py", "benchmarks/measu
 PICTURES: Mapping[str, Generated] = {
     "docs/pictures/report.png": Generated(
         "python benchmarks/generated.py --make report.png",
-        ("zerograph/inspection/report/*.py", "zerograph/report/assets/*.[jch]*", "passes/pipeline.py", *_TIMES, _GPT),
+        (
+            "zerograph/inspection/report/*.py",
+            "zerograph/inspection/report/assets/*.[jch]*",
+            "passes/pipeline.py",
+            *_TIMES,
+            _GPT,
+        ),
     ),
     "docs/pictures/memory.png": Generated(
         "python benchmarks/generated.py --make memory.png",

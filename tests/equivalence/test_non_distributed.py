@@ -166,7 +166,7 @@ def skipped() -> dict[str, Any]:
         step.set_zero_mode(mode, stage=2)
         states = []
         for number, (x, y) in enumerate(batches("mlp", 3)):
-            step(part(x), part(y), torch.full((1,), float("inf") if number == 1 else 1.0))
+            step(part(x), part(y), zg.replicated(torch.full((1,), float("inf") if number == 1 else 1.0)))
             assert step.config.grad_scaler is not None
             states.append((step.state_dict()["modules"]["model"], step.config.grad_scaler.get_scale(), step.steps_done))
         found[mode] = states

@@ -118,7 +118,8 @@ class Tree:
         self._modules, self._classes = modules, list(map(type, modules))
         held = [one for module in modules for one in (vars(module), *contents_of(module))]
         self._empty = [one for one in held if not one]
-        self._full = [(one, list(one), list(one.values())) for one in held if one]
+        # Modules of a scripted module are in a mapping that cannot be iterated over.
+        self._full = [(one, list(one.keys()), list(one.values())) for one in held if one]
 
     def is_same(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether a graph with these attributes has the same members, and these the same facts."""
@@ -130,7 +131,9 @@ class Tree:
             and all(map(operator.is_, map(type, self._modules), self._classes))
             and not any(self._empty)
             and all(
-                len(held) == len(values) and all(map(operator.is_, held.values(), values)) and list(held) == names
+                len(held) == len(values)
+                and all(map(operator.is_, held.values(), values))
+                and list(held.keys()) == names
                 for held, names, values in self._full
             )
         )

@@ -22,7 +22,7 @@ def test_a_dump_has_the_graph_after_every_pass(tmp_path: Path, monkeypatch: pyte
         "step.txt",
         *(f"{number:02d}-{name}.txt" for number, name in enumerate(names)),
     }
-    for name in ("box", "fit"):
+    for name in ("box", "fit_memory_budget"):
         lines = (folder / f"{names.index(name):02d}-{name}.txt").read_text().splitlines()
         assert [line for line in lines if not line.startswith("# ")] == step.text(name).splitlines()
 
