@@ -152,11 +152,11 @@ def _closed_form(params: float, sizes: Sequence[int], precision: str, limit: int
     else:
         from rich.console import Console
 
-        from zerograph.planner import show
+        from zerograph.planner.closed_form_table import closed_form
 
         console = Console()
         console.print(f"model states of {params:,.0f} parameters, {kind} precision, on each rank (ZeRO, Table 1)")
-        console.print(show.closed_form(params, sizes, kind, limit))
+        console.print(closed_form(params, sizes, kind, limit))
     return limit is None or all(min(of) <= limit for of in totals.values())
 
 

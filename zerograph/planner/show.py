@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from zerograph.base.sizes import show_bytes, show_seconds
-from zerograph.planner.closed_form import Precision, model_states
 from zerograph.planner.plan_data import Candidate, PlanData
 
 
@@ -111,30 +110,6 @@ def candidates(tried: Sequence[Candidate]) -> Table:
         grid = "x".join(map(str, one.mesh))
         table.add_row(one.stage, grid, one.given_up, peak, seconds, one.verdict, style="bold green" if chosen else "")
     return table
-
-
-def closed_form(parameters: float, world_sizes: Sequence[int], precision: Precision, capacity: int | None) -> Table:
-    """Model states in GB (10^9 bytes) of each number of ranks and each stage; what does not fit is red."""
-    table = Table("ranks", box=box.SIMPLE_HEAD)
-    stages = ("off", "stage 1", "stage 2", "stage 3")
-    for name in stages:
-        table.add_column(f"{name} GB", justify="right")
-    for size in world_sizes:
-        cells = []
-        for stage in range(len(stages)):
-            total = model_states(parameters, size, stage, precision).total
-            style = "" if capacity is None else "green" if total <= capacity else "red"
-            cells.append(Text(gigabytes(total), style=style))
-        table.add_row(f"{size:,}", *cells)
-    return table
-
-
-def gigabytes(count: float) -> str:
-    """In GB, to three digits as the paper's Table 1 has them; whole above 100."""
-    number = count / 1e9
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 2 else f"{number:.2f}"
 
 
 def _table(*columns: str) -> Table:
