@@ -2,7 +2,7 @@
 
 Blocks of Python share a namespace; one that begins with ``# train.py`` is that file too. Of shell blocks the commands
 of ``zerograph`` run, and must end with the exit code that is said behind them; what does not run is listed here. The
-README's blocks are excerpts: each section runs by itself, with what it takes as given.
+README has one program, which tests/zerograph/test_launch.py runs, with and without a launcher.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ NOT_RUN = {
         "zerograph diff dumps/rank0/step1 dumps/rank1/step1",
     },
 }
-# tests/zerograph/test_launch.py runs it, with and without a launcher.
-TESTED_ELSEWHERE = {"A training step"}
 LANGUAGES = {"python", "bash", "yaml", "text"}
-SECTIONS = sorted({block.section for block in blocks(README) if block.language == "python"} - TESTED_ELSEWHERE)
+STAGED = ("| 1", "| 2", "| 3")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -45,10 +43,25 @@ def test_a_page_does_what_it_says(page: Path) -> None:
     run_page(page, list(blocks(page)), given.PAGES.get(page.name, ""), frozenset(NOT_RUN.get(page.name, ())))
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_section_of_the_readme_does_what_it_says(section: str) -> None:
-    found = [block for block in blocks(README) if block.section == section and block.language == "python"]
-    run_page(README, found, given.README + given.README_SECTIONS.get(section, ""))
+def test_the_readme_is_a_front_page_with_one_program() -> None:
+    assert [block.section for block in blocks(README) if block.language] == ["A training step"]
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def test_the_readmes_measured_numbers_stand_on_the_page_that_it_cites() -> None:
+    section = README.read_text().split("## Beside FSDP2 and DeepSpeed")[1].split("\n## ")[0]
+    results = (ROOT / "benchmarks" / "results" / "peers.md").read_text()
+    measured = results.split("\n## mid\n")[1].split("\n## ")[0]
+    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in measured.splitlines()) if len(cells) > 12}
+    commit = re.search(r"commit (\w{7})", section)
+    assert commit
+    assert f"Commit {commit[1]}, " in results
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:3] in STAGED]
+    assert len(table) == 8
+    for _, system, *numbers in table:
+        cells = [cell.strip() for cell in rows[system]]
+        # Step, over the floor, peak, sent.
+        assert numbers == [cells[2], cells[4], cells[10], cells[11]], system
 
 
 def test_a_job_that_died_in_its_first_save_starts_anew() -> None:
@@ -75,9 +88,10 @@ def test_every_block_is_of_a_language_that_is_known() -> None:
     assert {where: one for where, one in found.items() if one not in LANGUAGES} == {}
 
 
-@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_links_lead_to_files_that_there_are(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
 
@@ -99,4 +113,3 @@ def test_what_is_not_run_stands_on_its_page() -> None:
         for page in PAGES
     }
     assert {name: texts - found[name] for name, texts in NOT_RUN.items() if texts - found[name]} == {}
-    assert set(given.README_SECTIONS) <= set(SECTIONS)
