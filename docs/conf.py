@@ -1,12 +1,16 @@
 """Sphinx: ``make docs`` builds these pages, and the reference out of docstrings, into build/docs."""
 
 import importlib.metadata
+import re
 import textwrap
+from pathlib import Path
 
 from sphinx.application import Sphinx
 from typer.testing import CliRunner
 
 from zerograph.__main__ import app as commands
+
+ROOT = Path(__file__).parents[1]
 
 project = "zerograph"
 copyright = "the authors of zerograph"
@@ -36,7 +40,15 @@ def setup(app: Sphinx) -> None:
 
 
 def _outside_pages_are_files(app: Sphinx, page: str, source: list[str]) -> None:
-    source[0] = source[0].replace("](../", "](path:../")
+    source[0] = re.sub(r"(!?)\[([^\]]*)\]\(\.\./([^)]*)\)", _outside_link, source[0])
+
+
+def _outside_link(link: re.Match[str]) -> str:
+    """Return a link out of docs/ as the book has it: pictures as they are, the text of a folder's, else a file."""
+    picture, text, target = link.groups()
+    if picture:
+        return link[0]
+    return text if (ROOT / target).is_dir() else f"[{text}](path:../{target})"
 
 
 def _help_of_commands(app: Sphinx, page: str, source: list[str]) -> None:
