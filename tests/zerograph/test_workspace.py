@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.measure.process import forget_most_resident, most_resident, resident
-from zerograph.ir.workspace import workspace_bytes
+from zerograph.ir.memory import workspace_bytes
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parent.parent.parent

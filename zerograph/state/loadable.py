@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerograph.errors import ConfigError
 from zerograph.optim.entries import Entries, Shape
-from zerograph.state.likeness import check_hyperparameters
+from zerograph.state.validate import check_hyperparameters
 
 Groups = Sequence[Mapping[str, Any]]
 

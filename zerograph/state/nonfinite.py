@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.errors import NonFiniteError
+from zerograph.ir.buckets import shown, spans
 from zerograph.ir.finite import NOT_FINITE
 from zerograph.ir.metadata import Role
-from zerograph.ir.slots import shown, spans
 from zerograph.ir.step_graph import returned
 from zerograph.runtime.executor import bind
 from zerograph.runtime.job.process_group import explained as exchange_explained

@@ -17,11 +17,10 @@ from zerograph import _torch
 from zerograph.compiler.layout import held_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ReplicaError
-from zerograph.ir.buckets import Bucket
+from zerograph.ir.buckets import Bucket, shown, spans, unravel
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, Split, whole
-from zerograph.ir.slots import shown, spans, unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explained
 from zerograph.runtime.state import Held, in_memory, store_of, stores_of

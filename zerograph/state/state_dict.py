@@ -24,8 +24,8 @@ from zerograph.runtime.state import (
     store_of,
     stores_of,
 )
-from zerograph.state.likeness import check_scheduler
 from zerograph.state.loadable import check_optimizer_state, taken
+from zerograph.state.validate import check_scheduler
 
 
 def modules_state(members: Members) -> dict[str, dict[str, Any]]:
