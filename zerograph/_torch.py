@@ -442,6 +442,12 @@ def gradient_hooks(leaves: Iterable[Tensor]) -> list[tuple[Hooks, Hooks]]:
     return [(list((first or {}).values()), list((behind or {}).values())) for first, behind in found]
 
 
+def has_gradient_hooks(leaves: Iterable[Tensor]) -> bool:
+    """Return whether :func:`gradient_hooks` has any to name."""
+    with plain_tensors():
+        return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
+
+
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """What is called around the module's forward and backward; torch can only add to it and take away."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
@@ -585,6 +591,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     before = [*everybodys["_global_optimizer_pre_hooks"].values(), *ours["_optimizer_step_pre_hooks"].values()]
     behind = [*ours["_optimizer_step_post_hooks"].values(), *everybodys["_global_optimizer_post_hooks"].values()]
     return before, behind
+
+
+def tables_of_hooks_before_step(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dictionaries of the hooks before ``step()``, of all optimizers and of this one."""
+    everybodys = vars(sys.modules[torch.optim.Optimizer.__module__])
+    return everybodys["_global_optimizer_pre_hooks"], vars(optimizer)["_optimizer_step_pre_hooks"]
 
 
 def has_closed_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
@@ -22,9 +22,10 @@ from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.layout import Planned
 from zerograph.compiler.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
 from zerograph.compiler.recompiles import Recompiles
+from zerograph.compiler.standing import Standing, standing_of
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
-from zerograph.inspection import Inspection, Prepared, logs
+from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.observer import EnvironmentObserver
@@ -36,6 +37,7 @@ from zerograph.optim import hyperparameters, refuse_unsupported
 from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
+from zerograph.runtime.state import Store
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
 from zerograph.state.nonfinite import explained
@@ -78,6 +80,7 @@ class ZeroGraph(Inspected, Stateful):
         self._member_tree: Tree | None = None
         # The step that ran last, by its key and where its parameters lie; and the digest of the key.
         self._ready_before: tuple[Hashable, Hashable, CompiledStep, int] | None = None
+        self._standing: Standing | None = None
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -278,37 +281,6 @@ class ZeroGraph(Inspected, Stateful):
         known = self._capture_facts(members)
         return members, batch, (tuple(known.values()), batch.key(), members.meta)
 
-    def __repr__(self) -> str:
-        """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
-        return "\n".join([*self._heading(), *([] if self._latest is None else [Inspection(self._latest).page()])])
-
-    def describe(self) -> str:
-        """The step compiled last in full: every input, output, parameter, collective, warning and pass, a line each.
-
-        Raises:
-            ConfigError: nothing compiled yet.
-        """
-        return "\n".join([*self._heading(), Inspection(self._compiled()).describe()])
-
-    def _heading(self) -> list[str]:
-        zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
-        modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
-        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
-        # Without updates there is nothing that a stage would say.
-        kind = f"ZeRO {zero}, {self.steps_done} steps done" if self._optimizers else "forward graph"
-        lines = [
-            f"{type(self).__name__}({kind})",
-            f"  modules: {modules or 'none'}",
-            f"  optimizers: {optimizers}",
-        ]
-        if self.config.scaler is not None:
-            lines.append(f"  loss scale: {self.config.scaler.get_scale():g}")
-        if self._latest is None:
-            return [*lines, "  not compiled yet: call it, or compile(*inputs)"]
-        job = self._latest.executor.job
-        size = job.size if job.mesh.dims == 1 else job.grid
-        return [*lines, f"  rank {job.rank} of {size}, backend {self._latest.backend}"]
-
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
@@ -328,46 +300,55 @@ class ZeroGraph(Inspected, Stateful):
         key: Hashable = None
         step: CompiledStep | None = None
         known: dict[str, Any] = {}
-        number = 0
+        number, repeated, standing = 0, False, self._standing
 
         def facts() -> dict[str, str]:
             assert batch is not None
             there = {"the compiled step": "missing" if step is None else "there"}
-            return {**batch.facts(), **self._shown(known), **there, **self._counts()}
+            shown = self._shown(known or self._capture_facts(self._members()))
+            return {**batch.facts(), **shown, **there, **self._counts()}
 
         try:
             check_refused()
             if check is not None:
                 check()
-            members = self._adopted()
-            self._check_usable(members)
-            refuse_hooks_before(self._optimizers)
-            plain = self.config.batch_on(job.mesh.dims)
-            batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
-            self._compiler.updates.lift_changed(self.config)
-            known = self._capture_facts(members)
-            capture_key = (tuple(known.values()), batch.key())
-            key = (capture_key, self.config.key())
-            laid_out, before = layout_facts(members), self._ready_before
-            if before is not None and before[:2] == (key, laid_out):
-                key, _, step, number = before
+            if standing is not None and not self._compiler.guards():
+                batch = standing.batch(job, self._attributes(), self._optimizers, self.config, (args, kwargs))
+            if standing is not None and batch is not None:
+                self._check_usable(standing.stores)
+                step, number = standing.step, standing.number
             else:
-                step = self._steps.get((key, laid_out))
-                if job.size > 1 and key not in self._digests:
-                    self._digests[key] = digest({**batch.facts(), **self._shown(known)})
-                number = self._digests.get(key, 0)
+                self._standing = None
+                members = self._adopted()
+                self._check_usable(self._stores(members))
+                refuse_hooks_before(self._optimizers)
+                plain = self.config.batch_on(job.mesh.dims)
+                batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
+                self._compiler.updates.lift_changed(self.config)
+                known = self._capture_facts(members)
+                capture_key = (tuple(known.values()), batch.key())
+                key = (capture_key, self.config.key())
+                laid_out, before = layout_facts(members), self._ready_before
+                repeated = before is not None and before[:2] == (key, laid_out)
+                if before is not None and repeated:
+                    key, _, step, number = before
+                else:
+                    step = self._steps.get((key, laid_out))
+                    if job.size > 1 and key not in self._digests:
+                        self._digests[key] = digest({**batch.facts(), **self._shown(known)})
+                    number = self._digests.get(key, 0)
             if step is not None:
                 step.check_files()
         except BaseException as error:
             problem = error
+        agreed = number
         number ^= step is None
         if self.config.check_replicas:
-            # From these each rank knows whether replicas are to be compared now.
-            number ^= digest(self._counts())
+            number ^= digest(self._counts())  # They say whether replicas are compared now.
         agree(job, self._doing(), number, facts, problem)
         assert batch is not None
-        assert members is not None
         if step is None:
+            assert members is not None
             self._recompiles.note(
                 (batch.kind(), self.config.key()), {**dict(batch.constants), **self._shown(known)}, self._doing()
             )
@@ -379,8 +360,23 @@ class ZeroGraph(Inspected, Stateful):
             self._steps[key, layout_facts(members)] = step
             logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         self._latest = step
+        if members is None:
+            return step, batch
         if self._ready_before is None or self._ready_before[0] is not key:
             self._ready_before = key, layout_facts(members), step, self._digests.get(key, 0)
+        tree = self._member_tree
+        if repeated and tree is not None and not self._compiler.guards():
+            self._standing = standing_of(
+                job,
+                self._attributes(),
+                tree,
+                self._optimizers,
+                self.config,
+                batch,
+                (args, kwargs),
+                step,
+                agreed,
+            )
         return step, batch
 
     def _refuse_where_nothing_runs(self) -> None:
@@ -478,8 +474,8 @@ class ZeroGraph(Inspected, Stateful):
         adopt_global(members, self._optimizers, self._join())
         return self._members()
 
-    def _check_usable(self, members: Members) -> None:
-        for store in self._stores(members):
+    def _check_usable(self, stores: Iterable[Store]) -> None:
+        for store in stores:
             if store.opened:
                 raise InputError("the graph was called inside full_parameters(): leave it first")
             store.check_lent()

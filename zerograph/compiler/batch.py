@@ -64,6 +64,12 @@ class Batch:
         args, kwargs = _arranged(tensors, self.leaves, self.tree)
         return args, kwargs
 
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Batch:
+        """Return the same batch but for its tensors, which are of the same metadata."""
+        other = object.__new__(Batch)
+        vars(other).update(vars(self), tensors=tensors)
+        return other
+
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, in words."""
         found = {
@@ -132,7 +138,7 @@ _NESTINGS = 1000
 def _flattened(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """Return the leaves with their names, and the tree. Torch's own way takes long beside a small step."""
     leaves: list[Any] = []
-    nesting = _nesting(arguments, leaves)
+    nesting = leaves_of(arguments, leaves)
     found = None if nesting is None else _nestings.get(nesting)
     if found is not None:
         names, tree = found
@@ -144,7 +150,7 @@ def _flattened(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[
     return [(name, leaf) for name, (_, leaf) in zip(names, given, strict=True)], tree
 
 
-def _nesting(value: Any, leaves: list[Any]) -> Any:
+def leaves_of(value: Any, leaves: list[Any]) -> Any:
     """Append the leaves and return how they are nested, to be compared; None for kinds that only torch takes apart."""
     kind = type(value)
     if kind is dict:
@@ -156,7 +162,7 @@ def _nesting(value: Any, leaves: list[Any]) -> Any:
         return _LEAF
     else:
         return None
-    nestings = tuple([_nesting(one, leaves) for one in inner])
+    nestings = tuple([leaves_of(one, leaves) for one in inner])
     return None if None in nestings else (kind, about, nestings)
 
 

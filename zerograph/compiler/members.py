@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from zerograph._torch import contents_of, gradient_hooks, without_torch_function
+from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.guards import Same, facts, module_facts
 from zerograph.capture.trace import TensorSpec
@@ -116,27 +117,17 @@ class Tree:
         self.members = members
         modules = [one for one in members.root.modules() if one is not members.root]
         self._modules, self._classes = modules, list(map(type, modules))
-        held = [one for module in modules for one in (vars(module), *contents_of(module))]
-        self._empty = [one for one in held if not one]
-        # Modules of a scripted module are in a mapping that cannot be iterated over.
-        self._full = [(one, list(one.keys()), list(one.values())) for one in held if one]
+        self._contents = Dictionaries(one for module in modules for one in (vars(module), *contents_of(module)))
 
     def is_same(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether a graph with these attributes has the same members, and these the same facts."""
         top = self.members.root._modules
         now = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
-        return (
-            list(now) == list(top)
-            and all(map(operator.is_, now.values(), top.values()))
-            and all(map(operator.is_, map(type, self._modules), self._classes))
-            and not any(self._empty)
-            and all(
-                len(held) == len(values)
-                and all(map(operator.is_, held.values(), values))
-                and list(held.keys()) == names
-                for held, names, values in self._full
-            )
-        )
+        return list(now) == list(top) and all(map(operator.is_, now.values(), top.values())) and self.is_same_below()
+
+    def is_same_below(self) -> bool:
+        """Return whether the modules hold the same objects, whatever attributes the graph has."""
+        return all(map(operator.is_, map(type, self._modules), self._classes)) and self._contents.are_same()
 
 
 def current(tree: Tree | None, attributes: Mapping[str, Any]) -> Tree:

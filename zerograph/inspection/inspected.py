@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from zerograph import inspection
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.members import Members
+from zerograph.config import Config
 from zerograph.ir.sbp import NdSbp, Sbp
 
 if TYPE_CHECKING:
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 class Inspected(inspection.Views):
     """The read-only part of :class:`zerograph.ZeroGraph`."""
 
+    config: Config
     steps_done: int
+    _optimizers: list[torch.optim.Optimizer]
+    _latest: CompiledStep | None
 
     def _compiled(self) -> CompiledStep:
         raise NotImplementedError
@@ -29,6 +34,39 @@ class Inspected(inspection.Views):
 
     def _inspected(self) -> CompiledStep:
         return self._compiled()
+
+    def __repr__(self) -> str:
+        """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
+        return "\n".join(
+            [*self._heading(), *([] if self._latest is None else [inspection.Inspection(self._latest).page()])]
+        )
+
+    def describe(self) -> str:
+        """The step compiled last in full: every input, output, parameter, collective, warning and pass, a line each.
+
+        Raises:
+            ConfigError: nothing compiled yet.
+        """
+        return "\n".join([*self._heading(), inspection.Inspection(self._compiled()).describe()])
+
+    def _heading(self) -> list[str]:
+        zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
+        modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
+        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
+        # Without updates there is nothing that a stage would say.
+        kind = f"ZeRO {zero}, {self.steps_done} steps done" if self._optimizers else "forward graph"
+        lines = [
+            f"{type(self).__name__}({kind})",
+            f"  modules: {modules or 'none'}",
+            f"  optimizers: {optimizers}",
+        ]
+        if self.config.scaler is not None:
+            lines.append(f"  loss scale: {self.config.scaler.get_scale():g}")
+        if self._latest is None:
+            return [*lines, "  not compiled yet: call it, or compile(*inputs)"]
+        job = self._latest.executor.job
+        size = job.size if job.mesh.dims == 1 else job.grid
+        return [*lines, f"  rank {job.rank} of {size}, backend {self._latest.backend}"]
 
     def graph(self, name: str | None = None) -> fx.GraphModule:
         """Return the graph after a pass, or after the last one, of the step compiled last.

@@ -1,0 +1,30 @@
+"""Dictionaries that are compared with what they held before, object by object."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+# The mapping that holds the modules of a scripted module cannot be iterated over.
+_keys: Callable[[Mapping[Any, Any]], Iterable[Any]] = operator.methodcaller("keys")
+_values: Callable[[Mapping[Any, Any]], Iterable[Any]] = operator.methodcaller("values")
+
+
+class Dictionaries:
+    """Dictionaries with the keys and values that they hold now. All loops over them run in C."""
+
+    def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
+        self._all = list(dictionaries)
+        self._sizes = list(map(len, self._all))
+        self._keys = list(chain.from_iterable(map(_keys, self._all)))
+        self._objects = list(chain.from_iterable(map(_values, self._all)))
+
+    def are_same(self) -> bool:
+        """Return whether each still holds the same objects under the same keys, in the same order."""
+        return (
+            list(map(len, self._all)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(map(_values, self._all)), self._objects))
+            and list(chain.from_iterable(map(_keys, self._all))) == self._keys
+        )
