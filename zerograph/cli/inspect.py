@@ -22,7 +22,9 @@ def inspect(
     mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, as 2x4")] = None,
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
     precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
-    device: Annotated[str, typer.Option(help="what tensors on the meta device stand for")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="device type to compile for: tensors on the meta device count as being there")
+    ] = "cpu",
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
     text: Annotated[bool, typer.Option("--text", help="the graph, one node a line")] = False,

@@ -33,7 +33,9 @@ def plan(
         str | None,
         typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs), or a ZeroGraph"),
     ] = None,
-    params: Annotated[float | None, typer.Option(help="no script: so many parameters, in closed form")] = None,
+    params: Annotated[
+        float | None, typer.Option(help="plan from a parameter count only (ZeRO, Table 1); no script")
+    ] = None,
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
     world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; of nodes by ranks: 8x8")] = "8",
@@ -58,7 +60,7 @@ def plan(
 
     As pictures, stage by stage:  zerograph plan train.py:example --stage off,1,2,3 --memory memory.png
 
-    Of a number of parameters, in closed form:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
+    From a parameter count only:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
 
     Ends with 1 if something does not fit, with 2 if it cannot be planned.
     """
