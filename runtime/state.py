@@ -52,7 +52,9 @@ class Store:
         fresh: no update has been made: a plain optimizer would hold no state yet.
         room: memory for the whole bucket, of which ``flat`` is this rank's piece; the others are those of the last step
             that gathered them. None where a step takes memory for that anew.
-        first_differs: the first update is another program than the later ones.
+        first_differs: of a step that was compiled for it, the first update is another program than the later ones.
+        keeps_unused: of a step that was compiled for it, the update does not use all entries of ``state``: another
+            update of the same optimizer does.
         keeper: the optimizer whose state this is.
         opened: the parameters are whole at the moment, lent to the user.
         dissolved: the parameters live elsewhere by now.
@@ -74,6 +76,7 @@ class Store:
     opened: bool = False
     dissolved: bool = False
     provisional: bool = False
+    keeps_unused: bool = False
     room: Tensor | None = None
 
     def slots(self) -> Iterable[tuple[nn.Parameter, Slot]]:

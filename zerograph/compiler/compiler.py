@@ -308,7 +308,7 @@ class Compiler:
                     tuple(update.program for update in one.updates),
                     one.fresh and one.first_differs,
                     one.updates[0].numbers(),
-                    one.layouts,
+                    {name: layout for name, layout in one.layouts.items() if name in one.updates[0].program.state},
                     one.updates[0].optimizer_name,
                 )
                 for one in layout
@@ -432,6 +432,9 @@ class Compiler:
                 stores[name] = move(one.store, bucket, places[name])
             else:
                 stores[name] = one.store
+            if one.updates:
+                stores[name].first_differs |= one.first_differs
+                stores[name].keeps_unused |= one.specs.keys() != one.updates[0].program.state.keys()
         for store in moving:
             # Of parameters that this graph does not have.
             if not store.dissolved:

@@ -173,17 +173,29 @@ def _usable(
         and len(whole) == 1
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.rest.device == _rest(store.layout, config).device
-        and store.specs == first.program.state
+        and _has_entries(store, first.program.state)
         and store.keeper is first.optimizer
     )
     if not fits:
         return False
     named = members.names()
-    shapes = [updates[named[id(parameter)]].program.shapes for parameter in store.parameters]
     one_by_one = first.program.mixes is not None
+    shapes = [
+        {**(_shapes_in(store, parameter) if one_by_one else {}), **updates[named[id(parameter)]].program.shapes}
+        for parameter in store.parameters
+    ]
     dealt = _deals(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
     alike = (store.layout.dealt, store.layout.one_by_one) == (dealt, one_by_one)
     return alike and store.layouts == _layouts(store.layout, store.specs, shapes)
+
+
+def _has_entries(store: Store, state: Mapping[str, StateSpec]) -> bool:
+    """Return whether the store has the state of an update.
+
+    Further entries are kept for another update of the same optimizer, but only once they have values: the first step
+    on a fresh store would make values of all of them.
+    """
+    return store.specs == state or (not store.fresh and store.specs.items() >= state.items())
 
 
 def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
@@ -332,21 +344,54 @@ def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
         alone = store is not None and store.layout.one_by_one
         shapes = _shapes_in(store, parameter) if store is not None and alone else {}
         return _Holding(keeper, specs, shapes, alone, () if alone else _scalars(held, specs), not held)
-    specs, alone = update.program.state, update.program.mixes is not None
-    if held and not set(specs) <= set(held):
+    program, alone = update.program, update.program.mixes is not None
+    if held and not set(program.state) <= set(held):
         raise CaptureError(
             f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but "
-            f"its update needs {', '.join(specs)}\nLoad a state that belongs to these hyperparameters, or none."
+            f"its update needs {', '.join(program.state)}\n"
+            "Load a state that belongs to these hyperparameters, or none."
         )
+    # What another update of this optimizer left stays, as in plain PyTorch: momentum, while it is set to 0.
+    kept = _specs_of(store if own else None, {name: one for name, one in held.items() if name not in program.state})
+    specs = {**program.state, **kept}
+    kept_shapes = {name: _kept_shape(store if own else None, parameter, name, held) for name in kept}
     if alone:
-        return _Holding(keeper, specs, update.program.shapes, alone, (), not held)
+        return _Holding(keeper, specs, {**program.shapes, **kept_shapes}, alone, (), not held)
     if store is not None and own and store.layout.one_by_one and held and any(one.scalar for one in specs.values()):
         raise CaptureError(
             f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
             "own\nBuild the graph anew with these hyperparameters, and load_state_dict() what state_dict() of this one "
             "returns."
         )
+    for name, shape in kept_shapes.items():
+        if not kept[name].scalar and shape != tuple(parameter.shape):
+            raise CaptureError(
+                f"{type(keeper).__name__} holds {name} of shape {shape} for a parameter of shape "
+                f"{tuple(parameter.shape)}; its update with these hyperparameters does not use it, and is elementwise: "
+                "state of other shapes cannot be kept beside it\n"
+                "Load a state that belongs to these hyperparameters, or none."
+            )
     return _Holding(keeper, specs, {}, alone, _scalars(held, specs), not held)
+
+
+def _specs_of(store: Store | None, held: Mapping[str, Any]) -> dict[str, StateSpec]:
+    """Return the specs of state that lies in a store, or with a plain optimizer (None)."""
+    if store is not None:
+        return {name: store.specs[name] for name in held}
+    return {
+        name: StateSpec(not value.dim(), value.dtype, None, value.dtype)
+        for name, value in held.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _kept_shape(store: Store | None, parameter: nn.Parameter, name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of an entry of a parameter's state, in a store or with a plain optimizer (None)."""
+    if store is None:
+        return tuple(held[name].shape)
+    if store.layout.one_by_one:
+        return _shapes_in(store, parameter)[name]
+    return () if store.specs[name].scalar else tuple(parameter.shape)
 
 
 def _shapes_in(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, carry_over
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.state import adopt, store_of
+from zerograph.runtime.state import adopt, store_of, stores_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -271,12 +271,26 @@ def capture_facts(
 
 
 def layout_facts(members: Members) -> tuple[Any, ...]:
-    """Where each parameter lives now: a compiled step is bound to that."""
+    """Where each parameter lives now, and whether a first update there needs a step of its own."""
     found: list[Any] = []
     for parameter in members.parameters.values():
         store = store_of(parameter)
-        found.append(None if store is None else (store.serial, store.fresh and store.first_differs))
+        own_first = store is not None and store.fresh and (store.first_differs or store.keeps_unused)
+        found.append(None if store is None else (store.serial, own_first))
     return tuple(found)
+
+
+def first_updates(members: Members) -> dict[str, str]:
+    """Return, for the notice of a step that is compiled again, which optimizers' first updates are done.
+
+    Only of those whose first update is computed in another way than later ones: SGD with dampening, Rprop, ASGD.
+    """
+    stores = [store for store in stores_of(members.parameters.values()) if store.first_differs]
+    done = {"to come" if store.fresh else "done" for store in stores}
+    kinds = sorted({type(store.keeper).__name__ for store in stores})
+    return (
+        {f"the first update of {', '.join(kinds)}, which is computed in another way": str(sorted(done))} if done else {}
+    )
 
 
 def _hyperparameters(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Any, ...]:

@@ -1,0 +1,187 @@
+"""State that an update does not use stays for the one of the same optimizer that does, as in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import part
+from tests.plainly import inputs
+from tests.pool import Pool
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Training(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, make: Make, stage: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(make(model.parameters()))
+        self.set_zero_mode("distributed_split", stage=stage)
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().sum()
+        loss.backward()
+        return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+
+
+def sgd(**options: Any) -> Make:
+    return lambda p: torch.optim.SGD(p, lr=0.05, **options)
+
+
+# The optimizer, and the hyperparameters of the steps, one after another.
+CASES: dict[str, tuple[Make, list[dict[str, Any]]]] = {
+    "momentum": (sgd(momentum=0.9), [{}, {"momentum": 0.0}, {}, {"momentum": 0.9}, {}]),
+    "momentum, twice": (sgd(momentum=0.9), [{}, *({"momentum": m} for m in (0.0, 0.8, 0.0, 0.7))]),
+    "momentum later": (sgd(), [{}, {"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.9}]),
+    "dampening": (
+        sgd(momentum=0.9, dampening=0.5),
+        [{}, {"momentum": 0.0}, {"momentum": 0.9}, {"dampening": 0.0}, {"nesterov": True}],
+    ),
+    "rmsprop, momentum": (
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+        [{}, {}, {"momentum": 0.0}, {"momentum": 0.9}],
+    ),
+    "rmsprop, centered": (
+        lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+        [{}, {}, {"centered": False}, {"centered": True}],
+    ),
+    "amsgrad": (
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        [{}, {}, {"amsgrad": False}, {"amsgrad": True}],
+    ),
+}
+
+
+def change(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    for group in optimizer.param_groups:
+        group.update(options)
+
+
+def trained(name: str, stage: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """(state after each step, number of the store of the first parameter)."""
+    make, changes = CASES[name]
+    step = Training(model(), make, stage)
+    states, serials = [], []
+    for x, options in zip(inputs([8] * len(changes)), changes, strict=True):
+        change(step._optimizers[0], options)
+        step(part(x))
+        states.append(step.state_dict())
+        serials.append(next(step.model.parameters())._zerograph_store.serial)
+    return states, serials
+
+
+def check(name: str, states: list[dict[str, Any]]) -> None:
+    make, changes = CASES[name]
+    plain = model()
+    optimizer = make(plain.parameters())
+    for x, options, state in zip(inputs([8] * len(changes)), changes, states, strict=True):
+        change(optimizer, options)
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(state["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
+        wanted = optimizer.state_dict()["state"]
+        found = state["optimizers"][0]["state"]
+        assert found.keys() == wanted.keys()
+        for number, entries in wanted.items():
+            assert found[number].keys() == entries.keys()
+            torch.testing.assert_close(dict(found[number]), dict(entries), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_that_an_update_does_not_use_is_there_again_later(name: str) -> None:
+    check(name, trained(name, 1)[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_split_state_that_an_update_does_not_use_is_there_again_later(pool: Pool, stage: int) -> None:
+    states, _ = pool.run(2, trained, "momentum", stage)[0]
+    check("momentum", states)
+
+
+def test_switching_between_updates_moves_no_state() -> None:
+    _, serials = trained("amsgrad", 1)
+    assert len(set(serials)) == 1
+
+
+def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None:
+    step = Training(model(), sgd(momentum=0.9))
+    batches = inputs([8] * 4)
+    step(batches[0])
+    state = step.state_dict()
+    step.save(tmp_path / "checkpoint")
+    for load in (
+        lambda other: other.load_state_dict(state),
+        lambda other: other.load(tmp_path / "checkpoint"),
+    ):
+        other = Training(model(), sgd(momentum=0.9))
+        load(other)
+        change(other._optimizers[0], {"momentum": 0.0})
+        other(batches[1])
+        for number, entries in state["optimizers"][0]["state"].items():
+            found = other.state_dict()["optimizers"][0]["state"][number]
+            assert torch.equal(found["momentum_buffer"], entries["momentum_buffer"])
+
+
+def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> None:
+    make = sgd(momentum=0.9, dampening=0.5)
+    step = Training(model(), make)
+    empty = copy.deepcopy(step.state_dict())
+    plain = model()
+    optimizer = make(plain.parameters())
+    x, *_ = inputs([8])
+    for momentum in (0.9, 0.0, 0.9):
+        change(step._optimizers[0], {"momentum": momentum})
+        step(x)
+    step.load_state_dict(empty)
+    for momentum in (0.0, 0.9, 0.9):
+        change(step._optimizers[0], {"momentum": momentum})
+        change(optimizer, {"momentum": momentum})
+        step(x)
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        found = step.state_dict()
+        torch.testing.assert_close(found["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
+        assert [set(one) for one in found["optimizers"][0]["state"].values()] == [
+            set(one) for one in optimizer.state_dict()["state"].values()
+        ]
+
+
+def test_state_that_an_update_needs_and_no_step_made_is_an_error_before_anything_changes() -> None:
+    step = Training(model(), lambda p: torch.optim.AdamW(p, lr=0.01))
+    x, *_ = inputs([8])
+    step(x)
+    before = step.state_dict()
+    change(step._optimizers[0], {"amsgrad": True})
+    with pytest.raises(zg.CaptureError, match="needs step, exp_avg, exp_avg_sq, max_exp_avg_sq"):
+        step(x)
+    change(step._optimizers[0], {"amsgrad": False})
+    after = step.state_dict()
+    assert after["steps_done"] == 1
+    torch.testing.assert_close(after["modules"], before["modules"], rtol=0, atol=0)
+
+
+def test_unused_state_of_another_shape_is_an_error_before_anything_changes() -> None:
+    step = Training(model(), sgd())
+    state = step.state_dict()
+    state["optimizers"][0]["state"] = {0: {"rows": torch.ones(6)}}
+    step.load_state_dict(state)
+    x, *_ = inputs([8])
+    with pytest.raises(zg.CaptureError, match=r"holds rows of shape \(6,\) for a parameter of shape \(6, 4\)"):
+        step(x)
+    assert step.steps_done == 0
