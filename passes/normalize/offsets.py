@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from zerograph.ir.mesh import pieces
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit
-from zerograph.ir.sbp import Split
+from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -29,30 +31,57 @@ def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     A rank after the first whose offsets begin at 0 counts within its part; one that counts within the whole batch
     begins where the bags before it end. Both are thus right, in every step, whatever was compared at the first.
     """
-    if context.rank_dims != 1 or context.timed:
+    if context.timed:
         # Parts of parts: ``check_indices`` refuses such offsets among a graph's plain inputs.
         return module
-    ranks = context.mesh.shape[0]
     for node in list(module.graph.nodes):
         places = BAGS.get(node.target)
-        if places is None or ranks == 1:
+        if places is None or not counts_from_whole(node, context.batch.inputs):
             continue
         indices, begins = (node.args[place] for place in places)
-        if (
-            isinstance(indices, fx.Node)
-            and isinstance(begins, fx.Node)
-            and all(_is_part(one, context) for one in (indices, begins))
-        ):
+        assert isinstance(indices, fx.Node)
+        assert isinstance(begins, fx.Node)
+        placed = _input_sbp(begins, context.batch.inputs)
+        assert placed is not None
+        ranks = pieces(placed, context.mesh)
+        if ranks > 1:
             node.update_arg(places[1], _in_whole(node, begins, meta(indices)["val"].shape[0] // ranks, ranks))
     return module
 
 
-def _is_part(node: fx.Node, context: Context) -> bool:
-    """Return whether the node holds an input that is split along dimension 0, as it was given."""
-    while node.target in (aten._to_copy.default, aten.view.default, aten.alias.default, aten.detach.default):
+def counts_from_whole(node: fx.Node, inputs: Sequence[NdSbp]) -> bool:
+    """Return whether :func:`offsets` makes the offsets of this operator of ``BAGS`` count in the whole batch.
+
+    Indices and offsets must be inputs as they were given, split alike along dimension 0.
+
+    Args:
+        inputs: SBP of each input of the step, by its number.
+    """
+    indices, begins = (node.args[place] for place in BAGS[node.target])
+    if not isinstance(indices, fx.Node) or not isinstance(begins, fx.Node):
+        return False
+    placed = _input_sbp(begins, inputs)
+    if placed is None or placed != _input_sbp(indices, inputs):
+        return False
+    return Split(0) in placed and all(one in (Split(0), broadcast) for one in placed)
+
+
+def _input_sbp(node: fx.Node, inputs: Sequence[NdSbp]) -> NdSbp | None:
+    """Return the SBP of the input that the node holds as it was given; None for any other node."""
+    while node.target in _AS_GIVEN:
         node = node.all_input_nodes[0]
-    found = role(node)
-    return found is not None and found.kind == "input" and context.batch.inputs[int(found.name)] == (Split(0),)
+    placed = role(node)
+    return inputs[int(placed.name)] if placed is not None and placed.kind == "input" else None
+
+
+_AS_GIVEN: set[Any] = {
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.view.default,
+}
 
 
 def _in_whole(node: fx.Node, begins: fx.Node, part: int, ranks: int) -> fx.Node:

@@ -291,17 +291,33 @@ def of_bags(model: nn.Module, indices: Tensor, offsets: Tensor, y: Tensor) -> Te
     return F.cross_entropy(model(indices, offsets), y)
 
 
-def bags_of_parts(mode: str) -> tuple[list[float], list[float], list[float]]:
+# Several dimensions: every rank has a part of its own, or the ranks of a row share one.
+ARRANGED: dict[str, tuple[Any, Any]] = {
+    "a line": ([0, 1], None),
+    "all split": ([[0, 1], [2, 3]], (zg.sbp.split(0), zg.sbp.split(0))),
+    "the first splits": ([[0, 1], [2, 3]], (zg.sbp.split(0), zg.sbp.broadcast)),
+    "the second splits": ([[0, 1], [2, 3]], (zg.sbp.broadcast, zg.sbp.split(0))),
+}
+
+
+def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], list[float]]:
     """Losses of two steps: with offsets of each rank's own, with offsets in the whole batch, and on one device."""
     indices = torch.randint(0, 11, (32,), generator=torch.Generator().manual_seed(3))
-    own = torch.tensor([[0, 1, 6, 6], [0, 4, 9, 13]])
-    whole = torch.cat([own[0], own[1] + 16])
+    grid, batch_sbp = ARRANGED[arranged]
+    own = torch.tensor([[0, 1, 6, 6], [0, 4, 9, 13]] if arranged != "all split" else [[0, 1], [0, 4], [0, 7], [0, 0]])
+    parts = len(own)
+    whole = torch.cat([row + at * 32 // parts for at, row in enumerate(own)])
     y = classes(8)
+    rank = zg.rank()
+    at = {"a line": rank, "all split": rank, "the first splits": rank // 2, "the second splits": rank % 2}[arranged]
 
     def losses(offsets: Tensor) -> list[float]:
         torch.manual_seed(0)
         step = Step(Bags(mode), of_bags)
-        return [step(part(indices), offsets, part(y)).item() for _ in range(2)]
+        step.config.placement = zg.placement("cpu", ranks=grid)
+        step.config.batch_sbp = batch_sbp
+        given = indices.chunk(parts)[at], offsets.chunk(parts)[at], y.chunk(parts)[at]
+        return [step(*given).item() for _ in range(2)]
 
     torch.manual_seed(0)
     model, expected = Bags(mode), []
@@ -312,14 +328,34 @@ def bags_of_parts(mode: str) -> tuple[list[float], list[float], list[float]]:
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    return losses(own[zg.rank()]), losses(part(whole)), expected
+    return losses(own.view(-1)), losses(whole), expected
 
 
-@pytest.mark.parametrize("mode", ["mean", "sum"])
-def test_offsets_of_bags_may_count_within_a_part_or_the_whole(pool: Pool, mode: str) -> None:
-    for own, whole, expected in pool.run(2, bags_of_parts, mode):
+@pytest.mark.parametrize(
+    ("mode", "arranged"),
+    [("mean", "a line"), ("sum", "a line"), *(("sum", one) for one in ARRANGED if one != "a line")],
+)
+def test_offsets_of_bags_may_count_within_a_part_or_the_whole(pool: Pool, mode: str, arranged: str) -> None:
+    for own, whole, expected in pool.run(2 if arranged == "a line" else 4, bags_of_parts, mode, arranged):
         assert own == pytest.approx(expected, rel=1e-5)
         assert whole == pytest.approx(expected, rel=1e-5)
+
+
+def test_offsets_within_a_part_of_indices_that_are_computed_are_refused() -> None:
+    step = Predict(Bags("sum"), lambda model, indices, offsets: model(indices % 11, offsets))
+    line, given = mesh.line(2, 0, "both"), (torch.arange(8), torch.tensor([0, 4]))
+    _, batch, _ = step._standing_in(line, given, {}, "cpu")
+    with pytest.warns(UserWarning, match="no rule says how aten._embedding_bag"):
+        captured = step.prepare(line, *given).captured
+    rows = [[Values(number, False, 0, 20), Values(number, False, 0, 4)] for number in range(2)]
+    with pytest.raises(zg.InputError, match=r"args\[1\] of shape \(2,\) has boundaries, the offsets of"):
+        check_indices(captured, batch, 2, 1, compared(*rows), warn_nothing)
+    rows[1][1] = Values(1, False, 8, 12)
+    check_indices(captured, batch, 2, 1, compared(*rows), warn_nothing)
+
+
+def warn_nothing(message: str) -> None:
+    raise AssertionError(message)
 
 
 def test_offsets_that_end_with_the_last_bag_are_refused() -> None:
@@ -379,18 +415,50 @@ def compared(values: list[Values], *others: list[Values]) -> Comparison:
     return Comparison([values, *others], [0, 1])
 
 
+def checked(
+    loss: Callable[..., Tensor], given: tuple[Tensor, ...], highest: tuple[int, int]
+) -> tuple[list[str], str | None]:
+    """(warnings, refusal) of two ranks, whose last inputs are positions from 0 to these."""
+    step = Predict(nn.Linear(8, 4), loss)
+    line = mesh.line(2, 0, "both")
+    _, batch, _ = step._standing_in(line, given, {}, "cpu")
+    captured = step.prepare(line, *given).captured
+    others = [Values(0, False, 0, 0)] * (len(given) - 1)
+    ranks = [[*others, Values(number, False, 0, high)] for number, high in enumerate(highest)]
+    warned: list[str] = []
+    try:
+        check_indices(captured, batch, 2, 1, compared(*ranks), warned.append)
+    except zg.InputError as error:
+        return warned, str(error)
+    return warned, None
+
+
+def sources(model: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+    return torch.as_tensor(model(x)[edges[:, 0]])
+
+
 @pytest.mark.parametrize(("highest", "refused"), [((5, 5), True), ((5, 11), False), ((11, 5), False)])
 def test_positions_are_refused_where_no_rank_has_one_of_another(highest: tuple[int, int], refused: bool) -> None:
-    step = Predict(nn.Linear(8, 4), lambda model, x, edges: model(x)[edges[:, 0]])
-    line = mesh.line(2, 0, "both")
-    _, batch, _ = step._standing_in(line, (numbers(0, 6, 8), local_edges()), {}, "cpu")
-    captured = step.prepare(line, numbers(0, 6, 8), local_edges()).captured
-    ranks = [[Values(number, False, 0, 0), Values(number, False, 0, high)] for number, high in enumerate(highest)]
-    if not refused:
-        check_indices(captured, batch, 2, 1, compared(*ranks))
-        return
-    with pytest.raises(zg.InputError, match=r"args\[1\] of shape \(24, 2\) has positions of rows of the batch"):
-        check_indices(captured, batch, 2, 1, compared(*ranks))
+    warned, refusal = checked(sources, (numbers(0, 6, 8), local_edges()), highest)
+    assert warned == []
+    assert (refusal is not None) == refused
+    assert refusal is None or "args[1] of shape (24, 2) has positions of rows of the batch" in refusal
+
+
+@pytest.mark.parametrize(("highest", "warns"), [((5, 5), True), ((5, 11), False), ((11, 5), False)])
+def test_few_positions_of_which_no_rank_has_one_of_another_are_warned_of(highest: tuple[int, int], warns: bool) -> None:
+    warned, refusal = checked(sources, (numbers(0, 6, 8), local_edges()[:4]), highest)
+    assert refusal is None
+    assert len(warned) == warns
+    for word in ("args[1] of shape (4, 2)", "if they count the rows of each rank's part", "zg.local", "zg.to_global"):
+        assert all(word in message for message in warned)
+
+
+def test_labels_of_classes_are_not_warned_of() -> None:
+    warned, refusal = checked(lambda model, x, y: F.cross_entropy(model(x), y), (numbers(0, 4, 8), classes(4)), (3, 3))
+    assert (warned, refusal) == ([], None)
+    picked = checked(lambda model, x, y: model(x).gather(1, y[:, None]), (numbers(0, 4, 8), classes(4)), (3, 3))
+    assert picked == ([], None)
 
 
 def unequal_batch() -> list[str]:

@@ -156,7 +156,8 @@ class Compiler:
         for message in captured.settled.warnings:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), compared, self._warn)
-        check_indices(captured, batch, pieces(self.config.batch_on(mesh.dims), mesh), self.micro_batches, compared)
+        parts = pieces(self.config.batch_on(mesh.dims), mesh)
+        check_indices(captured, batch, parts, self.micro_batches, compared, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"

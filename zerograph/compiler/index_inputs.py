@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from zerograph.ir.region import local
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
-from zerograph.passes.normalize.offsets import BAGS
+from zerograph.passes.normalize.offsets import BAGS, counts_from_whole
 
 aten = torch.ops.aten
 
@@ -52,8 +52,15 @@ class _Read:
     index: fx.Node
 
 
-def check_indices(captured: Captured, batch: Batch, ranks: int, micro_batches: int, compared: Comparison) -> None:
-    """Refuse inputs whose positions are those of one rank's part.
+def check_indices(
+    captured: Captured,
+    batch: Batch,
+    ranks: int,
+    micro_batches: int,
+    compared: Comparison,
+    warn: Callable[[str], None],
+) -> None:
+    """Refuse inputs whose positions are those of one rank's part, or warn where few positions may be so by chance.
 
     Args:
         ranks: number of parts that plain inputs are split into.
@@ -79,12 +86,15 @@ def check_indices(captured: Captured, batch: Batch, ranks: int, micro_batches: i
         _check_rows(node, len(batch.tensors[at]), batch.names[at], ranks)
     integers = [at for at in split.values() if not batch.tensors[at].is_floating_point()]
     reads = [read for read in _reads(graph) if (found := _input_of(read.index)) and split.get(found[0]) in integers]
-    problems = [(read, problem) for read in reads if (problem := _problem(read, split, batch, ranks, compared))]
+    problems = [(read, *problem) for read in reads if (problem := _problem(read, split, batch, ranks, compared))]
     # Dimensions are followed only where the values raise the question: that costs as much as many a pass.
     dims = _batch_dims(graph, list(split), ranks) if problems else set()
-    for read, problem in problems:
-        if (read.source, 0, read.dim) in dims:
-            raise InputError(problem)
+    of_batch = [(message, certain) for read, message, certain in problems if (read.source, 0, read.dim) in dims]
+    for message, certain in of_batch:
+        if certain:
+            raise InputError(message)
+    for message, _ in of_batch:
+        warn(message)
 
 
 def read_outside_regions(captured: Captured) -> set[int]:
@@ -122,7 +132,8 @@ def _check_boundaries(
         at = split[found[0]]
         local = compared.ranks > 1 and all(row[at].lowest == 0 for row in compared.values)
         if node.target in BAGS:
-            wrong = micro_batches > 1 or bool(arguments.get("include_last_offset"))
+            moved = counts_from_whole(node, batch.sbp)
+            wrong = micro_batches > 1 or bool(arguments.get("include_last_offset")) or (local and not moved)
         else:
             wrong = schema.name != "offsets" or micro_batches > 1 or local
         if wrong:
@@ -313,8 +324,13 @@ def _may_be_batch(node: fx.Node) -> bool:
     return node.op != "placeholder" or meta(node)["role"].kind == "input"
 
 
-def _problem(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, compared: Comparison) -> str | None:
-    """Return what is wrong with the positions, if the dimension that they index is the batch's; None: nothing."""
+def _problem(
+    read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, compared: Comparison
+) -> tuple[str, bool] | None:
+    """Return what is wrong with the positions, if the dimension that they index is the batch's, and whether it is sure.
+
+    None if nothing is.
+    """
     found = _input_of(read.index)
     assert found is not None
     placeholder, rows_only = found
@@ -330,18 +346,19 @@ def _problem(read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int
         return (
             f"{about}build() takes single rows of it as positions, but a plain input is split along dimension 0: its "
             f"whole has the shape {batch.specs[at].shape}, and rows of other ranks would not count.\n{advice}"
-        )
-    # Positions without any other rank's row are by chance those of the first rank only where there are few.
+        ), True
     count = batch.tensors[at].numel() * (compared.ranks - 1)
-    likely = count * math.log2(ranks) >= _CERTAIN or len(compared.digests(at)) == 1
-    if compared.ranks > 1 and likely and all(row[at].highest < size // ranks for row in compared.values):
-        return (
-            f"{about}On every rank all of them are below {size // ranks}, the rows of one rank's part, but the step "
-            f"computes with the {size} rows of all {ranks} parts: every rank would read the first one's.\n{advice}\n"
-            f"If the first {size // ranks} rows of the whole batch are meant, say so: "
-            f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
-        )
-    return None
+    if compared.ranks < 2 or not count or not all(row[at].highest < size // ranks for row in compared.values):
+        return None
+    # Positions without any other rank's row are by chance those of the first rank only where there are few.
+    certain = count * math.log2(ranks) >= _CERTAIN or len(compared.digests(at)) == 1
+    reads = "every rank would read" if certain else "if they count the rows of each rank's part, every rank reads"
+    return (
+        f"{about}On every rank all of them are below {size // ranks}, the rows of one rank's part, but the step "
+        f"computes with the {size} rows of all {ranks} parts: {reads} the first one's.\n{advice}\n"
+        f"If the first {size // ranks} rows of the whole batch are meant, say so: "
+        f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
+    ), certain
 
 
 # As many bits of chance: one in a million.
