@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
@@ -111,6 +112,53 @@ def test_an_interrupt_while_tracing_is_an_error_on_all_and_they_may_go_on(pool: 
     assert "rank 1" in message
     assert "KeyboardInterrupt" in message
     assert loss == other
+
+
+class _Interrupting(torch.optim.lr_scheduler.ConstantLR):
+    """A scheduler that is interrupted as long as ``interrupts``."""
+
+    interrupts = False
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.interrupts:
+            interrupted()
+        super().step(epoch)
+
+
+def interrupt_before_the_scheduler() -> tuple[str, int, str, str]:
+    """(what the second step fails with, steps counted after it, what the third fails with, its message)."""
+    model = make("mlp")
+    optimizer = adamw(model)
+    step = TrainStep(model, optimizer, 2, timeout=TIMEOUT, backend="eager")
+    scheduler = step._schedulers[0] = _Interrupting(optimizer)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step(x, y)
+    scheduler.interrupts = dist.get_rank() == 1
+    second = third = message = ""
+    try:
+        step(x, y)
+    except KeyboardInterrupt as error:
+        second = type(error).__name__
+    scheduler.interrupts = False
+    counted = step.steps_done
+    try:
+        step(x, y)
+    except zg.ZeroGraphError as error:
+        third, message = type(error).__name__, str(error)
+    return second, counted, third, message
+
+
+def test_an_interrupt_between_the_update_and_the_scheduler_breaks_the_step_off(pool: Pool) -> None:
+    (kind, counted, third, message), (there, counted_there, third_there, _) = pool.run(
+        2, interrupt_before_the_scheduler
+    )
+    assert (kind, there) == ("", "KeyboardInterrupt")
+    # The update is made and counted on both; only one learning rate has moved on.
+    assert counted == counted_there == 2
+    assert third
+    assert third_there
+    assert "rank 1" in message
+    assert "interrupted" in message
 
 
 def interrupt_while_loading() -> tuple[str, str]:
