@@ -456,9 +456,13 @@ def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def contents_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """What a module holds parameters, buffers, other modules and :func:`module_hooks` in."""
-    hooks: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
-    hooks += (module._backward_pre_hooks, module._backward_hooks)
-    return module._parameters, module._buffers, module._modules, *hooks
+    return module._parameters, module._buffers, module._modules, *hooks_in(module)
+
+
+def hooks_in(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the dicts that hold the :func:`module_hooks`."""
+    forward: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    return *forward, module._backward_pre_hooks, module._backward_hooks
 
 
 def version(tensor: Tensor) -> int:

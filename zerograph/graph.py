@@ -349,15 +349,15 @@ class ZeroGraph(Inspected, Stateful):
         assert batch is not None
         if step is None:
             assert members is not None
-            self._recompiles.note(
-                (batch.kind(), self.config.key()), {**dict(batch.constants), **self._shown(known)}, self._doing()
-            )
+            shown = {**dict(batch.constants), **self._shown(known)}
+            self._recompiles.note((batch.kind(), self.config.key()), members, shown, self._doing())
             step = self._compiler.compile(job, members, batch, capture_key, self._doing())
             if self._seed is None:
                 self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
             # Steps that are bound to buckets which are no more would keep their memory.
             self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
-            self._steps[key, layout_facts(members)] = step
+            left = self._compiler.keys_left(step, batch, known, lambda: self._capture_facts(self._members()))
+            self._steps |= {(one, layout_facts(members)): step for one in (key, *left)}
             logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         self._latest = step
         if members is None:

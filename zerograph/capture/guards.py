@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ def module_facts(root: nn.Module) -> tuple[Any, ...]:
         (name, type(module).__qualname__, (*_own(module), *map(Same, module_hooks(module))))
         for name, module in root.named_modules()
     )
+
+
+def reached_facts(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
+    """Return the facts of the modules, and of the graph whose ``build`` it is."""
+    owner = getattr(build, "__self__", None)
+    return module_facts(root), () if owner is None else facts(vars(owner))
 
 
 def _own(module: nn.Module) -> Facts:

@@ -4,6 +4,8 @@
 
 * State that the second trace leaves alone was a cache. State that it changes again would go on changing in plain
   PyTorch: such values become guards, so that the step is compiled again as long as they change, with a warning.
+* Facts of modules and attributes that the first trace changed and the second leaves alone were set up at the first
+  forward: if the graph is the same, the step is kept under the new facts, too.
 * Random numbers are drawn as low, then as high as generators give them. If that makes another graph, the step depends
   on numbers that would be the same in every step: an error. If not, they serve something else: a warning.
 """
@@ -16,7 +18,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -36,10 +38,13 @@ class Settled:
     Attributes:
         guards: places whose values the graph is valid for; each step compares them.
         warnings: messages for the user.
+        holds_after: the trace changed facts of modules or attributes, as models do that install hooks at their first
+            forward; the graph is the same for the facts as the trace left them.
     """
 
     guards: tuple[Place, ...] = ()
     warnings: tuple[str, ...] = ()
+    holds_after: bool = False
 
 
 class Settling:
@@ -48,11 +53,12 @@ class Settling:
     Args:
         state: what can be reached.
         guarded: places that are guards already, by key.
+        facts: reads what every step compares of modules and attributes (:mod:`zerograph.capture.guards`).
     """
 
-    def __init__(self, state: PythonState, guarded: Iterable[Place]) -> None:
-        self._state, self._guarded = state, {place.key for place in guarded}
-        self._before = state.snapshot()
+    def __init__(self, state: PythonState, guarded: Iterable[Place], facts: Callable[[], object]) -> None:
+        self._state, self._guarded, self._facts = state, {place.key for place in guarded}, facts
+        self._before, self._facts_before = state.snapshot(), facts()
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -74,6 +80,22 @@ class Settling:
             CaptureError: the graph depends on random numbers of Python or numpy, or on a tensor that a step would
                 leave in a container, closure or global for the next one.
         """
+        settled = self._state_after(traced, again)
+        if settled.guards or self._facts() == self._facts_before:
+            return settled
+        return replace(settled, holds_after=self._holds_after(traced, again))
+
+    def _holds_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+        """Return whether the graph is the same for the facts that the trace left, and whether these then stay."""
+        after, left = self._state.snapshot(), self._facts()
+        for generator in self._before.random.values():
+            generator.put(generator.state)
+        try:
+            return alike(traced, again()) and self._facts() == left
+        finally:
+            after.restore()
+
+    def _state_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> Settled:
         after = self._state.snapshot()
         changed, drawn = self._before.changed(after), self._before.drawn(after)
         new = [place for place in changed if place.key not in self._guarded]

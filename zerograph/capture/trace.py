@@ -16,6 +16,7 @@ from zerograph._torch import pytree
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
+from zerograph.capture.guards import reached_facts
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import NoDataAssignment, Recorder, explained, module_paths
 from zerograph.capture.python_state import Place, PythonState
@@ -116,7 +117,12 @@ def capture(
     regions: list[Region] = []
     checks: list[Role] = []
     held = module_attributes.Attributes(getattr(build, "__self__", None), root, mode)
-    settling = Settling(PythonState(build, root, [group for group, _ in groups]), guarded)
+
+    def facts_left() -> object:
+        held.give_back()
+        return reached_facts(build, root)
+
+    settling = Settling(PythonState(build, root, [group for group, _ in groups]), guarded, facts_left)
     # By attribute, what the trace left there.
     left_there: dict[str, Tensor] = {}
     # How often build() calls backward(): known once it has been traced.

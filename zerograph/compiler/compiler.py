@@ -88,7 +88,7 @@ class Compiler:
     reads_metric: bool = False
     accumulates: bool = False
     updates: Updates = field(init=False)
-    _captures: dict[Hashable, tuple[Captured, float, int]] = field(default_factory=dict)
+    _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
     # Places of Python state that build() changes, by key.
     _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
@@ -237,6 +237,24 @@ class Compiler:
         """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
         values = tuple((place.name, place.read()) for place in self._guards.values())
         return {"Python state that build() changes": values} if values else {}
+
+    def keys_left(
+        self, step: CompiledStep, batch: Batch, known: Mapping[str, Any], read: Callable[[], Mapping[str, Any]]
+    ) -> list[Hashable]:
+        """Return the key of a step for the facts as its trace left them, if its graph holds for those.
+
+        Args:
+            known: the facts that it was compiled for.
+            read: reads them as they are now.
+        """
+        if not step.captured.settled.holds_after:
+            return []
+        now = read()
+        if now != {**known, **{name: now[name] for name in ("modules", "attributes of the graph")}}:
+            return []
+        before, after = ((tuple(facts.values()), batch.key()) for facts in (known, now))
+        self._captures |= {(after, *rest): one for (first, *rest), one in self._captures.items() if first == before}
+        return [(after, self.config.key())]
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
         """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""

@@ -6,6 +6,8 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
+from zerograph.compiler.members import Members, first_updates
+
 # As often torch.compile compiles a function before it gives up.
 MANY = 8
 
@@ -17,14 +19,16 @@ class Recompiles:
         self._times: Counter[Hashable] = Counter()
         self._latest: dict[Hashable, Mapping[str, str]] = {}
 
-    def note(self, inputs: Hashable, facts: Mapping[str, str], doing: str) -> None:
+    def note(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
         """One more; warns once, at the eighth for equal inputs, of the ``facts`` that are not as they were before.
 
         Args:
             inputs: equal for inputs, and a configuration, that one compiled step could take, but for constants.
+            members: of the graph, whose optimizers may have a first update that is computed in another way.
             facts: what the step depends on besides, and constants, by what messages call it.
             doing: names the step.
         """
+        facts = {**facts, **first_updates(members)}
         before, self._latest[inputs] = self._latest.get(inputs, {}), facts
         self._times[inputs] += 1
         if self._times[inputs] == MANY:

@@ -1,0 +1,170 @@
+"""Models that set themselves up at their first forward, hooks and flags, need no second compilation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zerograph as zg
+from tests.plainly import inputs
+from zerograph.compiler.compiled import CompiledStep
+
+
+class SetsUp(nn.Module):
+    """At its first forward it hooks its layers, to collect what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
+        self.collected: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, given, out: self.collected.append(out))
+            self._hooked = True
+        for layer in self.layers:
+            x = layer(x).relu()
+        total = torch.stack(self.collected).sum() + x.sum()
+        self.collected.clear()
+        return total
+
+
+class FirstIsAnother(SetsUp):
+    """Its first forward computes something else than the later ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if getattr(self, "_hooked", False) else 2 * super().forward(x)
+
+
+class Counts(SetsUp):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Training(zg.ZeroGraph):
+    """Notes what is compiled."""
+
+    def __init__(self, model: nn.Module, make: Any = torch.optim.SGD) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(make(model.parameters(), lr=0.01))
+        self.config.backend = "eager"
+        self.compiled: dict[int, CompiledStep] = {}
+        compile_step = self._compiler.compile
+
+        def noting(*args: Any) -> CompiledStep:
+            step = compile_step(*args)
+            noted[id(step)] = step
+            return step
+
+        noted = self.compiled
+        self._compiler.compile = noting  # type: ignore[method-assign]
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x)
+        loss.backward()
+        return loss
+
+
+def check(model: nn.Module) -> Training:
+    """Three steps as plain PyTorch makes them."""
+    plain, step = copy.deepcopy(model), Training(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for x in inputs([4, 4, 4]):
+        optimizer.zero_grad()
+        loss = plain(x)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+    return step
+
+
+def test_hooks_that_the_first_forward_installs_need_no_second_compilation() -> None:
+    model = SetsUp()
+    assert len(check(model).compiled) == 1
+    assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1]
+
+
+def test_a_first_forward_that_computes_something_else_is_compiled_by_itself() -> None:
+    assert len(check(FirstIsAnother()).compiled) == 2
+
+
+def test_a_count_that_the_graph_depends_on_is_compiled_in_every_step() -> None:
+    model = Counts()
+    assert len(check(model).compiled) == 3
+    assert model.calls == 3
+    assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1]
+
+
+def test_hooks_of_a_trace_that_failed_are_taken_away_with_the_flag() -> None:
+    model = SetsUp()
+    step = Training(model)
+    with pytest.raises(RuntimeError):
+        step(torch.ones(2, 3, dtype=torch.float64))
+    assert [len(layer._forward_hooks) for layer in model.layers] == [0, 0]
+    assert not hasattr(model, "_hooked")
+
+
+class Llama(Training):
+    def build(self, ids: Tensor) -> Tensor:
+        out = self.model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
+        loss: Tensor = out.loss + sum(one.square().mean() for one in out.hidden_states)
+        loss.backward()
+        return loss
+
+
+def test_a_transformer_that_returns_hidden_states_is_compiled_once() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    step = Llama(LlamaForCausalLM(config))
+    ids = torch.randint(0, 17, (2, 5), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        step(ids)
+    assert len(step.compiled) == 1
+
+
+def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 1)).double()
+
+    class Sum(Training):
+        def build(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.model(x).sum()
+            loss.backward()
+            return loss
+
+    step = Sum(model, torch.optim.Rprop)
+    (x,) = inputs([4])
+    empty = step.state_dict()
+
+    def compiled_anew() -> None:
+        step._steps.clear()
+        step._ready_before = None
+        step(x)
+
+    def in_turn() -> None:
+        for _ in range(4):
+            step.load_state_dict(empty)
+            compiled_anew()
+            compiled_anew()
+
+    step(x)
+    with pytest.warns(UserWarning, match="the first update of Rprop, which is computed in another way"):
+        in_turn()
