@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from zerograph.errors import MemoryBudgetError, VerificationError
+from zerograph.errors import VerificationError
 from zerograph.ir.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
-from zerograph.ir.metadata import boxing_of
+from zerograph.ir.metadata import boxing_of, meta
+from zerograph.ir.shortage import Shortage
 from zerograph.ir.step_graph import bucket_behind, is_view
 from zerograph.ir.transfers import CARRY, FETCH
 from zerograph.passes.context import Context
@@ -31,7 +32,10 @@ _GATHERS_AHEAD = 3
 
 
 def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No more is held than the memory budget allows, and what it allows is used to spare and to hide collectives."""
+    """No more is held than the memory budget allows, and what it allows is used to spare and to hide collectives.
+
+    Where the budget cannot be kept the step holds as little as it can, and the output node has a ``shortage``.
+    """
     budget = context.memory.budget
     if budget is None:
         return module
@@ -41,9 +45,9 @@ def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModul
         outside = around.bytes[position] - around.temporary[position]
         _fit(body.nodes[0].graph, budget - outside + sum(one.bytes for one in body.storages if one.given))
     _fit(module.graph, budget)
-    found = profile(module.graph)
-    if found.peak > budget:
-        _refuse(found.memory(), budget, context)
+    memory = profile(module.graph).memory()
+    if memory.peak > budget:
+        meta(module.graph.output_node())["shortage"] = _shortage(memory, budget, context)
     return module
 
 
@@ -242,19 +246,20 @@ def _join_views(graph: fx.Graph, source: fx.Node) -> None:
         _join_views(graph, view)
 
 
-def _refuse(least: Memory, budget: int, context: Context) -> None:
-    where = least.where
-    place = f"{least.node} ({where.phase}{f', {where.module}' if where.module else ''})"
-    kinds = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in least.kinds.items())
-    raise MemoryBudgetError(
-        f"the step needs {show_bytes(least.peak)} on this rank, and config.memory_budget is {show_bytes(budget)}: "
-        f"{least.peak - budget:,} bytes are missing\n"
-        f"  most is held at {place}: {kinds}\n"
-        f"  {where.source}   {where.code}\n"
-        f"What would help: {'; '.join(_helps(least, context))}.",
-        least.peak - budget,
-        least.kinds.get("activations", 0),
-        least.kinds.get("gathered", 0) + least.kinds.get("gradients", 0),
+def _shortage(memory: Memory, budget: int, context: Context) -> Shortage:
+    where, kinds = memory.where, memory.kinds
+    place = f"{memory.node} ({where.phase}{f', {where.module}' if where.module else ''})"
+    shown = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in kinds.items())
+    return Shortage(
+        peak=memory.peak,
+        budget=budget,
+        activations=kinds.get("activations", 0),
+        in_buckets=kinds.get("gathered", 0) + kinds.get("gradients", 0),
+        explanation=(
+            f"  most is held at {place}: {shown}\n"
+            f"  {where.source}   {where.code}\n"
+            f"What would help: {'; '.join(_helps(memory, context))}."
+        ),
     )
 
 

@@ -7,9 +7,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,55 +21,32 @@ from zerograph.capture.captured import Captured
 from zerograph.capture.python_state import Place
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.blocks import repeated_blocks
-from zerograph.compiler.bucket_size import fitting
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.fingerprint import fingerprint, numbered
-from zerograph.compiler.forgone import giving_up
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
-from zerograph.compiler.layout import Planned, Update, plan_layout
+from zerograph.compiler.layout import Planned, Update
 from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of
+from zerograph.compiler.memory_search import Candidate, search_memory
 from zerograph.compiler.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
-from zerograph.compiler.residence import assign, make_room, with_rooms
+from zerograph.compiler.preparation import Observer, Preparation, lay_out
+from zerograph.compiler.residence import make_room
 from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, MemoryBudgetError, PlacementError, ZeroGraphError
+from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGraphError
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh, pieces
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
-from zerograph.ir.zero import OFF
-from zerograph.passes.context import (
-    BackendTraits,
-    BatchLayout,
-    BucketUpdate,
-    Context,
-    MemoryOptions,
-    MissingRules,
-    Numerics,
-)
-from zerograph.passes.pipeline import edited, run_pipeline
+from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.executor import Lookup, bind, leaner
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.job.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
 from zerograph.runtime.wire import wire
-
-
-class Observer(Protocol):
-    """Follows a compilation, to log or dump it."""
-
-    def started(self) -> None:
-        """Called before anything is traced."""
-
-    def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> AbstractContextManager[None]:
-        """Return a context for one run of the passes; it sees an exception of a pass."""
-
-    def prepared(self, step: PreparedStep, rank: int) -> None:
-        """Called once the step is prepared."""
 
 
 @dataclass
@@ -137,7 +113,7 @@ class Compiler:
         rank: int | None = None,
         compared: Comparison = NO_OTHERS,
     ) -> PreparedStep:
-        """Everything before the backend, for one rank of ``mesh``. Touches no state and needs no process group.
+        """Capture, lay out and rewrite a step for one rank of ``mesh``. Touches no state and needs no process group.
 
         Args:
             batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
@@ -149,10 +125,58 @@ class Compiler:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
         self.observer.started()
-        number = mesh.place if rank is None else rank
         self._check(members)
         with unequal_explained(batch, compared):
             captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        self._check_captured(captured, mesh, batch, compared)
+        updates, update_seconds = self._trace_updates(members, captured)
+        preparation = Preparation(
+            config=self.config,
+            observer=self.observer,
+            rank=mesh.place if rank is None else rank,
+            mesh=mesh,
+            zero_dim=self._zero_dim(mesh, members, batch),
+            members=members,
+            batch=batch,
+            captured=captured,
+            capture_seconds=seconds,
+            updates=updates,
+            update_seconds=update_seconds,
+            exchanges=exchanges or {},
+            blocks=self._blocks(members) if captured.gradients else (),
+            backend=self._backend(members)[1],
+            micro_batches=self.micro_batches,
+            trains=bool(self.optimizers),
+            warn=self._warn,
+        )
+        step = self._fit_memory_budget(preparation)
+        self.observer.prepared(step, preparation.rank)
+        return step
+
+    def _trace_updates(self, members: Members, captured: Captured) -> tuple[dict[str, Update], float]:
+        """Return the update of each parameter, and the seconds that tracing them took."""
+        began = time.perf_counter()
+        return self.updates.of(members, captured, self.config), time.perf_counter() - began
+
+    def _fit_memory_budget(self, preparation: Preparation) -> PreparedStep:
+        """Prepare the step within the memory budget, if there is one."""
+        config, members = self.config, preparation.members
+        specs = members.specs(members.parameters)
+        total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in preparation.updates)
+        may_recompute = config.recompute == "auto" and bool(preparation.captured.gradients)
+        on_accelerator = any(members.device(one).type != "cpu" for one in members.parameters.values())
+        return search_memory(
+            preparation.prepare,
+            Candidate(config.bucket_size, min_recompute_bytes=0, offload_activations=config.offload_activations),
+            default_bucket_bytes=(
+                default_bytes(total) if config.memory_budget is not None and config.bucket_size is None else None
+            ),
+            may_recompute=may_recompute,
+            may_offload=may_recompute and on_accelerator,
+        )
+
+    def _check_captured(self, captured: Captured, mesh: Mesh, batch: Batch, compared: Comparison) -> None:
+        """Show the capture's warnings; raise if the captured graph cannot run on these inputs or on this mesh."""
         for message in captured.settled.warnings:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), compared, self._warn)
@@ -176,62 +200,6 @@ class Compiler:
                 "build() has a local region, and the graph's placement has several dimensions\n"
                 "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
             )
-        began = time.perf_counter()
-        updates = self.updates.of(members, captured, self.config)
-        zero_dim = self._zero_dim(mesh, members, batch)
-        update_seconds = time.perf_counter() - began
-        blocks = self._blocks(members) if captured.gradients else ()
-
-        # Several sizes of buckets may lay the parameters out alike.
-        known: dict[tuple[Any, ...], PreparedStep | MemoryBudgetError] = {}
-
-        def lay(bucket_size: int | None, forgone: int, spills: bool) -> PreparedStep:
-            layout = self._layout(mesh, zero_dim, members, captured, updates, bucket_size)
-            key = tuple(one.bucket for one in layout), forgone, spills
-            if key not in known:
-                try:
-                    known[key] = run(layout, forgone, spills)
-                except MemoryBudgetError as error:
-                    # Without the frames of the compilation, and the graphs in them.
-                    known[key] = error.with_traceback(None)
-            found = known[key]
-            if isinstance(found, MemoryBudgetError):
-                raise found
-            return found
-
-        def run(layout: tuple[Planned, ...], forgone: int, spills: bool) -> PreparedStep:
-            facts = mesh, zero_dim, members, batch, layout, exchanges or {}, blocks, forgone
-            told: dict[str, None] = {}
-            context = self._context(*facts, spills=spills, told=told)
-            with self.observer.passes(captured.graph, context, number):
-                passes = run_pipeline(captured.graph, context, seconds)
-            layout = with_rooms(layout, passes[-1].graph.graph)
-            return PreparedStep(
-                captured=captured,
-                passes=passes,
-                context=context,
-                aliases=members.aliases,
-                warnings=tuple(told),
-                layout=layout,
-                update_seconds=update_seconds,
-            )
-
-        def sized(forgone: int, spills: bool) -> PreparedStep:
-            if self.config.memory_budget is None or self.config.bucket_size is not None:
-                return lay(self.config.bucket_size, forgone, spills)
-            # What must be given up lacks at the smallest buckets: larger ones lack more, most likely.
-            return fitting(lambda size: lay(size, forgone, spills), default_bytes(total), tight=forgone > 0)
-
-        specs = members.specs(members.parameters)
-        total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in updates)
-        spills = self.config.offload_activations
-        if self.config.recompute != "auto" or not captured.gradients:
-            found = sized(0, spills)
-        else:
-            may_spill = not spills and any(members.device(one).type != "cpu" for one in members.parameters.values())
-            found = giving_up(lambda forgone, more: sized(forgone, spills or more), may_spill=may_spill)
-        self.observer.prepared(found, number)
-        return found
 
     def guards(self) -> dict[str, Any]:
         """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
@@ -257,30 +225,17 @@ class Compiler:
         return [(after, self.config.key())]
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
-        """The buckets of the step that :meth:`prepare` would make: what rests where, without a pass run."""
+        """Return the buckets of the step that :meth:`prepare` would make, and where they rest; no pass is run."""
         self._check(members)
         captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
         updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
-        return self._layout(mesh, zero_dim, members, captured, updates, self.config.bucket_size)
+        return lay_out(self.config, mesh, zero_dim, members, captured, updates, trains=bool(self.optimizers))
 
     def _check(self, members: Members) -> None:
         check_optimizers(members, self.optimizers)
         if self.optimizers:
             check_shared_memory(members)
-
-    def _layout(
-        self,
-        mesh: Mesh,
-        zero_dim: int,
-        members: Members,
-        captured: Captured,
-        updates: Mapping[str, Update],
-        bucket_size: int | None,
-    ) -> tuple[Planned, ...]:
-        config = replace(self.config, bucket_size=bucket_size)
-        layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=bool(self.optimizers))
-        return assign(layout, config, mesh)
 
     def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
         placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
@@ -298,68 +253,6 @@ class Compiler:
                 "Choose 'auto' with a memory_budget, or put torch.utils.checkpoint around what is to be made again."
             )
         return found
-
-    def _context(
-        self,
-        mesh: Mesh,
-        zero_dim: int,
-        members: Members,
-        batch: Batch,
-        layout: Sequence[Planned],
-        exchanges: Mapping[str, OpOverload],
-        blocks: tuple[str, ...],
-        forgone: int,
-        *,
-        spills: bool,
-        told: dict[str, None],
-    ) -> Context:
-        def warn(message: str) -> None:
-            told[message] = None
-            self._warn(message)
-
-        _, backend = self._backend(members)
-        return Context(
-            mesh=mesh,
-            policy=replace(self.config.policy if self.optimizers else OFF, dim=zero_dim),
-            buckets=tuple(one.bucket for one in layout),
-            updates={
-                one.bucket.name: BucketUpdate(
-                    tuple(update.program for update in one.updates),
-                    one.fresh and one.first_differs,
-                    one.updates[0].numbers(),
-                    {name: layout for name, layout in one.layouts.items() if name in one.updates[0].program.state},
-                    one.updates[0].optimizer_name,
-                )
-                for one in layout
-                if one.updates
-            },
-            batch=BatchLayout(
-                inputs=batch.sbp,
-                micro_batches=self.micro_batches,
-                cut=batch.cut,
-                packed=self.micro_batches > 1 and self.config.accumulation_outputs == "packed",
-            ),
-            numerics=Numerics(
-                reduce_dtype=self.config.reduce_dtype,
-                scaler=self.config.scaler if self.optimizers else None,
-                checked=self.config.on_nonfinite != "ignore",
-            ),
-            memory=MemoryOptions(
-                budget=self.config.memory_bytes,
-                recompute=self.config.recompute,
-                blocks=blocks,
-                min_recompute_bytes=forgone,
-                offload_activations=spills,
-            ),
-            backend=BackendTraits(
-                node_by_node=backend is backends.eager,
-                inputs_may_overlap=backend in (backends.eager, backends.inductor),
-                exchanges=exchanges,
-            ),
-            missing_rules=MissingRules(self.config.on_missing_rule),
-            pass_edits=self.config.passes,
-            warn=warn,
-        )
 
     def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
         """Name of the backend, and what it made of the graph."""

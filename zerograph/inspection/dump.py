@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import fx
 
-from zerograph.errors import ConfigError, MemoryBudgetError
+from zerograph.errors import ConfigError
 from zerograph.inspection.text import lines, show_text
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import edited, stages
@@ -33,14 +33,9 @@ def wanted() -> bool:
 
 @contextlib.contextmanager
 def failures(captured: fx.GraphModule, context: Context, rank: int) -> Iterator[None]:
-    """Dump the graphs up to a pass that fails inside, if the environment asks for it.
-
-    What a memory budget refuses is no failure of a pass: other ways are tried then.
-    """
+    """Dump the graphs up to a pass that fails inside, if the environment asks for it."""
     try:
         yield
-    except MemoryBudgetError:
-        raise
     except Exception as error:
         if wanted():
             folder = dump(captured, context, rank, f"{type(error).__name__}: {error}", failed=True)

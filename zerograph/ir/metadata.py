@@ -16,6 +16,7 @@ from torch import fx
 
 from zerograph.ir.loop import Loop
 from zerograph.ir.sbp import NdSbp, boxing_kind, wire_bytes
+from zerograph.ir.shortage import Shortage
 from zerograph.ir.signature import Signature
 
 Phase = Literal["forward", "backward", "update"]
@@ -152,6 +153,8 @@ class NodeMeta(_Global, total=False):
         role: what a placeholder is.
         roles: of the output node: what each returned tensor is.
         needs: of the output node, from ``place`` on: the SBP that each returned tensor must have.
+        shortage: of the output node, from ``fit_memory_budget`` on: bytes that are missing to keep the memory budget;
+            absent where it is kept.
         update_input: of a placeholder in an update program: ``"param"``, ``"grad"``, ``"lr"``, or the name of a state
             entry or hyperparameter.
 
@@ -206,6 +209,7 @@ class NodeMeta(_Global, total=False):
     role: Role
     roles: list[Role]
     needs: list[NdSbp]
+    shortage: Shortage
     update_input: str
     signature: tuple[Signature, ...]
     signatures: tuple[Signature, ...]

@@ -6,10 +6,12 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.zerograph.inspection.models import prepared
-from zerograph.errors import ConfigError
+from tests.zerograph.inspection.models import Step, prepared
+from zerograph.errors import ConfigError, MemoryBudgetError
 from zerograph.inspection import logs
+from zerograph.ir.mesh import line
 from zerograph.passes.pipeline import PIPELINE
 
 
@@ -25,6 +27,17 @@ def test_a_dump_has_the_graph_after_every_pass(tmp_path: Path, monkeypatch: pyte
     for name in ("box", "fit_memory_budget"):
         lines = (folder / f"{names.index(name):02d}-{name}.txt").read_text().splitlines()
         assert [line for line in lines if not line.startswith("# ")] == step.text(name).splitlines()
+
+
+def test_a_memory_budget_that_cannot_be_kept_is_no_failure_of_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROGRAPH_DUMP", str(tmp_path))
+    step = Step(layers=1)
+    step.config.memory_budget = 1000
+    with pytest.raises(MemoryBudgetError):
+        step.prepare(line(2, 0, "ranks"), torch.empty(2, 16, device="meta"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_nothing_can_be_written_a_dump_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

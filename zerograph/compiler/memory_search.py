@@ -1,0 +1,152 @@
+"""The memory search: bucket size, recomputation and offloading under a memory budget.
+
+Preparing a candidate is running all passes, which takes seconds for a large model. So the search prepares few
+candidates, and none that the numbers of an earlier one rule out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from torch import fx
+
+from zerograph.errors import MemoryBudgetError
+from zerograph.ir.metadata import meta
+from zerograph.ir.shortage import Shortage
+from zerograph.ir.step_graph import collective_runs
+
+# Smaller buckets would cost latency for little memory.
+_LEAST_BUCKET_BYTES = 2**20
+# Buckets that are larger than this many times the default would have nothing to overlap with.
+_LARGEST_BUCKETS = 4
+# A round recomputes at least this part of the activations more than the last.
+_SHARE = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to prepare a step.
+
+    Attributes:
+        bucket_size: bytes of a bucket at most; None: the default.
+        min_recompute_bytes: bytes of activations that backward computes again, at least, so that they are freed.
+        offload_activations: activations may wait for backward in the CPU's memory.
+    """
+
+    bucket_size: int | None
+    min_recompute_bytes: int
+    offload_activations: bool
+
+
+class Emitted(Protocol):
+    """A step with the graph that a rank runs."""
+
+    @property
+    def emitted(self) -> fx.Graph: ...
+
+
+Step = TypeVar("Step", bound=Emitted)
+Prepare = Callable[[Candidate], Step | Shortage]
+
+
+def search_memory(
+    prepare: Prepare[Step],
+    start: Candidate,
+    *,
+    default_bucket_bytes: int | None,
+    may_recompute: bool,
+    may_offload: bool,
+) -> Step:
+    """Return the step that keeps the budget, with as little offloaded and recomputed as it takes.
+
+    First activations are offloaded, which costs no time where the transfers overlap. Then each round recomputes as
+    many bytes more as are missing. Where that lowers the peak by less, because the peak moves to another node, a round
+    recomputes at least a sixteenth of the activations more, and twice as much as long as the peak does not fall.
+
+    Args:
+        prepare: runs the passes; returns the step, or the shortage of one that does not keep its budget.
+        start: the first candidate.
+        default_bucket_bytes: size of the buckets without a budget; the search varies it. None: keep ``start``'s.
+        may_recompute: backward may recompute more than ``start`` says.
+        may_offload: activations may be offloaded though ``start`` does not.
+
+    Raises:
+        MemoryBudgetError: no candidate keeps the budget; the numbers are those of the last.
+    """
+    candidate, activations, least_missing, shares = start, 0, math.inf, 1
+    while True:
+        if default_bucket_bytes is None:
+            result = prepare(candidate)
+        else:
+            result = _with_largest_buckets(prepare, candidate, default_bucket_bytes)
+        if not isinstance(result, Shortage):
+            return result
+        if may_offload and not candidate.offload_activations:
+            candidate = replace(candidate, offload_activations=True)
+            continue
+        recomputed, missing = candidate.min_recompute_bytes, result.missing
+        activations = activations or result.activations
+        # Recomputing all activations, with the smallest buckets, frees no more than both hold.
+        out_of_reach = missing > result.activations + result.in_buckets
+        if not may_recompute or recomputed >= activations or out_of_reach:
+            raise MemoryBudgetError(str(result), missing, result.activations, result.in_buckets)
+        shares = 2 * shares if missing >= least_missing else 1
+        least_missing = min(least_missing, missing)
+        more = max(missing, shares * -(-activations // _SHARE)) if recomputed else missing
+        candidate = replace(candidate, min_recompute_bytes=recomputed + more)
+
+
+def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default: int) -> Step | Shortage:
+    """Return the candidate's step with the largest buckets that keep the budget, or the shortage of the smallest.
+
+    Fewer collectives cost less latency. Buckets are larger than the default only where that sends no more bytes.
+    """
+    sizes = [default]
+    while sizes[0] // 2 >= _LEAST_BUCKET_BYTES:
+        sizes.insert(0, sizes[0] // 2)
+    too_large = len(sizes)
+    # A step recomputes because the smallest buckets left a shortage. The default, most likely, leaves one still.
+    if candidate.min_recompute_bytes == 0:
+        result = prepare(replace(candidate, bucket_size=default))
+        if not isinstance(result, Shortage):
+            return _with_larger_buckets(prepare, candidate, default, result)
+        # Smaller buckets free no more than buckets hold.
+        if len(sizes) == 1 or result.missing > result.in_buckets:
+            return result
+        too_large -= 1
+    best = prepare(replace(candidate, bucket_size=sizes[0]))
+    if isinstance(best, Shortage):
+        return best
+    fits = 0
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        result = prepare(replace(candidate, bucket_size=sizes[middle]))
+        if isinstance(result, Shortage):
+            too_large = middle
+        else:
+            best, fits = result, middle
+    return best if sizes[fits] < default else _with_larger_buckets(prepare, candidate, default, best)
+
+
+def _with_larger_buckets(prepare: Prepare[Step], candidate: Candidate, default: int, best: Step) -> Step:
+    """Double the size of buckets as long as the budget is kept, and fewer collectives send no more bytes."""
+    size = default
+    while size < _LARGEST_BUCKETS * default:
+        size *= 2
+        larger = prepare(replace(candidate, bucket_size=size))
+        if isinstance(larger, Shortage):
+            break
+        (count, sent), (best_count, best_sent) = traffic(larger), traffic(best)
+        if count >= best_count or sent > best_sent:
+            break
+        best = larger
+    return best
+
+
+def traffic(step: Emitted) -> tuple[int, float]:
+    """Return the number of collectives of a step, and the bytes that each rank sends in them."""
+    runs = collective_runs(step.emitted)
+    return sum(times for _, times in runs), sum(meta(node)["boxing"].sent * times for node, times in runs)

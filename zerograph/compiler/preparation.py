@@ -1,0 +1,174 @@
+"""The preparation of a captured step: lay parameters out in buckets, and run the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import fx
+
+from zerograph._torch import OpOverload
+from zerograph.capture.captured import Captured
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.compiled import PreparedStep
+from zerograph.compiler.layout import Planned, Update, plan_layout
+from zerograph.compiler.members import Members
+from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.residence import assign, with_rooms
+from zerograph.config import Config
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.metadata import meta
+from zerograph.ir.shortage import Shortage
+from zerograph.ir.zero import OFF
+from zerograph.passes.context import (
+    BackendTraits,
+    BatchLayout,
+    BucketUpdate,
+    Context,
+    MemoryOptions,
+    MissingRules,
+    Numerics,
+)
+from zerograph.passes.pipeline import run_pipeline
+from zerograph.runtime.backends import backends
+
+
+class Observer(Protocol):
+    """Follows a compilation, to log or dump it."""
+
+    def started(self) -> None:
+        """Called before anything is traced."""
+
+    def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> AbstractContextManager[None]:
+        """Return a context for one run of the passes; it sees an exception of a pass."""
+
+    def prepared(self, step: PreparedStep, rank: int) -> None:
+        """Called once the step is prepared."""
+
+
+def lay_out(
+    config: Config,
+    mesh: Mesh,
+    zero_dim: int,
+    members: Members,
+    captured: Captured,
+    updates: Mapping[str, Update],
+    *,
+    trains: bool,
+) -> tuple[Planned, ...]:
+    """Return the buckets of a step, each with the place where it rests."""
+    layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=trains)
+    return assign(layout, config, mesh)
+
+
+@dataclass(eq=False, kw_only=True)
+class Preparation:
+    """Prepares one captured step for one rank, in as many ways as the memory search asks for.
+
+    Attributes:
+        rank: files the graphs of a failing pass; see :class:`Observer`.
+        trains: the graph has optimizers.
+        warn: shows a message to the user.
+    """
+
+    config: Config
+    observer: Observer
+    rank: int
+    mesh: Mesh
+    zero_dim: int
+    members: Members
+    batch: Batch
+    captured: Captured
+    capture_seconds: float
+    updates: Mapping[str, Update]
+    update_seconds: float
+    exchanges: Mapping[str, OpOverload]
+    blocks: tuple[str, ...]
+    backend: backends.Backend
+    micro_batches: int
+    trains: bool
+    warn: Callable[[str], None]
+    # Several bucket sizes may lay the parameters out alike. Of a step with a shortage the graphs are not kept.
+    _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
+
+    def prepare(self, candidate: Candidate) -> PreparedStep | Shortage:
+        """Return the step, or the shortage if it cannot keep its memory budget."""
+        config = replace(self.config, bucket_size=candidate.bucket_size)
+        mesh, members, captured = self.mesh, self.members, self.captured
+        layout = lay_out(config, mesh, self.zero_dim, members, captured, self.updates, trains=self.trains)
+        buckets = tuple(planned.bucket for planned in layout)
+        key = buckets, candidate.min_recompute_bytes, candidate.offload_activations
+        if key not in self._results:
+            step = self._run_passes(candidate, layout)
+            self._results[key] = meta(step.emitted.output_node()).get("shortage") or step
+        return self._results[key]
+
+    def _run_passes(self, candidate: Candidate, layout: Sequence[Planned]) -> PreparedStep:
+        messages: dict[str, None] = {}
+        show = self.warn
+
+        # The context outlives this: a reference to self would keep the stores that the step replaces, and their files.
+        def warn(message: str) -> None:
+            messages[message] = None
+            show(message)
+
+        context = self._context(candidate, layout, warn)
+        with self.observer.passes(self.captured.graph, context, self.rank):
+            passes = run_pipeline(self.captured.graph, context, self.capture_seconds)
+        return PreparedStep(
+            captured=self.captured,
+            passes=passes,
+            context=context,
+            aliases=self.members.aliases,
+            warnings=tuple(messages),
+            layout=with_rooms(tuple(layout), passes[-1].graph.graph),
+            update_seconds=self.update_seconds,
+        )
+
+    def _context(self, candidate: Candidate, layout: Sequence[Planned], warn: Callable[[str], None]) -> Context:
+        config = self.config
+        return Context(
+            mesh=self.mesh,
+            policy=replace(config.policy if self.trains else OFF, dim=self.zero_dim),
+            buckets=tuple(planned.bucket for planned in layout),
+            updates={planned.bucket.name: _bucket_update(planned) for planned in layout if planned.updates},
+            batch=BatchLayout(
+                inputs=self.batch.sbp,
+                micro_batches=self.micro_batches,
+                cut=self.batch.cut,
+                packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
+            ),
+            numerics=Numerics(
+                reduce_dtype=config.reduce_dtype,
+                scaler=config.scaler if self.trains else None,
+                checked=config.on_nonfinite != "ignore",
+            ),
+            memory=MemoryOptions(
+                budget=config.memory_bytes,
+                recompute=config.recompute,
+                blocks=self.blocks,
+                min_recompute_bytes=candidate.min_recompute_bytes,
+                offload_activations=candidate.offload_activations,
+            ),
+            backend=BackendTraits(
+                node_by_node=self.backend is backends.eager,
+                inputs_may_overlap=self.backend in (backends.eager, backends.inductor),
+                exchanges=self.exchanges,
+            ),
+            missing_rules=MissingRules(config.on_missing_rule),
+            pass_edits=config.passes,
+            warn=warn,
+        )
+
+
+def _bucket_update(planned: Planned) -> BucketUpdate:
+    entries = planned.updates[0].program.state
+    return BucketUpdate(
+        tuple(update.program for update in planned.updates),
+        planned.fresh and planned.first_differs,
+        planned.updates[0].numbers(),
+        {name: layout for name, layout in planned.layouts.items() if name in entries},
+        planned.updates[0].optimizer_name,
+    )
