@@ -25,7 +25,14 @@ import torch
 import torch.distributed as dist
 
 # What takes the longest to import; nothing of it starts threads, which a fork would lose.
-_PUBLIC = ("graph", "checkpoint.export", "compat.deepspeed", "passes.rules.users", "planner.front", "sharded_init")
+_PUBLIC = (
+    "graph",
+    "state.checkpoint.export",
+    "compat.deepspeed",
+    "passes.rules.users",
+    "planner.front.plan",
+    "state.sharded_init",
+)
 mp.set_forkserver_preload(["torch._dynamo", *(f"zerograph.{name}" for name in _PUBLIC), "transformers", "tests.models"])
 
 # After how many new objects the youngest are looked through, and after how many of these times the older ones.
