@@ -8,8 +8,7 @@ CPU time of the process with all its threads. The agreement: processes that do n
 ranks in log2(n) rounds. More processes than cores wait for each other's turn, so for 1,024 ranks, each with a core, the
 time of one round between two ranks is taken ten times, and the CPU time follows from the line through those measured.
 
-On a machine that does other work at the same time, the wall time of several ranks is mostly waiting for a core. The
-figures of 2026-11-23 were taken on such a machine (load average 9 to 12 on 2 cores): measure again on a quiet one.
+On a machine that does other work at the same time, the wall time of several ranks is mostly waiting for a core.
 """
 
 from __future__ import annotations
