@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import struct
@@ -538,3 +539,17 @@ def test_a_picture_has_hostile_names_as_text(browser: Any, tmp_path: Path) -> No
         drawing = ElementTree.fromstring(browser.execute_script(f"return {draw}(report)"))
         assert not list(drawing.iter("script"))
         assert any(HOSTILE in (one.text or "") for one in drawing.iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_names_of_passes_do_not_overlap(page: Any) -> None:
+    boxes = page.execute_script(
+        "return [...document.querySelectorAll('#ticks span')].filter((one) => one.style.visibility !== 'hidden')"
+        ".map((one) => { const box = one.getBoundingClientRect(); return [box.top, box.left, box.right]; })"
+    )
+    assert len(boxes) > 5
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for top, left, right in boxes:
+        rows.setdefault(top, []).append((left, right))
+    for row in rows.values():
+        spans = sorted(row)
+        assert all(right < left for (_, right), (left, _) in itertools.pairwise(spans))

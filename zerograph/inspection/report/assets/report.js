@@ -96,6 +96,7 @@ class Page {
     const input = byId("pass"), { passes } = this.model.data;
     input.max = String(passes.length - 1);
     input.value = String(this.model.last);
+    window.addEventListener("resize", () => this.spaceTicks());
     byId("ticks").replaceChildren(...passes.map((pass, at) => {
       const tick = make("span", { textContent: pass.name, title: `${pass.name}: ${pass.summary}` });
       tick.style.left = `${passes.length > 1 ? 100 * at / (passes.length - 1) : 0}%`;
@@ -157,6 +158,19 @@ class Page {
     byId("said").title = `${pass.summary}\nThe pass took ${pass.seconds < 0.01 ? "less than 0.01" : pass.seconds.toFixed(2)} s.`;
     byId("pass").setAttribute("aria-valuetext", `${pass.name}, ${pass.summary}`);
     [...byId("ticks").children].forEach((tick, one) => tick.classList.toggle("now", one === at));
+    this.spaceTicks();
+  }
+
+  /** Hide names of passes that would overlap: the shown pass comes first, then those that changed the graph. */
+  spaceTicks() {
+    const rank = (tick) => ["now", "did"].findIndex((name) => tick.classList.contains(name)) >>> 0;
+    const rows = [[], []];
+    const ticks = [...byId("ticks").children].map((tick, at) => ({ tick, box: tick.getBoundingClientRect(), row: rows[at % 2] }));
+    for (const { tick, box, row } of ticks.sort((one, other) => rank(one.tick) - rank(other.tick))) {
+      const overlaps = row.some((other) => box.left < other.right + 4 && other.left < box.right + 4);
+      tick.style.visibility = overlaps ? "hidden" : "";
+      if (!overlaps) row.push(box);
+    }
   }
 
   /** To a node of the last pass; where another pass is shown, to the same node there if it has it. */
