@@ -90,7 +90,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(offsets, "global", essential=True),
     # where products may be summed over ranks, no bias is in them
     Pass(unfuse, "global"),
-    # no view flattens the batch behind another dimension
+    # no view merges the batch dimension into an earlier one
     Pass(batch_first, "global"),
     # parameters of one group lie end to end in buckets, each updated in one go
     Pass(flatten, "global", essential=True),
@@ -106,9 +106,9 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(box, "placed", essential=True, requires=("place",)),
     # no micro-batch waits for what only all of them yield
     Pass(hoist_batch_statistics, "placed", essential=True, requires=("box",)),
-    # what one pass over memory makes again is not kept for backward
+    # backward recomputes what costs one pass over memory
     Pass(recompute_cheap, "placed", requires=("box",)),
-    # what the configuration says is made again in backward, not kept for it
+    # backward recomputes what the configuration says
     Pass(recompute, "placed", requires=("box",)),
     # stage 3: no gathered bucket lives from forward into backward
     Pass(reshard_after_forward, "placed", requires=("box",)),
@@ -134,7 +134,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reuse_temporaries, "local", time=False),
     # shards go up ahead of their gather, gradients down as they are reduced
     Pass(prefetch_offloaded, "local", time=False),
-    # what rests in files is fetched before it is read, and put back behind what changed it
+    # tensors in files are fetched before they are read, and written back after they change
     Pass(offload, "local", time=False, essential=True),
     # what lives throughout the step is gathered where its shard rests
     Pass(gather_in_place, "local", time=False, bodies=False),

@@ -18,6 +18,7 @@ from zerograph._torch import OpOverload
 from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.rewrite import closure
 from zerograph.ir.step_graph import found_infs, output_nodes
 
 aten = torch.ops.aten
@@ -167,17 +168,8 @@ def _terms_of(number: fx.Node) -> list[fx.Node]:
 
 def _edited_from(finals: Iterable[fx.Node]) -> set[fx.Node]:
     """Return what the edits that end in ``finals`` start from."""
-    stack, seen, starts = list(finals), set(), set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_edit(node):
-            stack += node.all_input_nodes
-        else:
-            starts.add(node)
-    return starts
+    reached = closure(finals, lambda node: node.all_input_nodes if is_edit(node) else ())
+    return {node for node in reached if not is_edit(node)}
 
 
 def in_shape_of(node: fx.Node, shape: Sequence[int]) -> bool:
@@ -268,15 +260,11 @@ class _Edits:
     def _made_from(self, number: fx.Node) -> frozenset[fx.Node]:
         """What the edits that ``number`` comes from start from; what stands behind a total norm does not count."""
         if number not in self._sources:
-            found, seen, stack = set(), {number}, [number]
-            while stack:
-                node = stack.pop()
-                if not is_edit(node):
-                    found.add(node)
-                elif node.target is not TOTAL_NORM:
-                    stack += [given for given in node.all_input_nodes if given not in seen]
-                    seen.update(node.all_input_nodes)
-            self._sources[number] = frozenset(found)
+            reached = closure(
+                [number],
+                lambda node: node.all_input_nodes if is_edit(node) and node.target is not TOTAL_NORM else (),
+            )
+            self._sources[number] = frozenset(node for node in reached if not is_edit(node))
         return self._sources[number]
 
 
