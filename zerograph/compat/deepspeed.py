@@ -183,7 +183,7 @@ _ZERO_REFUSED = {
 
 
 def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
-    """What a DeepSpeed configuration, a dict or a JSON file, asks of a training step.
+    """Translate a DeepSpeed configuration, a dict or a JSON file, into settings of a training step.
 
     ``settings.set_up(self, model.parameters())`` in a graph's ``__init__`` does all of it; ``settings.configure()``
     only sets options. ``gradient_accumulation_steps`` = k makes one call of the graph take the k micro-batches at once:
@@ -249,7 +249,7 @@ def _file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def _known(given: Mapping[str, Any], key: str, default: Any, where: str = "") -> Any:
-    """A value that is no ``"auto"``."""
+    """Return a value, refusing ``"auto"``."""
     value = given.get(key, default)
     if value == "auto":
         raise ConfigError(f"{where}{key} is 'auto', which transformers' Trainer fills in: give a value")
@@ -257,7 +257,7 @@ def _known(given: Mapping[str, Any], key: str, default: Any, where: str = "") ->
 
 
 def _batch(given: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Micro-batches, and samples of a rank, for each update: ``train_batch_size`` = micro * k * ranks."""
+    """Return micro-batches and samples per rank of an update: ``train_batch_size`` = micro * k * ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     # Trainers that fill these in give the batches as well.
     total, micro, steps = (None if given.get(k) in (None, "auto") else whole(given[k], k, 1) for k in keys)
@@ -439,7 +439,7 @@ def _scheduler(given: Any) -> MakeScheduler | None:
 
 
 def _is_on(value: Any, key: str = "") -> bool:
-    """Whether a key asks for anything; a section does unless it says that it is not enabled. One of a size is none."""
+    """Return whether a key asks for anything: a section does unless it is disabled, a size of 1 does not."""
     if key.endswith("_size") and value == 1:
         return False
     if isinstance(value, Mapping):

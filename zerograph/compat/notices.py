@@ -17,7 +17,7 @@ _rank: ContextVar[int | None] = ContextVar("rank of this process, where it has n
 
 @contextlib.contextmanager
 def as_rank(number: int) -> Iterator[None]:
-    """This process is going to be that rank."""
+    """Set the rank that this process is about to have, for warnings before it joins the job."""
     token = _rank.set(number)
     try:
         yield

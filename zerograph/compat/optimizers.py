@@ -16,7 +16,7 @@ ADAMS = ("FusedAdam", "CPUAdam", "HybridAdam", "DeepSpeedCPUAdam")
 
 
 def adam(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """Adam as those kernels do it: ``adam_w_mode`` (default True) says whether weight decay is AdamW's.
+    """Return a factory of Adam as those kernels compute it: ``adam_w_mode`` (default True) is AdamW's decay.
 
     Raises:
         ConfigError: a parameter that the update here does not have.
@@ -34,7 +34,7 @@ def adam(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torc
 def torchs(
     name: str, params: Mapping[str, Any], called: str | None = None
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """The optimizer of that name in ``torch.optim``.
+    """Return a factory of the optimizer of that name in ``torch.optim``.
 
     Raises:
         ConfigError: there is none, or it has no such parameter; the message says what there is.

@@ -1,6 +1,6 @@
 """DeepSpeed's learning-rate schedules, as schedulers of torch; each reads its parameters under DeepSpeed's names.
 
-DeepSpeed's schedules start counting behind the first update, which is made with what the constructor set: update n,
+DeepSpeed's schedules start counting after the first update, which uses the rate that the constructor set: update n,
 from 0, sees the schedule's step n - 1.
 """
 
@@ -43,7 +43,7 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def each(self, key: str) -> list[float]:
-        """A parameter for every group: a number for all, or a list of one for each."""
+        """Return a parameter for every group, given as one number for all or a list of one for each."""
         value, groups = self.params[key], len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [number(value, f"scheduler.params.{key}")] * groups
@@ -52,11 +52,11 @@ class Schedule(LRScheduler):
         return [number(one, f"scheduler.params.{key}") for one in value]
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of each group for the next update."""
+        """Return the learning rate of each group for the next update."""
         return [*self.rates(self.last_epoch - 1)]
 
     def rates(self, step: int) -> list[float]:
-        """The learning rate of each group at DeepSpeed's step of that number; -1 for the first update."""
+        """Return the learning rate of each group at DeepSpeed's step ``step``; -1 for the first update."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ REQUIRED = _Required()
 
 
 def _warmup(params: Mapping[str, Any], step: int) -> float | None:
-    """How far the warm-up has come, from 0 to 1; None behind its end."""
+    """Return the progress of the warm-up, from 0 to 1; None after its end."""
     steps = max(2, int(params["warmup_num_steps"]))
     if step >= steps:
         return None
@@ -94,12 +94,14 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, params)
 
     def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each group."""
         low = self.each("warmup_min_lr")
         high = list(map(float, self.base_lrs)) if self.params["warmup_max_lr"] is None else self.each("warmup_max_lr")
         share = 0.0 if step < 0 else self.share(step)
         return [one + (other - one) * share for one, other in zip(low, high, strict=True)]
 
     def share(self, step: int) -> float:
+        """Return the share of the way from the least to the largest rate, from 0 to 1."""
         warm = _warmup(self.params, step)
         return 1.0 if warm is None else warm
 
@@ -110,6 +112,7 @@ class WarmupDecayLR(WarmupLR):
     defaults = {"total_num_steps": REQUIRED, **WarmupLR.defaults, "warmup_max_lr": 0.001}
 
     def share(self, step: int) -> float:
+        """Return the share of the way from the least to the largest rate, from 0 to 1."""
         warm, total = _warmup(self.params, step), int(self.params["total_num_steps"])
         if warm is not None:
             return warm
@@ -128,6 +131,7 @@ class WarmupCosineLR(Schedule):
     }
 
     def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each group."""
         return [float(rate) * self._ratio(step) for rate in self.base_lrs]
 
     def _ratio(self, step: int) -> float:
@@ -153,6 +157,7 @@ class LRRangeTest(Schedule):
     }
 
     def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each group."""
         interval = (step + 1) / int(self.params["lr_range_test_step_size"])
         if switch(self.params["lr_range_test_staircase"], "scheduler.params.lr_range_test_staircase"):
             interval = math.floor(interval)
@@ -182,6 +187,7 @@ class OneCycle(Schedule):
     }
 
     def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each group."""
         low, high = self.each("cycle_min_lr"), self.each("cycle_max_lr")
         self._set_momentum(step)
         if step < self._total:
@@ -195,7 +201,7 @@ class OneCycle(Schedule):
         return int(first) + int(first if second is None else second)
 
     def _height(self, step: int) -> float:
-        """0 at the ends of the cycle, 1 at its top."""
+        """Return the place in the cycle: 0 at its ends, 1 at its top."""
         first, now = int(self.params["cycle_first_step_size"]), (step + 1) % self._total
         rising = now <= first
         height = now / first if rising else (self._total - now) / (self._total - first)

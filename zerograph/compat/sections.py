@@ -13,7 +13,7 @@ from zerograph.ir.buckets import MOST_BYTES
 
 
 def section(value: Any, name: str, known: Iterable[str]) -> dict[str, Any]:
-    """A copy of a section, once all its keys are known.
+    """Return a copy of a section whose keys are all known.
 
     Raises:
         ConfigError: not a dict, or a key that does not exist; the message names it and the choices.
@@ -30,7 +30,7 @@ def section(value: Any, name: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def number(value: Any, name: str, low: float = 0) -> float:
-    """A number that JSON, or a string such as ``"5e8"``, gives.
+    """Return a number from JSON, or from a string such as ``"5e8"``.
 
     Raises:
         ConfigError: no finite number, or one below ``low``.
@@ -45,7 +45,7 @@ def number(value: Any, name: str, low: float = 0) -> float:
 
 
 def whole(value: Any, name: str, low: int = 0) -> int:
-    """A whole number, which may be written as ``5e8``.
+    """Return a whole number, which may be written as ``5e8``.
 
     Raises:
         ConfigError: no whole number, or one below ``low``.
@@ -57,7 +57,7 @@ def whole(value: Any, name: str, low: int = 0) -> int:
 
 
 def bucket_bytes(elements: Iterable[int]) -> int | None:
-    """``bucket_size`` for buckets that hold at most so many elements of fp32, whichever is least; None: the default.
+    """Return ``bucket_size``, in bytes, for the least of these upper bounds in fp32 elements; None: the default.
 
     Published sizes are of hundreds of millions, for single collectives of a large model. Ours are smaller by default.
     """
@@ -66,7 +66,7 @@ def bucket_bytes(elements: Iterable[int]) -> int | None:
 
 
 def switch(value: Any, name: str) -> bool:
-    """True or False.
+    """Return True or False.
 
     Raises:
         ConfigError: anything else.
@@ -77,6 +77,6 @@ def switch(value: Any, name: str) -> bool:
 
 
 def say_without_effect(keys: Iterable[str], where: str) -> None:
-    """One warning for all keys that were given and change nothing here."""
+    """Warn once of all keys that have no effect here."""
     if found := tuple(keys):
         say(f"without effect in {where}: {', '.join(found)}")

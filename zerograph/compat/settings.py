@@ -76,7 +76,7 @@ class Settings:
         graph.add_optimizer(optimizer, None if self.scheduler is None else self.scheduler(optimizer))
 
     def make_optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """The optimizer that the configuration names, over these parameters or groups of them.
+        """Return the optimizer that the configuration names, over these parameters or groups of them.
 
         Raises:
             ConfigError: it names none.

@@ -45,8 +45,11 @@ def check(
     """Raise if the call means one thing on a part and another on the whole.
 
     Args:
-        metas: the arguments, flat, with :class:`Meta` for tensors; ``tree`` nests them.
-        made: what it returns, likewise.
+        function: the function that is called.
+        metas: the arguments, flat, with :class:`Meta` for tensors.
+        tree: how the arguments are nested.
+        made: the results, flat, likewise.
+        parts: number of parts of the batch.
 
     Raises:
         CaptureError: naming the user's line, and what to do.
@@ -82,7 +85,7 @@ def check(
 
 
 def here() -> str:
-    """The user's running line, on a line of its own."""
+    """Return the user's running line, on a line of its own."""
     line, code = source.running_line()
     return f"\n  {line}   {code}" if line else ""
 
@@ -98,7 +101,7 @@ def _check_join(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
 
 
 def _check_index(first: Meta, along: int, index: Any) -> None:
-    """Every dimension in front of the batch's may be indexed, and every one behind it: it itself only by ``:``."""
+    """Refuse an index of the batch's dimension other than ``:``; every other dimension may be indexed."""
     entries = list(index) if isinstance(index, tuple) else [index]
     taken = sum(_dims(one) for one in entries if one is not Ellipsis)
     if any(one is Ellipsis for one in entries):
@@ -117,14 +120,14 @@ def _check_index(first: Meta, along: int, index: Any) -> None:
 
 
 def _dims(entry: Any) -> int:
-    """How many dimensions an entry of an index takes: a mask as many as it has."""
+    """Return the number of dimensions that an entry of an index takes; a mask takes as many as it has."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return len(entry.shape) if isinstance(entry, Meta) and str(entry.dtype) == "torch.bool" else 1
 
 
 def _check_reshape(name: str, first: Meta, along: int, made: Meta) -> None:
-    """The batch must stay as far out as it is: what lies in front of it must not be mixed with it, nor it cut up."""
+    """Refuse a reshape that splits the batch's dimension or merges it with a dimension before it."""
     to = made.batch_dim
     if to is None or math.prod(first.shape[:along]) != math.prod(made.shape[:to]):
         _refuse(f"{name}() cuts through the batch, or mixes it with what lies in front of it")

@@ -75,7 +75,7 @@ _SCALER = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "mi
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
-    """What a configuration of ColossalAI asks of a training step.
+    """Translate a configuration of ColossalAI into settings of a training step.
 
     With ``zero`` the step computes in fp16 with fp32 masters, as there; ``bf16 = True`` chooses bf16, ``fp16 = False``
     fp32. In a Python file names in capitals are the user's own. ``max_in_cpu`` is bytes, as in zerograph's options.
@@ -244,7 +244,7 @@ _MORE = ("consecutive_hysteresis",)
 
 
 def _bucket_sizes(zero: Mapping[str, Any], level: int, *, offloads: bool) -> list[int]:
-    """In elements: what one collective, and with offload one update, may hold at most."""
+    """Return the upper bounds of a collective's size, and with offload of an update's, in elements."""
     names = ["max_elements_per_comm"] if level == 1 else ["reduce_bucket_size"]
     if level == 3:
         names.append("prefetch_bucket_size")

@@ -24,10 +24,13 @@ _KEEPS = ("neg", "abs", "add", "sub", "detach", "clone", "float", "double", "to"
 
 
 def comes(function: Callable[..., Any], arguments: Sequence[Any], made: Any, *, opaque: bool) -> Any:
-    """``made``, what the call returns, with how it comes of the batch if it is a tensor without one.
+    """Return ``made``, the call's result, marked as a sum or a mean over the batch where it is one.
 
     Args:
+        function: the function that is called.
         arguments: flat, with operands as they enter the step.
+        made: one leaf of the result.
+        opaque: the function is the model or the criterion.
     """
     if not isinstance(made, Meta):
         return made
@@ -93,7 +96,7 @@ def look(
 
 
 def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], *, opaque: bool) -> Comes:
-    """Of a call that takes the batch and returns something without."""
+    """Classify a call that takes the batch and returns a tensor without a batch dimension."""
     if opaque:
         reduction = getattr(function, "reduction", None)
         return reduction if reduction in ("sum", "mean") else None
@@ -103,7 +106,7 @@ def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], 
 
 
 def _factor(name: str, arguments: Sequence[Any]) -> Any:
-    """What a recorded tensor is divided by, or multiplied with, where that may be a count, or one's inverse."""
+    """Return the divisor or factor of a recorded tensor if it may be a count or its inverse, else None."""
     if name not in (*_DIVIDES, *_MULTIPLIES) or len(arguments) < 2:
         return None
     pair = list(arguments[:2])

@@ -43,11 +43,11 @@ class Meta:
 
     @property
     def batch_dim(self) -> int | None:
-        """The dimension along which the batch lies; None where there is none (or one part is all of it)."""
+        """Batch dimension; None if there is none, or if one part is the whole batch."""
         return next((dim for dim, size in enumerate(self.shape) if self.whole[dim] != size), None)
 
     def parted(self, parts: int) -> bool:
-        """Whether the global tensor is so many of these end to end along one dimension, or is this."""
+        """Return whether the global tensor is ``parts`` of these along one dimension, or has the same shape."""
         if len(self.shape) != len(self.whole):
             return False
         other = [dim for dim, size in enumerate(self.shape) if self.whole[dim] != size]
@@ -93,6 +93,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Meta, tape: Recorder, made: Made) -> Deferred:
+        """Make a tensor without data."""
         new: Deferred = _torch.tensor_without_data(
             cls, meta.shape, meta.dtype, meta.device, requires_grad=meta.requires_grad
         )
@@ -100,7 +101,7 @@ class Deferred(Tensor):
         return new
 
     def __init__(self, meta: Meta, tape: Recorder, made: Made) -> None:
-        """All is done by ``__new__``; torch's own takes no arguments."""
+        """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,12 +126,12 @@ class Deferred(Tensor):
 
 
 def values_of(tree: Any) -> Any:
-    """The same nesting with values instead of what is not computed yet: asks for them, on every rank."""
+    """Return the same nesting with every deferred tensor replaced by its value. A collective."""
     return pytree.tree_map_only(Deferred, lambda one: one.tape.value(one), tree)
 
 
 def deferred_in(tree: Any) -> Iterator[Deferred]:
-    """What is not computed yet in any nesting."""
+    """Iterate over the deferred tensors in a nesting."""
     return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Deferred))
 
 
@@ -141,13 +142,13 @@ def read(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """``cross_entropy()``, ``.T`` for an attribute, ``Linear()`` for a module."""
+    """Return a name for messages: ``cross_entropy()``, ``.T`` for an attribute, ``Linear()`` for a module."""
     name = getattr(function, "__name__", type(function).__name__)
     return f".{function.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
 
 
 def _tape_of(given: list[Deferred]) -> Recorder:
-    """The tape that is being recorded, of those that the arguments are on."""
+    """Return the arguments' tape that is still being recorded, else the first argument's."""
     return next((one.tape for one in given if not one.tape.closed), given[0].tape)
 
 

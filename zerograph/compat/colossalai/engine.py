@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, Made, deferred_in
 from zerograph.compat.colossalai.gradients import Reader
 from zerograph.compat.colossalai.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.compat.colossalai.metadata import Knowledge
 from zerograph.compat.colossalai.program import Program, Texts, program_of
-from zerograph.compat.colossalai.tape import Tape
+from zerograph.compat.colossalai.tape import Numbers, Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.optim.step_hooks import Guard
@@ -95,12 +94,12 @@ class Engine:
         return self._optimizer
 
     def train(self, mode: bool = True) -> None:
-        """Training mode, of the engine and its model."""
+        """Set the training mode of the engine and its model."""
         self.training = mode
         self._model.train(mode)
 
     def eval(self) -> None:
-        """Evaluation mode: ``engine(x)`` computes at once, from the newest parameters."""
+        """Set evaluation mode: ``engine(x)`` computes at once, from the newest parameters."""
         self.train(False)
 
     def zero_grad(self) -> None:
@@ -109,7 +108,7 @@ class Engine:
         self._stepped = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's part of the batch, in the nesting that the model returns.
+        """Run the model's forward on this rank's part of the batch; results are nested as the model returns them.
 
         Plain tensors are split between the ranks along dimension 0. In training the tensors returned are deferred; in
         evaluation, under ``torch.no_grad()`` and without an optimizer they are this rank's part, computed at once.
@@ -125,7 +124,7 @@ class Engine:
         return self._tape.call(self._model, args, kwargs, module=True, parts=True)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
-        """The criterion, of what the engine returned and this rank's part of the labels: that of the whole batch.
+        """Apply the criterion to the engine's results and this rank's labels; the loss is the whole batch's.
 
         Raises:
             ConfigError: the engine has none.
@@ -223,7 +222,7 @@ class Engine:
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """The model with whole parameters, to be used eagerly; see :meth:`zerograph.ZeroGraph.full_parameters`."""
+        """Unshard the model for eager use; see :meth:`zerograph.ZeroGraph.full_parameters`."""
         with self.graph.full_parameters():
             yield
 
@@ -320,7 +319,7 @@ class Engine:
             tape.finish(dict(zip(made, found, strict=True)))
 
     def _read(self, tape: Tape, wanted: Sequence[Made]) -> list[Tensor]:
-        """Values of what a step is still to compute, the same that it will."""
+        """Compute values before the step does; they equal the step's."""
         calls = self.graph.config.gradient_accumulation_steps
         program = program_of(tape, [], wanted, self._texts)
         self._hint(
@@ -341,7 +340,7 @@ class Engine:
             )
 
     def _hint(self, message: str) -> None:
-        """A warning of what costs time, and changes no number."""
+        """Warn of a cost in time that changes no number."""
         if self._verbose:
             self._warn(message)
 
@@ -360,7 +359,7 @@ def _shown(loss: Any) -> str:
 
 
 def _unlike(programs: Sequence[Program]) -> InputError | None:
-    """What is wrong if the calls of an update do not do the same."""
+    """Return an error if the calls of an update do not do the same, else None."""
     for number, program in enumerate(programs):
         if program.text != programs[0].text:
             return InputError(
@@ -372,7 +371,7 @@ def _unlike(programs: Sequence[Program]) -> InputError | None:
 
 
 def _agreed(graph: Step, tapes: Sequence[Tape]) -> list[list[Made]]:
-    """What the step returns of each call: what is wanted of it on any rank."""
+    """Return the step's outputs for each call: those that any rank needs."""
     if not _alike(tapes):
         # A forward that nobody can reach any more, and that waits for the garbage collector, is no call of its own.
         gc.collect()
@@ -390,7 +389,7 @@ def _agreed(graph: Step, tapes: Sequence[Tape]) -> list[list[Made]]:
 
 
 def _from_the_end(tapes: Sequence[Tape], wanted: Sequence[Sequence[Made]]) -> list[list[tuple[int, int]]]:
-    """As numbers that other ranks know, even those that still have calls from before on their tapes."""
+    """Count calls from the end, so that ranks with earlier calls on their tapes agree on the numbers."""
     return [[(len(tape.calls) - one.call, one.leaf) for one in made] for tape, made in zip(tapes, wanted, strict=True)]
 
 
@@ -403,12 +402,12 @@ def _wanted_of_all(tapes: Sequence[Tape]) -> list[list[Made]]:
 
 
 def _alike(tapes: Sequence[Tape]) -> bool:
-    """Whether the same functions were called on each."""
+    """Return whether the same functions were called on each tape."""
     return len({tuple(call.function for call in tape.calls) for tape in tapes}) == 1
 
 
 def _wanted(tape: Tape) -> list[Made]:
-    """What the step returns: what somebody holds, but for what was read already and leads to no loss.
+    """Return the step's outputs: tensors still referenced, except those read already that lead to no loss.
 
     So a number that is looked at now and then makes no other step of those in which it is.
     """

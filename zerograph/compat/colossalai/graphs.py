@@ -64,12 +64,12 @@ class Recorded(ZeroGraph):
         return outputs
 
     def parts(self) -> int:
-        """Into how many parts the batch of one call is cut: the ranks that have different ones."""
+        """Return the number of parts that the batch of one call is split into over the ranks."""
         job = self._join()
         return pieces(self.config.batch_on(job.mesh.dims), job.mesh)
 
     def everybodys(self, held: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
-        """What each rank holds of each of some calls of the engine, where that differs: a collective.
+        """Return the outputs that each rank needs of each call, or None if all ranks agree. A collective.
 
         Raises:
             RankMismatchError: another rank makes no step now.
@@ -88,6 +88,8 @@ class Recorded(ZeroGraph):
         """Run the program on the tensors of each of some calls of the engine: its outputs for each of them.
 
         Args:
+            program: the recorded program.
+            calls: the tensors of each call of the engine.
             problem: why this rank cannot; no other then does.
 
         Raises:
@@ -148,7 +150,7 @@ class Recorded(ZeroGraph):
         return DTensor.from_local(first, placement, [Replicate()] * placement.ndim, run_check=False)
 
     def _parted(self, value: Tensor, sbp: NdSbp, meta: Meta, calls: int) -> list[Tensor]:
-        """This rank's part of an output, for each call."""
+        """Return this rank's part of an output, for each call."""
         if calls == 1:
             return [self._part(value, sbp, meta)]
         if value.dim() == len(meta.shape):
@@ -203,7 +205,7 @@ class Preview(Forward):
         self._compiler.accumulates = whole
 
     def build(self, *tensors: Tensor) -> Any:
-        """As the step's, on copies of the buffers."""
+        """Run the step's program on copies of the buffers."""
         buffers = {
             f"{name}.{path}": buffer.clone()
             for name, module in self._members().root.named_children()
@@ -236,6 +238,7 @@ class Gradients(Preview):
         """Compute the gradient of the program's losses over the whole batch, by the parameter's name. A collective.
 
         Args:
+            program: the recorded program.
             calls: the tensors of each call of the engine that makes the update.
             problem: why this rank cannot; no other then does.
 

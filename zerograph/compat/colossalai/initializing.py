@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph.compat.colossalai.accumulation import EachUpdate, WholeUpdates
 from zerograph.compat.colossalai.engine import Engine
 from zerograph.compat.colossalai.launching import Configuration, settings_of
 from zerograph.compat.settings import Settings
@@ -27,7 +27,7 @@ def initialize(
     config: Configuration | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Iterable[Any] | None, Iterable[Any] | None, Any]:
-    """An engine that trains the model as the configuration says, the loaders, and the scheduler.
+    """Return an engine that trains the model as the configuration says, the loaders, and the scheduler.
 
     Loaders come back as they are: each rank reads its own part of the batch, as from a ``DistributedSampler``. With
     gradient accumulation over k calls the train loader ends with the last whole update, and the scheduler's ``step()``
@@ -38,6 +38,8 @@ def initialize(
         optimizer: of the model's parameters, or what makes one of them; None: the one that the configuration names, if
             it does. Without one the engine only predicts.
         criterion: any callable that returns the loss; a module's parameters are trained if they are in the optimizer.
+        train_dataloader: batches of this rank, returned as described above.
+        test_dataloader: returned unchanged.
         lr_scheduler: of the optimizer, or what makes one of it; stepped by the training loop.
         config: a dict, or the path of a Python file; None: what ``launch()`` was given.
         verbose: rank 0 prints the engine's options, and hints.
@@ -90,3 +92,46 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, settings: Se
             f"lr_scheduler={given!r:.60}: give a scheduler of the optimizer, or a function that makes one of it"
         )
     return given(optimizer)
+
+
+class WholeUpdates:
+    """A loader without the last batches, which make no update any more. All else is the loader's own.
+
+    Args:
+        loader: has a length.
+        calls: so many batches make one update.
+    """
+
+    def __init__(self, loader: Iterable[Any], calls: int) -> None:
+        self._loader, self._calls = loader, calls
+
+    def __len__(self) -> int:
+        length = len(self._loader)  # type: ignore[arg-type]
+        return length - length % self._calls
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), len(self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class EachUpdate:
+    """A scheduler whose ``step()``, called with each call of the engine, counts once per update.
+
+    Args:
+        scheduler: the one that is stepped; all else is its own.
+        calls: so many calls make one update.
+    """
+
+    def __init__(self, scheduler: LRScheduler, calls: int) -> None:
+        self._scheduler, self._calls, self._count = scheduler, calls, 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler, on each call that makes an update."""
+        self._count = (self._count + 1) % self._calls
+        if not self._count:
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)

@@ -35,8 +35,10 @@ def launch(
 
     Args:
         config: a dict, or the path of a Python file; ``initialize()`` goes by it.
-        rank, world_size: this process, from 0, and how many there are.
-        host, port: where rank 0 is found.
+        rank: the rank of this process, from 0.
+        world_size: number of processes.
+        host: address of rank 0.
+        port: port of rank 0.
         backend: ``"nccl"`` or ``"gloo"``; None: what fits this machine.
         local_rank: the number of this machine's GPU; None: the rank's, modulo how many it has.
         seed: of ``torch.manual_seed()``, and so of the graph's random numbers.
@@ -60,7 +62,7 @@ def launch(
 def launch_from_torch(
     config: Configuration, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
-    """:func:`launch` with the numbers that ``torchrun`` puts into the environment.
+    """Call :func:`launch` with the numbers that ``torchrun`` puts into the environment.
 
     Raises:
         ConfigError: the configuration names a key or value that does not exist.
@@ -78,7 +80,7 @@ def launch_from_torch(
 
 
 def settings_of(config: Configuration | None) -> Settings:
-    """What ``config`` asks for; None: what :func:`launch` was given.
+    """Return the settings of ``config``; for None those of the last :func:`launch`.
 
     Raises:
         ConfigError: there is neither.

@@ -27,7 +27,7 @@ from zerograph.errors import CaptureError
 
 
 def patched(function: Any) -> Any:
-    """What stands for a function of ``torch.nn.functional`` while a step is traced."""
+    """Return the function that replaces one of ``torch.nn.functional`` while a step is traced."""
     own = getattr(function, "__module__", None) == F.__name__
     return getattr(F, function.__name__, function) if own else function
 
@@ -56,7 +56,7 @@ class Knowledge:
         with_gradients: bool,
         opaque: bool,
     ) -> Outcome:
-        """What ``function`` returns for these arguments; an ``opaque`` one, model or criterion, sees the whole batch.
+        """Return the outcome of ``function``; an ``opaque`` one, model or criterion, takes the whole batch.
 
         Raises:
             CaptureError: it writes to a tensor, makes shapes of values, or means something else on the whole batch.
@@ -90,7 +90,7 @@ class Knowledge:
 
 
 def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> list[Any]:
-    """What the call returns, where it means the same on the whole batch as on this rank's part."""
+    """Return the call's leaves if it means the same on the whole batch as on this rank's part."""
     name = name_of(run.function)
     try:
         whole = part if parts == 1 else run(entering, whole=True)
@@ -127,7 +127,7 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
 
 
 def _taken(entering: Sequence[Any], tree: pytree.TreeSpec) -> str:
-    """Which tensors given to the model or the criterion are laid end to end, and what to do if one is not to be."""
+    """List the model's or criterion's arguments that are taken as parts of the batch, with advice."""
     args, kwargs = pytree.tree_unflatten(list(entering), tree)
     named = [(f"argument {n + 1}", one) for n, one in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
     lines = [
@@ -156,7 +156,7 @@ def _key(argument: Any) -> Hashable:
 
 
 def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
-    """How real tensors may enter: those that nothing is known of as is likely; then one, then all the other way."""
+    """Iterate over ways in which real tensors may enter: the likely one, then with one, then all, flipped."""
     operands = [one if isinstance(one, Operand) else None for one in arguments]
     other: dict[Kind, Kind] = {"part": "whole", "whole": "part"}
     likely = [None if one is None else one.kind or one.likely for one in operands]
@@ -167,7 +167,7 @@ def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
 
 
 def _entering(argument: Any, kind: Kind | None, parts: int) -> Any:
-    """A real tensor's operand with the shape that it has in the step; anything else as it is."""
+    """Return a real tensor's operand with its shape in the step; anything else unchanged."""
     if not isinstance(argument, Operand) or not argument.real:
         return argument
     shape = argument.meta.shape

@@ -40,7 +40,7 @@ class Program:
     draws: bool
 
     def run(self, tensors: Sequence[Tensor], parameter: Callable[[str], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Losses and outputs of all calls, made anew on these tensors.
+        """Repeat all calls on these tensors; return their losses and outputs.
 
         Raises:
             CaptureError: a call fails, which is named by the user's line.
@@ -62,7 +62,7 @@ class Program:
 
 
 def program_of(tape: Tape, losses: Sequence[Made], outputs: Sequence[Made], texts: Texts) -> Program:
-    """The program that makes ``losses`` and ``outputs`` of a tape."""
+    """Return the program that computes ``losses`` and ``outputs`` of a tape."""
     needed = tape.needed([*losses, *outputs])
     place = {old: new for new, old in enumerate(needed)}
     numbers: dict[int, int] = {}
@@ -97,7 +97,7 @@ class Texts:
         self._seen: dict[str, list[Any]] = {}
 
     def of(self, value: Any) -> str:
-        """Text for ``value``."""
+        """Return the text of ``value``."""
         if id(value) in self._names:
             return self._names[id(value)]
         if isinstance(value, _PLAIN):

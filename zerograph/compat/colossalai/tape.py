@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.changing import Numbers
 from zerograph.compat.colossalai.deferred import Deferred, Made, Meta, name_of
 from zerograph.errors import CaptureError, InputError
 
@@ -89,8 +88,39 @@ class Call:
     made: dict[int, weakref.ref[Deferred]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[int]:
-        """Numbers of the calls whose results it takes."""
+        """Iterate over the numbers of the calls whose results this call takes."""
         return (one.call for one in self.arguments if isinstance(one, Made))
+
+
+_ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "subtract", "__rsub__", "rsub")
+
+
+class Numbers:
+    """Floats in the arithmetic of recorded calls, by where they stand: the first time one differs, it becomes a tensor.
+
+    From then on it is an input: one more compile, then none.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], float] = {}
+        self._changing: set[tuple[int, str]] = set()
+
+    def lifted(self, place: int, function: Callable[..., Any], args: Any) -> Any:
+        """Return the arguments of call number ``place`` of a tape, with a 0-d tensor for a float that changes."""
+        name = getattr(function, "__name__", "")
+        if name not in _ARITHMETIC or len(args) != 2:
+            return args
+        tensor, number = args
+        # Narrower ones would round the number; the others count on with it as they would with a constant.
+        wide = isinstance(tensor, Deferred) and tensor.dtype in (torch.float32, torch.float64)
+        if not wide or not isinstance(number, float):
+            return args
+        key = place, name
+        if self._seen.setdefault(key, number) != number:
+            self._changing.add(key)
+        if key not in self._changing:
+            return args
+        return tensor, torch.tensor(number, dtype=tensor.dtype, device=tensor.device)
 
 
 # Says what a call returns: its function, arguments with Operand for tensors, their nesting; see metadata.py.
@@ -123,6 +153,9 @@ class Tape:
         """Record a call; what it returns has deferred tensors.
 
         Args:
+            function: the function that is called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
             module: it is the model's or the criterion's, which may write to buffers.
             parts: real tensors among the arguments are this rank's part of the batch.
 
@@ -160,7 +193,7 @@ class Tape:
         return pytree.tree_unflatten(leaves, outcome.tree)
 
     def value(self, one: Deferred) -> Tensor:
-        """The value of what is not computed yet; computes it, with all else that is asked for of this tape so far."""
+        """Return the value of a deferred tensor, computing it if it is not there yet."""
         if one.known is None:
             (one.known,) = self.reader(self, [one.made])
         return one.known
@@ -179,14 +212,14 @@ class Tape:
                 torch.utils.swap_tensors(one, one.known.detach())
 
     def alive(self) -> Iterator[Deferred]:
-        """The deferred tensors that somebody holds."""
+        """Iterate over the deferred tensors that are still referenced."""
         for call in self.calls:
             for reference in call.made.values():
                 if (found := reference()) is not None:
                     yield found
 
     def needed(self, wanted: Iterable[Made]) -> list[int]:
-        """The calls that make ``wanted``, and those beside them that leave traces, in order.
+        """Return the calls that compute ``wanted``, and other calls with side effects, in order.
 
         Traces are what modules write to their buffers, and the numbers of the random numbers that come after. A forward
         of which nobody holds any result, nor can come to hold one, leaves none.
@@ -198,17 +231,17 @@ class Tape:
         return sorted(self.behind(found | traces))
 
     def has(self, one: Made) -> bool:
-        """Whether there is such a tensor: another rank may have recorded something else."""
+        """Return whether the tape has this tensor: another rank may have recorded something else."""
         leaves = self.calls[one.call].outcome.leaves if 0 <= one.call < len(self.calls) else ()
         return one.leaf < len(leaves) and isinstance(leaves[one.leaf], Meta)
 
     def meta(self, one: Made) -> Meta:
-        """What it looks like."""
+        """Return the metadata of a tensor on the tape."""
         found: Meta = self.calls[one.call].outcome.leaves[one.leaf]
         return found
 
     def behind(self, calls: Iterable[int]) -> set[int]:
-        """These calls, and all whose results they take."""
+        """Return these calls and their ancestors."""
         found = set(calls)
         for number in range(len(self.calls) - 1, -1, -1):
             if number in found:
@@ -249,7 +282,7 @@ class Tape:
         return Given(number)
 
     def _sizes(self, arguments: Sequence[Any]) -> set[int]:
-        """Sizes that the batch's dimension has, in this call or in what the tape was given."""
+        """Return the sizes of the batch dimension, in this call or in the tape's real tensors."""
         metas = [self.meta(one) for one in arguments if isinstance(one, Made)]
         found = {meta.shape[meta.batch_dim] for meta in metas if meta.batch_dim is not None}
         return found | {len(one) for one, kind in zip(self.tensors, self.kinds, strict=True) if kind == "part"}
@@ -265,7 +298,7 @@ class Tape:
         return argument
 
     def _taken_over(self, one: Any) -> Any:
-        """The value of what another tape made, which this one takes as it takes any tensor."""
+        """Return the value of another tape's result, which this tape takes like any tensor."""
         if not isinstance(one, Deferred) or one.tape is self:
             return one
         if one.requires_grad:

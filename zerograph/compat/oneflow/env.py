@@ -7,20 +7,20 @@ from zerograph.runtime.job.process_group import rank, world_size
 
 
 def get_rank() -> int:
-    """This process's rank, from 0; joins the job if need be."""
+    """Return this process's rank, from 0; joins the job if it has not yet."""
     return rank()
 
 
 def get_world_size() -> int:
-    """How many ranks the job has."""
+    """Return the number of ranks of the job."""
     return world_size()
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine, from 0."""
+    """Return this process's rank on its machine, from 0."""
     return local_rank()
 
 
 def get_node_size() -> int:
-    """How many machines the job runs on, as the launcher says."""
+    """Return the number of machines of the job, as the launcher says."""
     return world_size() // number_of("LOCAL_WORLD_SIZE", world_size(), least=1)

@@ -36,6 +36,9 @@ def save(
     Global tensors are written whole, which is a collective. A file appears complete or not at all.
 
     Args:
+        obj: the values.
+        path: the file.
+        save_as_external_data: not supported.
         global_dst_rank: this rank alone writes; all return when it has. Without it, every rank that calls this writes
             to its ``path``, which may be the same for all.
 
@@ -68,9 +71,10 @@ def load(
     *,
     support_pytorch_format: bool = True,
 ) -> Any:
-    """What was saved there, with ``torch.load(weights_only=True)``.
+    """Read what :func:`save` wrote, with ``torch.load(weights_only=True)``.
 
     Args:
+        path: the file.
         global_src_rank: this rank alone reads. Tensors (but 0-d ones) are then global ones, whole on that rank:
             ``to_global(placement=, sbp=)`` brings them to others, ``module.load_state_dict()`` does so by itself.
         map_location: a device, or a placement: tensors are then global ones there, broadcast where nothing else is

@@ -10,7 +10,7 @@ from torch.distributed import run
 
 
 def arguments_of_torchrun(arguments: Sequence[str] | None = None) -> list[str]:
-    """OneFlow's options in torchrun's words; exits with a message on what neither knows."""
+    """Translate OneFlow's options into torchrun's; exits with a message on unknown ones."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.redirect_stdout_and_stderr and not given.logdir:

@@ -61,7 +61,7 @@ def module_to_global(
 
 
 def keep_state_whole(module: nn.Module) -> None:
-    """From here on ``state_dict()`` of the module, and of all in it, has whole plain tensors; likewise loading.
+    """Make ``state_dict()`` and loading of the module and its submodules use whole plain tensors.
 
     Both are collectives then, also where values are split between the ranks.
     """
@@ -119,13 +119,13 @@ def _before_loading(
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors that the module holds itself."""
+    """Return the tensors that the module holds itself, without its submodules'."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _alike(value: Tensor, tensor: Tensor) -> Tensor:
-    """The value as what it is loaded into: global, or plain."""
+    """Return the value placed like the tensor that it is loaded into: global, or plain."""
     if not isinstance(tensor, DTensor):
         return whole_of(value)
     return cut(whole_of(value), tensor.device_mesh, from_dtensor(tensor.placements))

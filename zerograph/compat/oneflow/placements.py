@@ -39,12 +39,12 @@ class placement:  # noqa: N801 (OneFlow's name)
 
     @staticmethod
     def all(type: str) -> placement:
-        """All ranks of the job in a line."""
+        """Return the placement of all ranks of the job in a line."""
         return placement(type, list(range(world_size())))
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The same for torch, and for zerograph's own interface."""
+        """The same ranks as torch's device mesh, which zerograph's own interface takes."""
         return _mesh_of(self)
 
     def __eq__(self, other: object) -> bool:
@@ -58,7 +58,7 @@ class placement:  # noqa: N801 (OneFlow's name)
 
 
 def placement_of(mesh: DeviceMesh) -> placement:
-    """The placement of a tensor that torch has on ``mesh``. No collective."""
+    """Return the placement for a device mesh. No collective."""
     # Code in build() may ask: what it is told are real numbers.
     with _torch.no_modes():
         ranks = mesh.mesh.tolist()
@@ -67,7 +67,7 @@ def placement_of(mesh: DeviceMesh) -> placement:
 
 
 def mesh_of(given: Any) -> DeviceMesh:
-    """The device mesh behind what was given as ``placement=``.
+    """Return the device mesh of an argument ``placement=``.
 
     Raises:
         PlacementError: it is neither a placement nor a device mesh.
@@ -114,7 +114,7 @@ def _made(one: placement) -> DeviceMesh:
 
 
 def _lists(ranks: Any) -> Any:
-    """Ranges, tuples and arrays as lists; anything else as it is, for the check to refuse."""
+    """Return ranges, tuples and arrays as lists; anything else unchanged, for the check to refuse."""
     if hasattr(ranks, "tolist"):
         return ranks.tolist()
     return [_lists(one) for one in ranks] if isinstance(ranks, (list, tuple, range)) else ranks

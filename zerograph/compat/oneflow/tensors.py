@@ -1,7 +1,8 @@
 """Global tensors as OneFlow's methods see them: ``to_global``, ``to_local``, ``sbp``, ``placement``.
 
 A global tensor is a ``DTensor``; so is, to these functions, a parameter that a graph has taken over, wherever its
-values rest. While ``build()`` is traced all tensors are global ones, of which only the compiler knows the placements.
+values are stored. While ``build()`` is traced all tensors are global ones, whose placements only the
+compiler knows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def to_global(
     check_meta: bool = True,
     copy: bool = False,
 ) -> Tensor:
-    """A global tensor from this rank's part, or another placement of one that is global. A collective.
+    """Make a global tensor from this rank's part, or place a global one otherwise. A collective.
 
     A local tensor needs both arguments: with ``split(d)`` and ``partial_sum`` it is this rank's part, with
     ``broadcast`` all ranks take the first rank's values, *in place* unless ``copy``. A global one keeps what is not
@@ -47,6 +48,10 @@ def to_global(
     compiler places every tensor by itself, and the numbers do not depend on it.
 
     Args:
+        x: a local or a global tensor.
+        placement: the ranks and the type of device.
+        sbp: the SBP, or one for each dimension of the placement.
+        copy: take the first rank's values into a copy.
         grad_sbp: no effect: gradients are placed as is cheapest.
         check_meta: compare the ranks' parts, which costs an exchange. False where they are known to be alike.
 
@@ -80,10 +85,10 @@ def to_global(
 
 
 def to_local(x: Tensor) -> Tensor:
-    """This rank's part of a global tensor; a local one itself.
+    """Return this rank's part of a global tensor; a local one itself.
 
     Raises:
-        SplitParameterError: a parameter that a graph keeps split: its pieces lie in buckets.
+        SplitParameterError: a parameter that a graph keeps split: its slices are stored in buckets.
         CaptureError: inside ``build()``, where every tensor is whole.
     """
     if building():
@@ -102,14 +107,14 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def is_global(x: Tensor) -> bool:
-    """Whether the tensor is global. Inside ``build()`` all are."""
+    """Return whether the tensor is global. Inside ``build()`` all are."""
     return building() or _where(x) is not None
 
 
 def sbp_of(x: Tensor) -> NdSbp:
-    """How the tensor is placed, one SBP for each dimension of the placement.
+    """Return the tensor's SBP, one for each dimension of the placement.
 
-    Of a parameter that a graph has taken over, how it rests between steps.
+    For a parameter that a graph has taken over, the SBP that it has between steps.
 
     Raises:
         AttributeError: a local tensor, or, inside ``build()``, no parameter.
@@ -121,7 +126,7 @@ def sbp_of(x: Tensor) -> NdSbp:
 
 
 def placement_of_tensor(x: Tensor) -> placement:
-    """On which ranks and devices the tensor is.
+    """Return the ranks and the type of device that the tensor is on.
 
     Raises:
         AttributeError: a local tensor, or, inside ``build()``, no parameter.
@@ -140,7 +145,7 @@ _MISSING_IN_BUILD = (
 
 
 def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
-    """Ranks and SBP of a global tensor; None of a local one."""
+    """Return ranks and SBP of a global tensor, or None for a local one."""
     known = original_of(x)
     if isinstance(known, DTensor):
         return known.device_mesh, from_dtensor(known.placements)
@@ -152,7 +157,7 @@ def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
 
 
 def whole_of(x: Tensor) -> Tensor:
-    """All of a tensor on every rank, plain and without gradient. A collective for global ones."""
+    """Return the whole tensor on every rank, plain and without gradient. A collective for global ones."""
     if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
         return _values(x, store)
     if not isinstance(x, DTensor):
@@ -167,7 +172,7 @@ def whole_of(x: Tensor) -> Tensor:
 
 
 def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
-    """The global tensor whose whole value every rank has here. Nothing is sent.
+    """Return the global tensor whose whole value every rank passes. Nothing is sent.
 
     Raises:
         PlacementError: the SBP does not fit the tensor or the placement.
@@ -205,7 +210,7 @@ def _check_number(x: Tensor, mesh: DeviceMesh) -> None:
 
 
 def _elsewhere(x: Tensor, mesh: DeviceMesh, sbp: NdSbp) -> DTensor:
-    """On a rank that has no part: a global tensor as large as if others held parts like ``x``."""
+    """Return, on a rank outside the placement, the global tensor whose parts elsewhere are like ``x``."""
     shape = list(x.shape)
     for one, ranks in zip(sbp, mesh.shape, strict=True):
         if isinstance(one, Split):
@@ -243,5 +248,5 @@ def _place(x: Tensor, store: Store) -> int:
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain tensor that all ranks have alike, as a global one."""
+    """Return a plain tensor that is equal on all ranks as a global one."""
     return DTensor.from_local(x, mesh, to_dtensor(whole(mesh.ndim)), run_check=False)

@@ -16,7 +16,7 @@ _switches = {"use_compute_stream": False, "disable_group_boxing": False}
 
 
 def enable_use_compute_stream(val: bool = False) -> None:
-    """With a ZeRO mode: stage 2.
+    """Choose stage 2 for graphs with a ZeRO mode.
 
     Raises:
         ConfigError: neither True nor False.
@@ -25,7 +25,7 @@ def enable_use_compute_stream(val: bool = False) -> None:
 
 
 def disable_group_boxing_by_dst_parallel(val: bool = False) -> None:
-    """With a ZeRO mode and ``enable_use_compute_stream(True)``: stage 3.
+    """Choose stage 3 for graphs with a ZeRO mode, together with ``enable_use_compute_stream(True)``.
 
     Raises:
         ConfigError: neither True nor False.
@@ -34,12 +34,12 @@ def disable_group_boxing_by_dst_parallel(val: bool = False) -> None:
 
 
 def stage() -> int:
-    """The stage that a graph with a ZeRO mode gets now: 1, 2 or 3."""
+    """Return the stage that a graph with a ZeRO mode gets now: 1, 2 or 3."""
     return 1 + _switches["use_compute_stream"] + all(_switches.values())
 
 
 def one_without_the_other() -> bool:
-    """Whether the switch for stage 3 is on, and that for stage 2 is not."""
+    """Return whether the switch for stage 3 is on, and that for stage 2 is off."""
     return _switches["disable_group_boxing"] and not _switches["use_compute_stream"]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from zerograph.compat.oneflow.nn import functional, graph
+from zerograph.compat.oneflow.nn.functional import CrossEntropyLoss, NLLLoss
 from zerograph.compat.oneflow.nn.graph import Graph
-from zerograph.compat.oneflow.nn.loss import CrossEntropyLoss, NLLLoss
 
 __all__ = ["CrossEntropyLoss", "Graph", "NLLLoss", "functional", "graph"]
 

@@ -11,7 +11,7 @@ from zerograph.errors import InputError
 
 
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """``torch.nn.functional.cross_entropy``, with labels as :func:`class_numbers` takes them.
+    """Call ``torch.nn.functional.cross_entropy`` with labels as :func:`class_numbers` takes them.
 
     Raises:
         InputError: as :func:`class_numbers`.
@@ -20,7 +20,7 @@ def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> 
 
 
 def nll_loss(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """``torch.nn.functional.nll_loss``, with labels as :func:`class_numbers` takes them.
+    """Call ``torch.nn.functional.nll_loss`` with labels as :func:`class_numbers` takes them.
 
     Raises:
         InputError: as :func:`class_numbers`.
@@ -29,7 +29,7 @@ def nll_loss(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tenso
 
 
 def class_numbers(input: Tensor, target: Tensor) -> Tensor:
-    """Labels as torch takes them, from those that OneFlow also takes: of any integer type, (N, 1) for scores (N, C).
+    """Convert OneFlow's labels to torch's: of any integer type, [N] or [N, 1] for scores [N, C].
 
     What is no class number, but a probability, stays as it is.
 
@@ -46,6 +46,22 @@ def class_numbers(input: Tensor, target: Tensor) -> Tensor:
             )
         target = target.squeeze(1)
     return target.long() if target.dtype in (torch.int8, torch.int16, torch.int32) else target
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss``, which also takes class numbers of shape (N, 1) and of any integer type."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss."""
+        return super().forward(input, class_numbers(input, target))
+
+
+class NLLLoss(torch.nn.NLLLoss):
+    """``torch.nn.NLLLoss``, which also takes class numbers of shape (N, 1) and of any integer type."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss."""
+        return super().forward(input, class_numbers(input, target))
 
 
 def __getattr__(name: str) -> Any:

@@ -130,18 +130,18 @@ def note_contiguous(contiguous_params: bool) -> None:
 
 
 def with_gradient(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
-    """The group's parameters that have a gradient."""
+    """Iterate over the group's parameters that have a gradient."""
     return (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
 def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:
-    """The parameter's gradient with that of the L2 penalty."""
+    """Return the parameter's gradient plus that of the L2 penalty."""
     assert parameter.grad is not None
     return parameter.grad.add(parameter, alpha=l2) if l2 != 0 else parameter.grad
 
 
 def zeros(state: dict[str, Any], parameter: nn.Parameter, *names: str) -> list[Tensor]:
-    """Entries of a parameter's state, made of zeros where they are missing."""
+    """Return entries of a parameter's state, creating missing ones as zeros."""
     for name in names:
         if name not in state:
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -161,6 +161,7 @@ def check(kind: str, **numbers: tuple[float, bool]) -> None:
     """Raise if a number is not what the optimizer can take.
 
     Args:
+        kind: the optimizer's name.
         numbers: by name, each with whether it is good.
 
     Raises:

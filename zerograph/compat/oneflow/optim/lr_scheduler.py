@@ -42,6 +42,7 @@ class LRScheduler(_Plain):
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
+        """Return the learning rate of each group for the next update."""
         return [self.rate(float(base_lr), self.last_epoch) for base_lr in self.base_lrs]
 
 
@@ -61,6 +62,7 @@ class ConstantLR(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of ``step``, from 0."""
         return base_lr * self.factor if step < self.total_iters else base_lr
 
 
@@ -82,6 +84,7 @@ class LinearLR(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of ``step``, from 0."""
         if step >= self.total_iters:
             return base_lr * self.end_factor
         return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * (step / self.total_iters))
@@ -103,6 +106,7 @@ class CosineDecayLR(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of ``step``, from 0."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(step, self.decay_steps) / self.decay_steps))
         return base_lr * ((1 - self.alpha) * cosine + self.alpha)
 
@@ -133,6 +137,7 @@ class PolynomialLR(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of ``step``, from 0."""
         steps = self.max_decay_steps
         if self.cycle:
             step = max(step, 1)
@@ -170,6 +175,7 @@ class CosineAnnealingWarmRestarts(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
+        """Return the learning rate of ``step``, from 0."""
         restarts, steps = 0, self.T_0
         if self.T_mult == 1:
             restarts, step = divmod(step, steps)
@@ -213,6 +219,7 @@ class SequentialLR(LRScheduler):
         super().__init__(optimizer, last_step, verbose)
 
     def get_lr(self) -> list[Any]:
+        """Return the learning rate of each group for the next update."""
         return self.rates(list(self.base_lrs), self.last_epoch)
 
     def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
@@ -223,10 +230,12 @@ class SequentialLR(LRScheduler):
         return rates_at(self._schedulers[place], base_lrs, step)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with that of the inner schedulers."""
         state = {key: value for key, value in super().state_dict().items() if key != "_schedulers"}
         return {**state, "_schedulers": [one.state_dict() for one in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "_schedulers"})
         for one, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
             one.load_state_dict(state)
@@ -245,6 +254,7 @@ class ChainedScheduler(SequentialLR):
         LRScheduler.__init__(self, optimizer)
 
     def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        """Return the learning rate of each group."""
         rates = list(base_lrs)
         for one in self._schedulers:
             rates = rates_at(one, rates, step)

@@ -32,6 +32,7 @@ def to_global(
 
     Args:
         input: dicts, lists and tuples of tensors; None on ranks outside the placement: theirs are like the first's.
+        placement: the ranks and the type of device.
         sbp: of all tensors, or a function of the nesting and a tensor.
 
     Raises:
@@ -58,6 +59,7 @@ def to_local(input: Any, *, copy: bool = False) -> Any:
     """Return the nesting with this rank's part of every global tensor.
 
     Args:
+        input: a nesting with global tensors.
         copy: the parts share no memory with the global tensors.
     """
 

@@ -73,10 +73,11 @@ _NUMBERS = {"tensor", "as_tensor", "scalar_tensor", "full"}
 
 @contextlib.contextmanager
 def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
-    """Inside, ``backward()`` of a loss that grows with the batch gives the mean of ``count`` micro-batches' gradients.
+    """Make ``backward()`` of a loss that grows with the batch give the mean of the micro-batches' gradients.
 
     Args:
-        inputs: what ``build()`` is called with.
+        count: number of micro-batches.
+        inputs: arguments of ``build()``.
     """
     tensors = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.dim()]
     if count == 1 or not tensors:
@@ -116,7 +117,7 @@ class _Watch(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, _Growth]] = {id(one): (one, _Growth(rows=True)) for one in inputs}
 
     def of(self, value: Any) -> _Growth:
-        """How a tensor or number grows."""
+        """Return the growth of a tensor or number."""
         if isinstance(value, Tensor):
             known = self._known.get(id(value))
             # What an autograd function of the user's made is of the batch as far as anyone can tell.
@@ -206,7 +207,7 @@ class _Watch(TorchFunctionMode):
         return batch in chosen or not chosen
 
     def _counts(self, value: Any) -> bool:
-        """Whether a number is the batch's size, or that of something with as many parts for each of its rows."""
+        """Return whether a number is a multiple of the batch's size."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 2**62:
             return False
         whole = round(value)

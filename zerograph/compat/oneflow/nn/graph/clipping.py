@@ -39,7 +39,7 @@ def clip(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def clipping_facts(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What :func:`clip` does, in words that are equal where it does the same.
+    """Return text that is equal where :func:`clip` does the same.
 
     Raises:
         ConfigError: as :func:`check_clipping`.

@@ -65,14 +65,15 @@ class GraphConfig(Config):
 
     @property
     def training(self) -> bool:
+        """Return whether the graph has an optimizer."""
         return self._training
 
     def mark_training(self) -> None:
-        """The graph has an optimizer now."""
+        """Record that the graph has an optimizer."""
         object.__setattr__(self, "_training", True)
 
     def take_switches(self) -> None:
-        """The graph's construction ends: what ``flow.boxing.nccl`` says now is the stage of its ZeRO mode."""
+        """Take the stage from the switches of ``flow.boxing.nccl``, at the end of the graph's construction."""
         object.__setattr__(self, "_switched", nccl.stage())
         if self._by_switches:
             self._follow_switches()
@@ -88,8 +89,9 @@ class GraphConfig(Config):
         object.__setattr__(self, "_by_switches", True)
 
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
-        """ZeRO: ``"distributed_split"`` (every rank a slice of each variable) or ``"non_distributed"`` (whole variables
-        dealt out to ranks, balanced by size).
+        """Enable ZeRO with the mode ``"distributed_split"`` or ``"non_distributed"``.
+
+        The first gives every rank a slice of each variable, the second whole variables, balanced by size.
 
         The stage is 1, or what the switches of ``flow.boxing.nccl`` say when the graph's construction ends.
 
@@ -102,7 +104,7 @@ class GraphConfig(Config):
         self._follow_switches()
 
     def set_zero_redundancy_optimizer_min_size_after_split(self, value: int) -> None:
-        """Variables of which a rank's slice would have fewer than ``value`` elements stay whole. Default 1024.
+        """Keep variables whole if a rank's slice would have fewer than ``value`` elements. Default 1024.
 
         Raises:
             ConfigError: not a whole number, 1 or more.
@@ -118,7 +120,7 @@ class GraphConfig(Config):
         shard_restore_level: int = 1,
         min_shard_size: int | None = None,
     ) -> None:
-        """ZeRO with a stage, whatever the switches of ``flow.boxing.nccl`` say.
+        """Enable ZeRO with a stage, whatever the switches of ``flow.boxing.nccl`` say.
 
         Args:
             mode: True, False, or a mode of :meth:`set_zero_redundancy_optimizer_mode`.
@@ -139,7 +141,7 @@ class GraphConfig(Config):
         super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
-        """Mixed precision in fp16, as OneFlow's default, or bf16, with fp32 masters.
+        """Enable mixed precision in fp16, as OneFlow's default, or bf16, with fp32 masters.
 
         Unlike zerograph's own it brings no loss scaling: ``graph.set_grad_scaler`` does.
 

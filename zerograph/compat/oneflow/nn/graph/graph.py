@@ -20,7 +20,6 @@ from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
 from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
-from zerograph.compat.oneflow.nn.graph.report import report
 from zerograph.compat.oneflow.optim.base import check_options
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
 from zerograph.compiler.batch import Batch
@@ -29,6 +28,8 @@ from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.metadata import origin
+from zerograph.ir.sbp import show
 from zerograph.runtime.job.process_group import Job, rank
 
 
@@ -80,6 +81,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     @property
     def name(self) -> str:
+        """Return the class's name with a number."""
         return self._name
 
     @property
@@ -105,7 +107,10 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         Groups with ``clip_grad_max_norm`` and ``clip_grad_norm_type`` are clipped, each by itself, before.
 
         Args:
-            lr_sch: its scheduler (``lr_scheduler`` is zerograph's own name for it).
+            optimizer: the optimizer.
+            lr_scheduler: zerograph's own name of ``lr_sch``.
+            lr_sch: the optimizer's scheduler.
+            is_sparse: not supported.
 
         Raises:
             ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping;
@@ -134,7 +139,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         self.config.grad_scaler = grad_scaler
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
-        """As :meth:`zerograph.ZeroGraph.set_zero_mode`."""
+        """Call :meth:`zerograph.ZeroGraph.set_zero_mode`."""
         Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)
 
     def debug(
@@ -149,9 +154,11 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         """Print what is compiled, when it is: -1 nothing, 0 a line, 1 the passes, 2 the operators, 3 the line of each.
 
         Args:
+            v_level: how much to print, as above.
             ranks: which ranks print; default rank 0, -1 is all.
-            max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack: OneFlow's; operators always carry the
-                innermost line of the user's.
+            max_py_stack_depth: no effect: operators always carry the user's innermost line.
+            only_user_py_stack: no effect.
+            op_repr_with_py_stack: no effect.
 
         Raises:
             ConfigError: no such level, or no ranks.
@@ -167,7 +174,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             self._debug_level = v_level
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step on this rank's part of the batch, or on global tensors; global in is global out, losses included.
+        """Run a step on this rank's part of the batch, or on global tensors; global in is global out, with losses.
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
@@ -186,7 +193,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return pytree.tree_map(as_global, result)
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The state of every module under its name, in whole tensors, and the rest of the graph's under ``zerograph``.
+        """Return every module's state under its name, in whole tensors, and the graph's under ``zerograph``.
 
         Every rank must call it, and gets all of it.
 
@@ -200,12 +207,13 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from what :meth:`state_dict` returned, on any number of ranks, also from ``flow.load``.
+        """Load what :meth:`state_dict` returned, on any number of ranks, also from ``flow.load``.
 
         A state of modules alone is loaded too: optimizers then stay as they are. Modules that have nothing to save may
         be missing.
 
         Args:
+            state: a state of this graph, or of its modules alone.
             strict: it must be of just these modules, parameters and buffers; else what fits by name is loaded.
 
         Raises:
@@ -220,7 +228,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     @staticmethod
     def trace(func: Callable[..., Any]) -> Graph:
-        """A decorator: the function as a graph without modules, made of operators alone.
+        """Decorate a function: return it as a graph without modules, of operators alone.
 
         Raises:
             ConfigError: it is not a function.
@@ -237,7 +245,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return made
 
     def _state(self) -> Iterator[GraphTensor]:
-        """Every parameter and buffer of the graph's modules, each once."""
+        """Iterate over every parameter and buffer of the graph's modules, each once."""
         members = self._members()
         return map(GraphTensor, (*members.parameters.values(), *members.buffers.values()))
 
@@ -260,7 +268,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         )
 
     def _stateless(self) -> dict[str, Any]:
-        """The modules that have nothing to save, each with its empty state."""
+        """Return the modules that have nothing to save, each with its empty state."""
         children = self._members().root.named_children()
         return {name: {} for name, module in children if not module.state_dict(keep_vars=True)}
 
@@ -286,7 +294,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             if self._debug_level >= 0:
                 kind = f"ZeRO {self.config.policy.name}" if self.training else "forward graph"
                 title = f"(GRAPH:{self.name}:{type(self).__name__}) {kind},"
-                print(report(self, title, self._debug_level), flush=True)
+                print(_report(self, title, self._debug_level), flush=True)
         return step, batch
 
     def _join(self) -> Job:
@@ -297,7 +305,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return super()._join()
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
-        """On a placement of several dimensions the graph runs where its tensors are, unless the configuration says."""
+        """Take a placement of several dimensions from the tensors, unless the configuration has one."""
         if self.config.placement is None:
             meshes = (placement_of_tensor(one).mesh for one in tensors if is_global(one))
             self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
@@ -327,7 +335,22 @@ def _cut_on_one_rank(value: Any) -> Any:
 
 
 def _filled(now: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The state as it is, with what is given of it by name in its place."""
+    """Return the current state, with the given entries in place of those of the same name."""
     return {
         name: {key: given.get(name, {}).get(key, value) for key, value in state.items()} for name, state in now.items()
     }
+
+
+def _report(graph: ZeroGraph, title: str, level: int) -> str:
+    """Return a line at level 0; 1 adds the passes, 2 the operators of the graph, 3 the user's line of each."""
+    seconds = sum(one.seconds for one in graph.passes)
+    lines = [f"{title} compiled in {seconds:.2f} s, {len(graph.collectives())} collectives"]
+    if level >= 1:
+        lines += [f"  pass {one.name}: {one.nodes} nodes, {one.seconds:.3f} s. {one.summary}" for one in graph.passes]
+    if level >= 2:
+        for node in graph.graph().graph.nodes:
+            sbp = node.meta.get("sbp")
+            where = origin(node)
+            line = f"  {node.format_node() or node.name}{f'  {show(sbp)}' if isinstance(sbp, tuple) else ''}"
+            lines.append(line + (f"  {where.module} {where.source} {where.code}".rstrip() if level >= 3 else ""))
+    return "\n".join(lines)

@@ -21,8 +21,8 @@ class GraphModule:
     """A module as its graphs see it.
 
     Attributes:
-        activation_checkpointing: keep of the module what enters it, and make the rest again in backward. Holds for all
-            graphs of ``zerograph.compat.oneflow`` that have the module.
+        activation_checkpointing: keep only the module's inputs, and recompute its activations in backward.
+            Holds for all graphs of ``zerograph.compat.oneflow`` that have the module.
     """
 
     __slots__ = ("_module",)
@@ -32,6 +32,7 @@ class GraphModule:
 
     @property
     def activation_checkpointing(self) -> bool:
+        """Return whether the module's activations are recomputed in backward."""
         return _CHECKPOINTED in vars(self._module)
 
     @activation_checkpointing.setter
@@ -44,7 +45,7 @@ class GraphModule:
             vars(self._module).pop(_CHECKPOINTED, None)
 
     def set_stage(self, stage_id: int | None = None, placement: Any = None) -> None:
-        """OneFlow's pipeline parallelism, which zerograph does not have.
+        """Refuse OneFlow's pipeline parallelism, which zerograph does not have.
 
         Raises:
             ConfigError: always.
@@ -93,7 +94,7 @@ class GraphTensor:
 
 @contextlib.contextmanager
 def checkpoints(root: nn.Module) -> Iterator[None]:
-    """Inside, modules that were told so run under ``torch.utils.checkpoint``, which capture honours."""
+    """Run checkpointed modules under ``torch.utils.checkpoint``, which capture honours."""
     with contextlib.ExitStack() as stack:
         for module in root.modules():
             if _CHECKPOINTED in vars(module):
