@@ -136,7 +136,7 @@ def current(tree: Tree | None, attributes: Mapping[str, Any]) -> Tree:
 
 
 def has_global(members: Members) -> bool:
-    """Whether any parameter or buffer is a global tensor."""
+    """Return True if any parameter or buffer is a global tensor."""
     return any(isinstance(one, DTensor) for one in (*members.parameters.values(), *members.buffers.values()))
 
 
@@ -229,7 +229,7 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """The optimizer's parameters in the order in which its ``state_dict()`` numbers them."""
+    """Return the optimizer's parameters in the order in which its ``state_dict()`` numbers them."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -56,21 +56,21 @@ class Diff:
 
     @property
     def removed(self) -> int:
-        """How many lines are gone."""
+        """Return the number of removed lines."""
         return sum(one.kind == "-" and one.moved is None for one in self.changes)
 
     @property
     def added(self) -> int:
-        """How many lines are new."""
+        """Return the number of added lines."""
         return sum(one.kind == "+" and one.moved is None for one in self.changes)
 
     @property
     def moved(self) -> int:
-        """How many lines only stand at another place."""
+        """Return the number of moved lines."""
         return sum(one.kind == "+" and one.moved is not None for one in self.changes)
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
+        """Return True if the texts differ."""
         return any(one.kind != " " for one in self.changes)
 
     @property

@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 
 def wanted() -> bool:
-    """Whether the environment asks for dumps."""
+    """Return True if the environment asks for dumps."""
     return bool(os.environ.get(VARIABLE))
 
 

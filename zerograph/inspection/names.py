@@ -19,7 +19,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def labels(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name of every node, in order."""
+    """Return the name of every node, in order."""
     found: dict[fx.Node, str] = {}
     # Nodes of an update have no module: the one bucket that they are about, as their inputs tell.
     about: dict[fx.Node, str | None] = {}
@@ -58,7 +58,7 @@ def input_name(given: Role) -> str:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective."""
+    """Return True if the node waits for a collective."""
     return node.target is _WAIT
 
 
@@ -83,7 +83,7 @@ def short_tensor(tensor: TensorRef | None) -> str | None:
 
 
 def within(path: str, module: str) -> bool:
-    """Whether a qualified name is that of the module, or of something in it."""
+    """Return True if a qualified name is that of the module, or of something in it."""
     return path == module or path.startswith(f"{module}.")
 
 

@@ -1,4 +1,4 @@
-"""What backward makes again of what it reads of forward's, as bytes."""
+"""Bytes of forward's activations that backward recomputes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def kind(node: fx.Node) -> str:
-    """Which of a device's rates the operator runs at: a key of :attr:`zerograph.planner.machine.Device.moved`."""
+    """Return the device rate of the operator: a key of :attr:`zerograph.planner.machine.Device.moved`."""
     return _KIND_OF.get(_name(node).rstrip("_"), _KIND_OF.get(_name(node), "memory"))
 
 
@@ -57,7 +57,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether it computes nothing: a view, an input, an item of a tuple."""
+    """Return True if the node computes nothing: a view, an input, an item of a tuple."""
     return (
         node.op != "call_function"
         or not isinstance(node.target, OpOverload)

@@ -164,7 +164,7 @@ def default_headroom(memory: int, *, accelerator: bool) -> int:
 
 
 def names() -> list[str]:
-    """The machines that are built in."""
+    """Return the machines that are built in."""
     folder = resources.files(__package__) / "machines"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 

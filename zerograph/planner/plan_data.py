@@ -123,7 +123,7 @@ class PlanData:
 
     @property
     def efficiency(self) -> float:
-        """The share of the step's time in which the device computes."""
+        """Return the share of the step's time in which the device computes."""
         return self.time.compute / self.time.seconds if self.time.seconds else 1.0
 
     @property

@@ -40,7 +40,7 @@ class Resting:
 
     @property
     def least(self) -> int:
-        """Of the device's memory a step takes no less."""
+        """Return the lower bound of a step's device memory, in bytes."""
         return self.device + max(self.gradients, self.largest)
 
 

@@ -230,7 +230,7 @@ class _Trying:
         return None
 
     def _least_seconds(self, family: _Family) -> tuple[float, str]:
-        """What it takes at least as it is: of what is known, what does not depend on where things rest."""
+        """Return a lower bound of the family's step time, from terms that do not depend on offloading."""
         device, rests = self.machine.device, self.rests[family]
         computes = [one.time.compute - one.time.phases.get("update", 0.0) for one in self.plain.values()]
         computing, updating = max(0.0, min(computes, default=0.0)), rests.updated / device.cpu

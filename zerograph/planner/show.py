@@ -15,7 +15,7 @@ from zerograph.planner.plan_data import Candidate, PlanData
 
 
 def text(plan: PlanData, width: int = 100) -> str:
-    """A plan as plain text."""
+    """Return a plan as plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(page(plan))
     shown = console.file
@@ -101,7 +101,7 @@ def _speed(plan: PlanData) -> str:
 
 
 def candidates(tried: Sequence[Candidate]) -> Table:
-    """What a search tried, and why each was not chosen."""
+    """Return a table of what a search tried, and why each was not chosen."""
     table = Table("stage", "mesh", "given up", "peak", "time", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
     for one in tried:
         peak = "" if one.plan is None else show_bytes(one.plan.memory.peak)

@@ -7,12 +7,9 @@ loop's body is predicted once and repeated.
 
 from __future__ import annotations
 
-import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, fx
@@ -54,7 +51,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The collective's kind and tensor, or module and operator."""
+        """Return the collective's kind and tensor, or module and operator."""
         boxing = meta(self.node).get("boxing")
         if isinstance(boxing, Boxing) and self.stream == "communication":
             return f"{boxing.kind} of {boxing.tensor}"
@@ -87,7 +84,7 @@ class Timeline:
     phases: Mapping[Phase, float]
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The same as a trace for Perfetto or ``chrome://tracing``."""
+        """Return the timeline as a trace for Perfetto or ``chrome://tracing``."""
         lines = {"compute": 0, "communication": 1, "host": 2, "files": 3, "cpu": 4}
         names = [
             {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": stream}}
@@ -111,10 +108,6 @@ class Timeline:
                 for event in self.events
             ],
         }
-
-    def write_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`chrome_trace` as a JSON file."""
-        Path(path).write_text(json.dumps(self.chrome_trace()))
 
 
 def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:

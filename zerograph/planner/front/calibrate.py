@@ -108,7 +108,7 @@ class _Measure:
     def share(self, make: operators.Product) -> float:
         """Of the rate of matrix products as large, what these reach, forward and backward.
 
-        The two take turns: from one moment to the next a machine's speed can change by more than they differ.
+        The two alternate: from one moment to the next a machine's speed can change by more than they differ.
         """
         _, count, each = make(self._device)
         product = functools.partial(operators.linear, _PRODUCT_SIZES[-1], torch.float32, self._device)
@@ -133,7 +133,7 @@ class _Measure:
         return lambda: results.append(next(runs)())
 
     def overhead(self) -> float:
-        """Of an operator on next to nothing, as an emitted graph calls it."""
+        """Return the dispatch overhead per operator in seconds, measured on a tiny tensor."""
         one = torch.ones(1, device=self._device)
         add = torch.ops.aten.add.Tensor
 
