@@ -6,7 +6,7 @@ make bench-memory                              # the first, in the project's own
 
 Two ranks over gloo, a pair of processes for each row, one compute thread each, AdamW(fused=True), backend eager; MiB
 on rank 0. At rest: parameters and optimizer state between steps. Predicted: `step.memory`, from the graph alone. Live:
-the bytes of all tensors alive at an operator of a running step, at most; the columns behind are what the prediction
+the bytes of all tensors alive at an operator of a running step, at most; the columns after it are what the prediction
 consists of. Process: VmHWM over the steps less what the process had before it made the model; glibc gives freed blocks
 back (`MALLOC_MMAP_THRESHOLD_`). Step: median of the last half of 20 steps. Deviation: the largest difference of a loss
 from that of the same step without features, over these 20 steps. The last table: a model whose optimizer state alone

@@ -4,7 +4,7 @@ python benchmarks/first_step.py                           # GPTs of 4 and 12 lay
 python benchmarks/first_step.py --layers 4 --only 2       # stage 2 alone
 
 Two processes start together, as ranks do. Cold: they find no compiled code; warm: they find what a first pair left.
-Counted from behind the imports and the making of the model until the first step is done, in the slower process;
+Counted from after the imports and the making of the model until the first step is done, in the slower process;
 CPU seconds are those of both together with all compilers that they called. ``torch.compile`` has no collectives to
 run: each process trains a model of its own.
 """

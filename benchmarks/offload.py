@@ -5,7 +5,7 @@ python benchmarks/offload.py folder            # on that of another folder, show
 
 One rank, ZeRO stage 1, AdamW(fused=True), backend eager, 256 MiB of parameters; each row is one run in memory, one with
 files and one of `dd`, one after the other. Saved: how much less resident memory the process has than the one that keeps
-its state in memory, as a part of the state's bytes, behind a step and at most (seen every two milliseconds). Resident
+its state in memory, as a part of the state's bytes, after a step and at most (seen every two milliseconds). Resident
 memory is RssAnon, which leaves out the page cache; glibc gives freed blocks back (`MALLOC_MMAP_THRESHOLD_`), so that it
 is what is in use. Files: MiB/s of the state, read and written once in each step, from a step's first request to the end
 of its last, the updates in between included; `dd` writes and reads a file of that size with direct I/O, bs=4M. The

@@ -62,7 +62,7 @@ def memory_seen(name: str, stage: int) -> int:
     for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         libc.mallopt(threshold, 131072)
     step, batches = started(name, stage)
-    # What compiling left behind is no part of a step.
+    # Garbage of the compilation is no part of a step.
     libc.malloc_trim(0)
     between = resident()
     forget_most_resident()

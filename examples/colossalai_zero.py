@@ -1,7 +1,7 @@
 """A ColossalAI script, but for its import: classify points by the ring that they lie in, with ZeRO level 3.
 
 torchrun --nproc-per-node 2 examples/colossalai_zero.py                    # a few seconds on CPU
-torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload cpu      # state and parameters rest on the CPU
+torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload cpu      # state and parameters are kept on the CPU
 torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload nvme --nvme-path /local/folder
 
 Each rank reads its own part of the samples. docs/colossalai.md says what the engine makes of the loop.

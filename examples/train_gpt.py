@@ -46,7 +46,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enco
 
 
 class Gpt(nn.Module):
-    """A decoder-only transformer over bytes, with norms in front of each half of a block."""
+    """A decoder-only transformer over bytes, with norms before each half of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[int, str], None
 
 
 class Stop:
-    """Whether a rank has been told to stop: then all of them stop, behind the same step."""
+    """Return whether any rank was told to stop; then all ranks stop after the same step."""
 
     def __init__(self) -> None:
         self.told = False
@@ -253,7 +253,7 @@ def main() -> None:
     if options.checkpoint and (options.checkpoint / "latest").exists():
         train.load(options.checkpoint)
         first = train.steps_done
-        console.print(f"going on behind step {first}")
+        console.print(f"resuming after step {first}")
         # The batches are a sequence of their own: those that were trained on are left out.
         for _ in range(first):
             inputs, targets = batch()
@@ -270,7 +270,7 @@ def main() -> None:
             inputs, targets = batch()
             if stop is not None and stop.agreed(device):
                 train.save(options.checkpoint, keep=3)
-                console.print(f"told to stop: saved behind step {step}")
+                console.print(f"told to stop: saved after step {step}")
                 return
             if options.checkpoint and (step % options.save_every == 0 or step == options.steps):
                 train.save(options.checkpoint, asynchronous=True, keep=3)

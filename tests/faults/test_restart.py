@@ -83,7 +83,7 @@ def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]
     assert job.stdout is not None
     behind, went_on = 0, 0.0
     for line in job.stdout:
-        if found := re.match(r"going on behind step (\d+)", line):
+        if found := re.match(r"resuming after step (\d+)", line):
             behind, went_on = int(found[1]), time.monotonic()
         elif re.match(r"step +\d+/", line) and (folder.parent / "died").exists() and not went_on:
             # It died before there was a checkpoint.
@@ -130,6 +130,6 @@ def test_a_job_that_is_told_to_stop_saves_and_ends_well(tmp_path: Path, tally: C
     job.send_signal(signal.SIGTERM)
     rest = job.stdout.read()
     job.wait(240)
-    assert "told to stop: saved behind step" in rest
+    assert "told to stop: saved after step" in rest
     assert zg.read_checkpoint(tmp_path / "stopped")["steps_done"] >= 1
     tally("torchrun: SIGTERM").add(True, lost_steps=0, seconds=time.monotonic() - began)

@@ -390,7 +390,7 @@ def _offload(zero: Mapping[str, Any], name: str, *older: str) -> Offload | None:
     if device not in ("cpu", "nvme"):
         raise ConfigError(f"{where}.device = {device!r}: choose 'cpu', 'nvme' or 'none'")
     if device == "nvme" and not given.get("nvme_path"):
-        raise ConfigError(f"{where} lacks nvme_path, a directory on the disk whose files the state is to rest in")
+        raise ConfigError(f"{where} lacks nvme_path, a directory on the disk to store the state in")
     return Offload(
         device,
         os.fspath(given["nvme_path"]) if device == "nvme" else None,

@@ -2,7 +2,7 @@
 
 A recorded operator is written for one part and runs on all of them laid end to end along the batch's dimension. So it
 must leave parts apart, or take all of them together, as a mean does: cutting out "the first half", indexing by the
-number of a sample, or laying another batch behind would mean another thing, without any shape that tells.
+number of a sample, or appending another batch would mean another thing, without any shape that tells.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check(
     elif name in ("repeat", "tile"):
         times = _numbers(args[1:], kwargs)
         if len(times) >= len(first.shape) - along and times[along - len(first.shape)] != 1:
-            _refuse(f"{name}() lays copies of the batch behind it")
+            _refuse(f"{name}() repeats the batch")
     elif name in _RESHAPES and isinstance(made[0], Meta):
         _check_reshape(name, first, along, made[0])
 
@@ -97,7 +97,7 @@ def _check_join(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     for one in tensors:
         rank = len(one.shape)
         if (0 if name == "hstack" and rank == 1 else dim % rank) == one.batch_dim:
-            _refuse(f"{name}() lays one batch behind another")
+            _refuse(f"{name}() concatenates batches")
 
 
 def _check_index(first: Meta, along: int, index: Any) -> None:
@@ -130,7 +130,7 @@ def _check_reshape(name: str, first: Meta, along: int, made: Meta) -> None:
     """Refuse a reshape that splits the batch's dimension or merges it with a dimension before it."""
     to = made.batch_dim
     if to is None or math.prod(first.shape[:along]) != math.prod(made.shape[:to]):
-        _refuse(f"{name}() cuts through the batch, or mixes it with what lies in front of it")
+        _refuse(f"{name}() splits the batch dimension, or merges it with one before it")
 
 
 def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:

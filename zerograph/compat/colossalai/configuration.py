@@ -263,7 +263,7 @@ def _offload_of_optimizer(zero: Mapping[str, Any]) -> Offload | None:
     return _offload(given, name, fast_init=fast, max_in_cpu=0)
 
 
-# How DeepSpeed's engine for files is tuned; ours always reads ahead and writes behind.
+# How DeepSpeed's engine for files is tuned; ours always prefetches and writes asynchronously.
 _READING_AHEAD = ("buffer_count", "buffer_size", "pipeline", "pipeline_read", "pipeline_write")
 
 
@@ -294,7 +294,7 @@ def _offload(given: Mapping[str, Any], name: str, *, fast_init: bool, max_in_cpu
     if device not in ("cpu", "nvme"):
         raise ConfigError(f"{name}.device = {device!r}: choose 'cpu' or 'nvme'")
     if device == "nvme" and path is None:
-        raise ConfigError(f"{name} lacks nvme_path, a directory on the disk whose files the state is to rest in")
+        raise ConfigError(f"{name} lacks nvme_path, a directory on the disk to store the state in")
     if device == "cpu" and path is not None:
         raise ConfigError(f"{name}.nvme_path is for the device 'nvme', not 'cpu'")
     pinned = switch(given.get("pin_memory", True), f"{name}.pin_memory")

@@ -1,4 +1,4 @@
-"""ColossalAI's engine: a loop that looks eager, and one graph per step behind it."""
+"""ColossalAI's engine: a loop that looks eager, run as one graph per step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Engine:
 
     Attributes:
         training: whether :meth:`train` or :meth:`eval` was called last.
-        graph: the :class:`zerograph.ZeroGraph` behind it, to be printed and looked at.
+        graph: the :class:`zerograph.ZeroGraph` that runs the steps, to be printed and inspected.
     """
 
     def __init__(
@@ -411,5 +411,5 @@ def _wanted(tape: Tape) -> list[Made]:
 
     So a number that is looked at now and then makes no other step of those in which it is.
     """
-    to_losses = set(tape.behind(one.call for one in tape.losses))
+    to_losses = set(tape.with_ancestors(one.call for one in tape.losses))
     return sorted({one.made for one in tape.alive() if one.known is None or one.made.call in to_losses})

@@ -1,4 +1,4 @@
-"""The graphs behind an engine: whole steps, forwards, and looks ahead at what a step is going to compute."""
+"""Graphs of an engine: whole steps, forwards, and previews of values and gradients before the step."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ class Recorded(ZeroGraph):
         if value.dim() == len(meta.shape):
             # Made once for all of them.
             return [self._part(value, sbp, meta)] * calls
-        behind = tuple(Split(one.dim - 1) if isinstance(one, Split) else one for one in sbp)
-        return [self._part(one, behind, meta) for one in value.unbind(0)]
+        unbound = tuple(Split(one.dim - 1) if isinstance(one, Split) else one for one in sbp)
+        return [self._part(one, unbound, meta) for one in value.unbind(0)]
 
     def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
         if tuple(value.shape) == meta.shape:

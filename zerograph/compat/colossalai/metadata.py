@@ -231,7 +231,7 @@ class _Run:
             raise CaptureError(
                 f"{name_of(self.function)} writes into a tensor in place what engine.step() has yet to compute"
                 f"{batchwise.here()}\nWrite total = total + loss.detach() instead of total += loss.detach(), or move "
-                "the line behind engine.step()."
+                "the line after engine.step()."
             )
         if written and not self.opaque:
             raise CaptureError(

@@ -224,11 +224,11 @@ class Tape:
         Traces are what modules write to their buffers, and the numbers of the random numbers that come after. A forward
         of which nobody holds any result, nor can come to hold one, leaves none.
         """
-        found = self.behind({one.call for one in wanted})
+        found = self.with_ancestors({one.call for one in wanted})
         live = found | {one.made.call for one in self.alive()} | {one.call for one in self.losses}
         held = set().union(*(part for part in self._connected() if part & live))
         traces = {n for n in held if self.calls[n].module or self.calls[n].outcome.draws}
-        return sorted(self.behind(found | traces))
+        return sorted(self.with_ancestors(found | traces))
 
     def has(self, one: Made) -> bool:
         """Return whether the tape has this tensor: another rank may have recorded something else."""
@@ -240,7 +240,7 @@ class Tape:
         found: Meta = self.calls[one.call].outcome.leaves[one.leaf]
         return found
 
-    def behind(self, calls: Iterable[int]) -> set[int]:
+    def with_ancestors(self, calls: Iterable[int]) -> set[int]:
         """Return these calls and their ancestors."""
         found = set(calls)
         for number in range(len(self.calls) - 1, -1, -1):

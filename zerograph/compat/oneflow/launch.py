@@ -60,7 +60,7 @@ def _parser() -> ArgumentParser:
     redirect = "--redirect_stdout_and_stderr", "--redirect-stdout-and-stderr"
     parser.add_argument(*redirect, action="store_true", help="write what is printed to --logdir")
     parser.add_argument("--logdir", help="folder for the logs of the processes")
-    parser.add_argument("training_script", help="the program that each process runs, and behind it its arguments")
+    parser.add_argument("training_script", help="the program that each process runs, followed by its arguments")
     parser.add_argument("training_script_args", nargs=REMAINDER)
     return parser
 

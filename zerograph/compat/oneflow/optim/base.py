@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any]) -> None:
         """Update the group's parameters in place, with ``group["lr"]``."""
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update_parameter(parameter, self.state[parameter], group)
+
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update one parameter that has a gradient, and its state, in place."""
         raise NotImplementedError
 
     def _update_as(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
@@ -127,11 +133,6 @@ def note_contiguous(contiguous_params: bool) -> None:
     """Say that ``contiguous_params=True`` has no effect."""
     if contiguous_params:
         without_effect("contiguous_params=True", "a bucket is always updated at once")
-
-
-def with_gradient(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
-    """Iterate over the group's parameters that have a gradient."""
-    return (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
 def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerograph.compat.oneflow.optim.base import (
     Optimizer,
@@ -17,7 +17,6 @@ from zerograph.compat.oneflow.optim.base import (
     counted,
     gradient_of,
     note_contiguous,
-    with_gradient,
     zeros,
 )
 from zerograph.errors import ConfigError
@@ -56,19 +55,21 @@ class SGD(Optimizer, torch.optim.SGD):
             group["nesterov"] = group["nesterov"] if own else nesterov
 
     def _update(self, group: dict[str, Any]) -> None:
-        momentum, dampening, maximize = group["momentum"], group["dampening"], group["maximize"]
-        if momentum == 0 or (dampening == 0 and not maximize):
+        if group["momentum"] == 0 or (group["dampening"] == 0 and not group["maximize"]):
             self._update_as(torch.optim.SGD, {**group, "maximize": False})
-            return
-        for parameter in with_gradient(group):
-            gradient = gradient_of(parameter, group["weight_decay"])
-            (buffer,) = zeros(self.state[parameter], parameter, "momentum_buffer")
-            buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
-            step = group["lr"] * (gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer)
-            if maximize:
-                parameter.add_(step)
-            else:
-                parameter.sub_(step)
+        else:
+            super()._update(group)
+
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum, dampening, maximize = group["momentum"], group["dampening"], group["maximize"]
+        gradient = gradient_of(parameter, group["weight_decay"])
+        (buffer,) = zeros(state, parameter, "momentum_buffer")
+        buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
+        step = group["lr"] * (gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer)
+        if maximize:
+            parameter.add_(step)
+        else:
+            parameter.sub_(step)
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -99,7 +100,9 @@ class Adam(Optimizer, torch.optim.Adam):
 
     def _update_uncorrected(self, group: dict[str, Any], l2: float, decay: float) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        for parameter in with_gradient(group):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
             state = self.state[parameter]
             counted(state)
             first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
@@ -153,20 +156,18 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
                     "torch.optim.RMSprop has, with eps outside the root."
                 )
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         alpha = group["alpha"]
-        for parameter in with_gradient(group):
-            state = self.state[parameter]
-            counted(state)
-            gradient = gradient_of(parameter, group["weight_decay"])
-            (square,) = zeros(state, parameter, "square_avg")
-            square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-            variance = square
-            if group["centered"]:
-                (mean,) = zeros(state, parameter, "grad_avg")
-                mean.lerp_(gradient, 1 - alpha)
-                variance = square - mean * mean
-            parameter.sub_(group["lr"] * (gradient * (variance + group["eps"]).rsqrt()))
+        counted(state)
+        gradient = gradient_of(parameter, group["weight_decay"])
+        (square,) = zeros(state, parameter, "square_avg")
+        square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
+        variance = square
+        if group["centered"]:
+            (mean,) = zeros(state, parameter, "grad_avg")
+            mean.lerp_(gradient, 1 - alpha)
+            variance = square - mean * mean
+        parameter.sub_(group["lr"] * (gradient * (variance + group["eps"]).rsqrt()))
 
 
 class Adagrad(Optimizer, torch.optim.Adagrad):
@@ -260,25 +261,23 @@ class LAMB(Optimizer):
             },
         )
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        for parameter in with_gradient(group):
-            state = self.state[parameter]
-            number = counted(state)
-            gradient = gradient_of(parameter, 0.0 if group["adam_w_mode"] else decay)
-            first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
-            first.lerp_(gradient, 1 - beta1)
-            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            if group["do_bias_correction"]:
-                denominator = second.sqrt() / (1 - beta2**number) ** 0.5 + group["eps"]
-                update = first / (1 - beta1**number) / denominator
-            else:
-                update = first / (second.sqrt() + group["eps"])
-            length, change = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
-            ratio = torch.where((length > 0) & (change > 0), length / change, torch.ones_like(length))
-            if group["adam_w_mode"] and decay != 0:
-                update = update.add(parameter, alpha=decay)
-            parameter.sub_(group["lr"] * ratio * update)
+        number = counted(state)
+        gradient = gradient_of(parameter, 0.0 if group["adam_w_mode"] else decay)
+        first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["do_bias_correction"]:
+            denominator = second.sqrt() / (1 - beta2**number) ** 0.5 + group["eps"]
+            update = first / (1 - beta1**number) / denominator
+        else:
+            update = first / (second.sqrt() + group["eps"])
+        length, change = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+        ratio = torch.where((length > 0) & (change > 0), length / change, torch.ones_like(length))
+        if group["adam_w_mode"] and decay != 0:
+            update = update.add(parameter, alpha=decay)
+        parameter.sub_(group["lr"] * ratio * update)
 
 
 class FTRL(Optimizer):
@@ -317,18 +316,16 @@ class FTRL(Optimizer):
             },
         )
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         lr, power, lambda1 = group["lr"], group["lr_power"], group["lambda1"]
-        for parameter in with_gradient(group):
-            state = self.state[parameter]
-            if "accumulator_value" not in state:
-                state["accumulator_value"] = torch.full_like(parameter, group["initial_accumulator_value"])
-            accumulated = state["accumulator_value"]
-            (z,) = zeros(state, parameter, "z")
-            gradient = gradient_of(parameter, group["weight_decay"])
-            before = accumulated.pow(power)
-            accumulated.add_(gradient * gradient)
-            after = accumulated.pow(power)
-            z.add_(gradient - (after - before) / lr * parameter)
-            moved = (z.sign() * lambda1 - z) / ((after + group["beta"]) / lr + group["lambda2"])
-            parameter.copy_(torch.where(z.abs() < lambda1, torch.zeros_like(moved), moved))
+        if "accumulator_value" not in state:
+            state["accumulator_value"] = torch.full_like(parameter, group["initial_accumulator_value"])
+        accumulated = state["accumulator_value"]
+        (z,) = zeros(state, parameter, "z")
+        gradient = gradient_of(parameter, group["weight_decay"])
+        before = accumulated.pow(power)
+        accumulated.add_(gradient * gradient)
+        after = accumulated.pow(power)
+        z.add_(gradient - (after - before) / lr * parameter)
+        moved = (z.sign() * lambda1 - z) / ((after + group["beta"]) / lr + group["lambda2"])
+        parameter.copy_(torch.where(z.abs() < lambda1, torch.zeros_like(moved), moved))
