@@ -27,7 +27,7 @@ from zerograph.ir.sbp import NdSbp, Split
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import check_launch, local_rank, number_of
-from zerograph.runtime.job.messages import compared, hang_up
+from zerograph.runtime.job.messages import Notes, hang_up
 from zerograph.runtime.job.signs import Signs, mark_told, ranks_named, signs_of
 
 
@@ -43,6 +43,7 @@ class Job:
             the step's own collectives, on the model's device.
         data: the group of all, on the model's device.
         control: a group on CPU, over gloo, for what ranks tell each other outside the graph.
+        notes: what the ranks compare before each step; over ``control`` until mailboxes are known.
         world: the default process group that both were made from.
         timeout: seconds until a collective without answer is an error.
         signs: what the ranks tell each other when one has failed.
@@ -55,6 +56,7 @@ class Job:
     lines: tuple[dist.ProcessGroup, ...]
     data: dist.ProcessGroup
     control: dist.ProcessGroup
+    notes: Notes
     world: dist.ProcessGroup
     timeout: float
     signs: Signs
@@ -128,16 +130,19 @@ def _made(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, signs: S
         raise CommunicationError(_lost(signs, "making process groups", timeout, error)) from error
     # Weakly: groups that are gone shall take their threads along.
     groups = [weakref.ref(group) for group in (data, control, *lines)]
-    before = signs.hang_up
+    before, notes = signs.hang_up, Notes(control)
+    notes_here = weakref.ref(notes)
 
     def hang_up_all() -> None:
         before()
+        if (open_notes := notes_here()) is not None:
+            open_notes.hang_up()
         for group in groups:
             hang_up(group())
 
     signs.hang_up = hang_up_all
     mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
-    return Job(signs.rank, signs.size, grid.tolist(), mesh, lines, data, control, world, timeout, signs)
+    return Job(signs.rank, signs.size, grid.tolist(), mesh, lines, data, control, notes, world, timeout, signs)
 
 
 def _versions() -> dict[str, str]:
@@ -346,7 +351,7 @@ def differing(
     job.signs.agreed += 1
     try:
         with explained(job, f"comparing notes before {doing}"):
-            equal, problems = compared(job.control, number, problem is not None)
+            equal, problems = job.notes.compare(number, problem is not None)
             if equal and not problems:
                 if broke_off:
                     job.signs.resume()

@@ -18,6 +18,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.runtime.wire import direct
 from zerograph.runtime.wire.direct import Line
+from zerograph.runtime.wire.peer import INLINE
 
 # Up to so many bytes gloo's own sum is about as fast.
 _SMALL = 2**18
@@ -77,8 +78,10 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """The same in the contiguous tensor's own memory."""
     line = direct.line(group_name)
-    if line is not None and total.nbytes > _SMALL:
-        work: dist.Work = _SumOfPieces(line, total.view(-1))
+    if line is not None and total.nbytes <= INLINE:
+        work: dist.Work = _SumOfAll(line, total)
+    elif line is not None and total.nbytes > _SMALL:
+        work = _SumOfPieces(line, total.view(-1))
     else:
         started = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
         assert started is not None
@@ -128,7 +131,26 @@ class _Reading(dist.Work):
             peer.read(number)
         # Not before all is read: of three ranks each would wait for the next.
         for peer, number in self._parts:
-            peer.wait_read(number)
+            peer.wait_unused(number)
+        return True
+
+
+class _SumOfAll(dist.Work):
+    """Each rank gets all that the others have, and sums it in the order of the ranks: the same bits on each."""
+
+    def __init__(self, line: Line, total: Tensor) -> None:
+        super().__init__()
+        self._rank, self._total = line.rank, total
+        self._parts = list(total.new_empty((len(line.peers), *total.shape)))  # [ranks][*shape]
+        self._reading = _Reading(line, [total] * len(line.peers), self._parts)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the sum is complete."""
+        self._reading.wait()
+        self._parts[self._rank].copy_(self._total)
+        self._total.copy_(self._parts[0])
+        for part in self._parts[1:]:
+            self._total.add_(part)
         return True
 
 

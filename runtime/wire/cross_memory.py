@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 # One call moves less than two GiB.
 _PIECE = 2**30
@@ -32,8 +32,14 @@ def read(pid: int, address: int, into: int, count: int) -> None:
 
 
 def bytes_read() -> int:
-    """What this process has read so far out of the memory of others."""
+    """Return the number of bytes that this process has got so far from the memory of others."""
     return _bytes_read
+
+
+def count_read(count: int) -> None:
+    """Count bytes that another process wrote into this one's memory and that have been used."""
+    global _bytes_read
+    _bytes_read += count
 
 
 def write(pid: int, address: int, source: int, count: int) -> None:
@@ -45,15 +51,33 @@ def write(pid: int, address: int, source: int, count: int) -> None:
     _move(_calls()[1], pid, source, address, count)
 
 
+def write_in_order(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    """Copy pieces to another process in one call; who sees a later piece there sees the earlier ones too.
+
+    Args:
+        pieces: for each the address there, the address here, and the number of bytes.
+
+    Raises:
+        RuntimeError: they cannot be written.
+    """
+    near = (_Extent * len(pieces))(*(_Extent(here, count) for _, here, count in pieces))
+    far = (_Extent * len(pieces))(*(_Extent(there, count) for there, _, count in pieces))
+    moved = _calls()[1](pid, near, len(pieces), far, len(pieces), 0)
+    _check(moved, sum(count for _, _, count in pieces), pid, "written")
+
+
 def _move(call: Callable[..., int], pid: int, here: int, there: int, count: int) -> None:
     for begin in range(0, count, _PIECE):
         piece = min(_PIECE, count - begin)
         near, far = _Extent(here + begin, piece), _Extent(there + begin, piece)
         moved = call(pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
-        if moved != piece:
-            reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {piece} bytes"
-            doing = "read" if call is _calls()[0] else "written"
-            raise RuntimeError(f"the memory of process {pid} cannot be {doing}: {reason}")
+        _check(moved, piece, pid, "read" if call is _calls()[0] else "written")
+
+
+def _check(moved: int, count: int, pid: int, done: str) -> None:
+    if moved != count:
+        reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {count} bytes"
+        raise RuntimeError(f"the memory of process {pid} cannot be {done}: {reason}")
 
 
 @functools.cache

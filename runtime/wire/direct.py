@@ -153,9 +153,10 @@ def _connect(job: Job) -> _Connected:
         else None
         for dim, ranks in enumerate(groups)
     )
-    return _Connected(
-        found, all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
-    )
+    all_near = all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
+    if all_near and len(peers) == job.size - 1 and job.size > 1:
+        job.notes.use(peers)
+    return _Connected(found, all_near)
 
 
 def _told(job: Job, mine: T) -> list[T]:
