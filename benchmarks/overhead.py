@@ -4,9 +4,10 @@ python benchmarks/overhead.py        # two minutes
 
 A step: forward, backward and a fused AdamW at stage 1 on small tensors, one thread a rank, in turn with plain PyTorch
 in the same processes (which exchange nothing); medians of 400 steps of the time that goes by (wall), and means of the
-CPU time of the process with all its threads. The agreement: processes that do nothing else compare one number; of n
-ranks in log2(n) rounds. More processes than cores wait for each other's turn, so for 1,024 ranks, each with a core, the
-time of one round between two ranks is taken ten times, and the CPU time follows from the line through those measured.
+CPU time of the process with all its threads. The agreement: processes that do nothing else compare one number, through
+the memory of their host, over sockets, and by an all-gather; of n ranks in log2(n) rounds. More processes than cores
+wait for each other's turn, so 1,024 ranks, each with a core, are taken for ten rounds as between two ranks: over
+sockets if each is a host of its own, three of them through memory on hosts of eight ranks.
 
 On a machine that does other work at the same time, the wall time of several ranks is mostly waiting for a core.
 """
@@ -32,11 +33,13 @@ import zerograph as zg  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph import _torch  # noqa: E402
-from zerograph.runtime.job.messages import compared  # noqa: E402
+from zerograph.runtime.job.messages import Notes  # noqa: E402
+from zerograph.runtime.job.process_group import join  # noqa: E402
+from zerograph.runtime.wire import direct  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.md"
 STEPS, WARM_UP = 400, 30
-RANKS, MANY = (2, 4, 8, 16, 32), 1024
+RANKS, MANY, HOST = (2, 4, 8, 16, 32), 1024, 8
 
 
 class Block(nn.Module):
@@ -104,11 +107,20 @@ def steps(kind: str) -> list[tuple[float, float]]:
 
 
 def exchanges(times: int) -> list[tuple[float, float]]:
-    """(wall, CPU) milliseconds of an agreement, and of an all-gather of as much, on this rank."""
+    """(wall, CPU) milliseconds of an agreement through memory, over sockets, and of an all-gather, on this rank."""
+    job = join(600.0)
+    direct.lines(job)
     ranks = dist.get_world_size()
-    group = dist.new_group(backend="gloo")
+    sockets = Notes(job.control)
     mine, everybodys = torch.zeros(2, dtype=torch.int64), torch.empty(2 * ranks, dtype=torch.int64)
-    return measured([lambda: compared(group, 7, False), lambda: _torch.all_gather(everybodys, mine, group)], times)
+    return measured(
+        [
+            lambda: job.notes.compare(7, False),
+            lambda: sockets.compare(7, False),
+            lambda: _torch.all_gather(everybodys, mine, job.control),
+        ],
+        times,
+    )
 
 
 def measured(runs: list[Callable[[], object]], times: int) -> list[tuple[float, float]]:
@@ -149,25 +161,26 @@ def step_lines(pool: Pool) -> list[str]:
 
 
 def exchange_lines(pool: Pool) -> list[str]:
-    header = ["ranks", "rounds", "agreement, ms", "its CPU, ms", "all-gather, ms", "its CPU, ms"]
+    kinds = ("through memory", "over sockets", "all-gather")
+    header = ["ranks", "rounds", *(title for kind in kinds for title in (f"{kind}, ms", "its CPU, ms"))]
     lines = [line(header), line(["---"] * len(header))]
-    rounds, cpus, first = [], [], 0.0
+    between_two: list[tuple[float, float]] = []
     for ranks in RANKS:
         answers = pool.run(ranks, exchanges, 100)
-        (wall, cpu), (gather, gather_cpu) = [
-            tuple(statistics.median(answer[which][part] for answer in answers) for part in (0, 1)) for which in (0, 1)
+        medians = [
+            (statistics.median(one[which][0] for one in answers), statistics.median(one[which][1] for one in answers))
+            for which in range(len(kinds))
         ]
-        rounds.append((ranks - 1).bit_length())
-        cpus.append(cpu)
-        first = first or wall
-        cells = [f"{number:.3f}" for number in (wall, cpu, gather, gather_cpu)]
-        lines.append(line([str(ranks), str(rounds[-1]), *cells]))
+        between_two = between_two or medians
+        cells = [f"{number:.3f}" for pair in medians for number in pair]
+        lines.append(line([str(ranks), str((ranks - 1).bit_length()), *cells]))
         print(lines[-1], flush=True)
-    slope, start = statistics.linear_regression(rounds, cpus)
-    many = (MANY - 1).bit_length()
-    cells = [f"{first * many:.3f}", f"{start + slope * many:.3f}", "", ""]
-    lines.append(line([f"{MANY:,}, extrapolated", str(many), *cells]))
-    print(lines[-1], flush=True)
+    many, here = (MANY - 1).bit_length(), (HOST - 1).bit_length()
+    memory, sockets = between_two[:2]
+    for name, near in ((f"{MANY:,} on hosts of {HOST}", here), (f"{MANY:,} on as many hosts", 0)):
+        cells = [f"{near * memory[part] + (many - near) * sockets[part]:.3f}" for part in (0, 1)]
+        lines.append(line([f"{name}, extrapolated", str(many), "", "", *cells, "", ""]))
+        print(lines[-1], flush=True)
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -27,75 +27,75 @@ class Mailbox(Protocol):
 class Notes:
     """What the ranks of a job compare before they do something together.
 
-    Attributes:
-        group: all ranks, over gloo.
+    In each of log2(ranks) rounds a rank sends what it knows to the one twice as far away: the least number, the largest
+    one as the least complement, and the flag as a number. A round costs one small message each way. Where mailboxes
+    are known, the ranks of each host do so among themselves first, and then the ranks of equal place on all hosts.
+
+    Nobody ends a comparison before all have begun it, so a note is read before the next but one takes its place.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        """Compare over ``group``, all ranks over gloo."""
+        self._group = group
         self._mailboxes: Mapping[int, Mailbox] = {}
+        self._here: Sequence[int] = [group.rank()]
+        self._across: Sequence[int] = range(group.size())
         self._number = 0
 
-    def use(self, mailboxes: Mapping[int, Mailbox]) -> None:
-        """Compare through these mailboxes of all other ranks from now on. Every rank must call it."""
-        self._mailboxes = mailboxes
+    def use(self, mailboxes: Mapping[int, Mailbox], here: Sequence[int], across: Sequence[int]) -> None:
+        """Compare through mailboxes on this host from now on. Every rank must call it.
+
+        Args:
+            mailboxes: of the other ranks of this host.
+            here: the ranks of this host, equally many on each.
+            across: the ranks that have this one's place in ``here`` on their hosts.
+        """
+        self._mailboxes, self._here, self._across = mailboxes, here, across
 
     def compare(self, number: int, flag: bool) -> tuple[bool, bool]:
-        """Return what :func:`compared` does.
+        """Return whether all ranks came with the same number, and whether any of them came with the flag.
 
         Raises:
             RuntimeError: another rank has ended, failed or hung up, or does not answer in time.
         """
-        if not self._mailboxes:
-            return compared(self.group, number, flag)
         self._number += 1
         try:
-            return self._compared(number, flag)
+            known = self._spread([number, ~number, -int(flag)], self._here, self._through_mailboxes)
+            known = self._spread(known, self._across, self._over_group)
         except Exception:
-            # A rank that comes later shall not take this one for waiting.
+            # A rank that comes later must not take this one for waiting.
             self.hang_up()
             raise
-
-    def _compared(self, number: int, flag: bool) -> tuple[bool, bool]:
-        """Compare as :func:`compared` does.
-
-        Nobody ends a comparison before all have begun it, so a note is read before the next but one takes its place.
-        """
-        known = [number, ~number, -int(flag)]
-        rank, ranks = self.group.rank(), self.group.size()
-        distance = 1
-        while distance < ranks:
-            self._mailboxes[(rank + distance) % ranks].send_note(self._number, known)
-            incoming = self._mailboxes[(rank - distance) % ranks].receive_note(self._number)
-            known = [min(pair) for pair in zip(known, incoming, strict=True)]
-            distance *= 2
         return known[0] == ~known[1], known[2] != 0
 
-    def hang_up(self) -> None:
-        """End the comparison that waits, here and on the other ranks, and all that come later."""
-        for mailbox in self._mailboxes.values():
-            mailbox.hang_up()
+    def _spread(
+        self, known: list[int], ranks: Sequence[int], exchange: Callable[[list[int], int, int, int], list[int]]
+    ) -> list[int]:
+        place, distance = ranks.index(self._group.rank()), 1
+        while distance < len(ranks):
+            receiver, sender = ranks[(place + distance) % len(ranks)], ranks[(place - distance) % len(ranks)]
+            known = [min(pair) for pair in zip(known, exchange(known, receiver, sender, distance), strict=True)]
+            distance *= 2
+        return known
 
+    def _through_mailboxes(self, known: list[int], receiver: int, sender: int, distance: int) -> list[int]:
+        self._mailboxes[receiver].send_note(self._number, known)
+        return self._mailboxes[sender].receive_note(self._number)
 
-def compared(group: dist.ProcessGroup, number: int, flag: bool) -> tuple[bool, bool]:
-    """Return whether all ranks of the group came with the same number, and whether any of them came with the flag.
-
-    In each of log2(ranks) rounds a rank sends what it knows to the one twice as far away: the least number, the
-    largest one as the least complement, and the flag as a number. A round costs one small message each way.
-    """
-    known = [number, ~number, -int(flag)]
-    rank, ranks = group.rank(), group.size()
-    distance = 1
-    while distance < ranks:
+    def _over_group(self, known: list[int], receiver: int, sender: int, distance: int) -> list[int]:
         outgoing = torch.tensor(known, dtype=torch.int64, device="cpu")
         # Simulated ranks send nothing: they know what this one does.
         incoming = outgoing.clone()
-        sending = group.send([outgoing], (rank + distance) % ranks, distance)
-        group.recv([incoming], (rank - distance) % ranks, distance).wait()
+        sending = self._group.send([outgoing], receiver, distance)
+        self._group.recv([incoming], sender, distance).wait()
         sending.wait()
-        known = [min(pair) for pair in zip(known, incoming.tolist(), strict=True)]
-        distance *= 2
-    return known[0] == ~known[1], known[2] != 0
+        received: list[int] = incoming.tolist()
+        return received
+
+    def hang_up(self) -> None:
+        """End the comparison through mailboxes that waits, here and on the other ranks, and all that come later."""
+        for mailbox in self._mailboxes.values():
+            mailbox.hang_up()
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:

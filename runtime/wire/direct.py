@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,11 +128,9 @@ def _connect(job: Job) -> _Connected:
     hosts = _told(job, _host())
     groups = [dist.get_process_group_ranks(group) for group in job.lines]
     near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
+    here = _same_host(hosts, job.rank)
     peers = {
-        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank))
-        for ranks, shared in zip(groups, near, strict=True)
-        for rank in ranks
-        if shared and rank != job.rank
+        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank)) for rank in here if rank != job.rank
     }
     # What a process that is not the one meant would hardly hold.
     nonce = torch.tensor([int.from_bytes(os.urandom(7))], device="cpu")
@@ -146,7 +144,8 @@ def _connect(job: Job) -> _Connected:
     if refused := next(((rank, reason) for rank, reason in reasons.items() if reason is not None), None):
         _log.info("rank %d exchanges tensors over sockets, not through memory: rank %d: %s", job.rank, *refused)
     mine = [shared and reached >= set(ranks) - {job.rank} for ranks, shared in zip(groups, near, strict=True)]
-    everybodys = _told(job, mine)
+    told_mine = _told(job, (mine, reached == set(peers)))
+    everybodys = [lines for lines, _ in told_mine]
     found = tuple(
         Line(ranks.index(job.rank), tuple(peers.get(rank) for rank in ranks))
         if all(everybodys[rank][dim] for rank in ranks)
@@ -154,9 +153,18 @@ def _connect(job: Job) -> _Connected:
         for dim, ranks in enumerate(groups)
     )
     all_near = all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
-    if all_near and len(peers) == job.size - 1 and job.size > 1:
-        job.notes.use(peers)
+    if (
+        all(reached_all for _, reached_all in told_mine)
+        and len({len(_same_host(hosts, rank)) for rank in range(job.size)}) == 1
+    ):
+        across = [rank for rank in range(job.size) if _same_host(hosts, rank).index(rank) == here.index(job.rank)]
+        job.notes.use(peers, here, across)
     return _Connected(found, all_near)
+
+
+def _same_host(hosts: Sequence[str], rank: int) -> list[int]:
+    """Return the ranks of this rank's host; itself alone where no process can read another's memory."""
+    return [other for other, host in enumerate(hosts) if host == hosts[rank] != ""] or [rank]
 
 
 def _told(job: Job, mine: T) -> list[T]:

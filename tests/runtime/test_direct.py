@@ -249,3 +249,50 @@ def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: s
     assert wire._read(file) is None
     file.write_text('["reduce-scatter"]')
     assert wire._read(file) == ["reduce-scatter"]
+
+
+def hosts_of(size: int) -> Any:
+    """Give each ``size`` neighbouring ranks another host; 0: all are of one, as they are."""
+    name = direct._host()
+    return patch.object(direct, "_host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
+
+
+def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
+    """What ranks learn that come with equal numbers, with another one, with a flag, and with equal ones again."""
+    rank = torch.distributed.get_rank()
+    with patch.dict(os.environ, {"RANK": str(rank)}), hosts_of(host):
+        job = join(timeout)
+        direct.lines(job)
+    last = job.size - 1
+    assert len(job.notes._mailboxes) == (host or job.size) - 1
+    equal = [job.notes.compare(number, False) for number in range(MANY)]
+    different = [job.notes.compare(7 + (rank == one), False) for one in range(job.size)]
+    flagged = [job.notes.compare(7, rank == one) for one in range(job.size)]
+    assert set(equal) == {(True, False)}
+    assert set(different) == {(False, False)}
+    assert set(flagged) == {(True, True)}
+    return [job.notes.compare(-5 if rank == last else 2**62, rank == 0), job.notes.compare(-(2**63), False)]
+
+
+@pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2)])
+def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int) -> None:
+    answers = pool.run(ranks, compared, 71.0 + host, host)
+    assert answers == [[(False, True), (True, False)]] * ranks
+
+
+def hung_up() -> tuple[str, str]:
+    """What a rank is told that waits for one which hung up, and when it compares again."""
+    job = join(72.5)
+    direct.lines(job)
+    if job.rank == 1:
+        job.notes.hang_up()
+    told = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="hung up") as caught:
+            job.notes.compare(7, False)
+        told.append(str(caught.value))
+    return told[0], told[1]
+
+
+def test_a_rank_that_hangs_up_is_waited_for_by_nobody(pool: Pool) -> None:
+    assert pool.run(2, hung_up) == [("rank 1 has hung up",) * 2, ("rank 0 has hung up",) * 2]

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.pool import Pool
-from zerograph.runtime.job.messages import compared
+from zerograph.runtime.job.messages import Notes
 from zerograph.runtime.lean import lean
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def test_what_a_step_returns_is_a_tensor_of_its_own(graph: fx.GraphModule) -> No
 
 def compare(different: int, flagged: int) -> tuple[bool, bool]:
     rank = dist.get_rank()
-    return compared(dist.new_group(backend="gloo"), -5 if rank == different else 2**62, rank == flagged)
+    return Notes(dist.new_group(backend="gloo")).compare(-5 if rank == different else 2**62, rank == flagged)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
