@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.alias import is_view
 from zerograph.ir.loop import Loop, Result, accumulate, collect
 from zerograph.ir.metadata import Boxing, Origin, Role, boxing_of, meta, origin, role
 from zerograph.ir.random import uniform
 from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
 from zerograph.ir.sbp import NdSbp, broadcast
 from zerograph.ir.signature import Signature
-from zerograph.ir.step_graph import is_view
 from zerograph.passes.accumulation.in_time import change_sbps, enter, leave, sbps
 from zerograph.passes.context import Context
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.alias import is_view
 from zerograph.ir.metadata import TensorRef, meta, origin
 from zerograph.ir.rewrite import emit, positions
 from zerograph.ir.sbp import Broadcast
-from zerograph.ir.step_graph import is_view, nbytes, placeholders, writes
+from zerograph.ir.step_graph import nbytes, placeholders, writes
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.ir.alias import is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import bucket_behind, is_view
+from zerograph.ir.step_graph import bucket_behind
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
-from zerograph.ir.memory import WAIT, Memory, MemoryKind, Profile, Storage, profile, show_bytes
+from zerograph.ir.alias import WAIT, is_view
+from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.ir.metadata import boxing_of, meta
 from zerograph.ir.shortage import Shortage
-from zerograph.ir.step_graph import bucket_behind, is_view
+from zerograph.ir.step_graph import bucket_behind
 from zerograph.ir.transfers import CARRY, FETCH
 from zerograph.passes.context import Context
 

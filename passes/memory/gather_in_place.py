@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from zerograph._torch import OpOverload, written_arguments
+from zerograph.ir.alias import WAIT
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.memory import WAIT, Profile, profile
+from zerograph.ir.memory import Profile, profile
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.rewrite import fake
 from zerograph.ir.sbp import Split

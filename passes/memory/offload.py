@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from zerograph.errors import VerificationError
+from zerograph.ir.alias import WAIT, shared_arguments
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
-from zerograph.ir.memory import WAIT, profile, shared_arguments
+from zerograph.ir.memory import profile
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit, fake, positions
 from zerograph.ir.sbp import whole

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from zerograph.ir.memory import WAIT, Profile, Storage, profile
+from zerograph.ir.alias import WAIT, is_view
+from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.metadata import meta, origin, value
 from zerograph.ir.rewrite import emit, emit_like
-from zerograph.ir.step_graph import is_view
 from zerograph.passes.context import Context
 from zerograph.passes.recompute.work import flops
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.alias import base_of, is_view, viewed
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, drop_unused, emit, emit_like, in_place_of, keywords, occurrences
-from zerograph.ir.step_graph import base_of, is_view, viewed, writes
+from zerograph.ir.step_graph import writes
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import drop_unused, emit
-from zerograph.ir.step_graph import base_of
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

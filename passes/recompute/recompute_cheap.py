@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.alias import is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import drop_unused
-from zerograph.ir.step_graph import is_view, nbytes
+from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
-from zerograph.ir.memory import shared_arguments
+from zerograph.ir.alias import shared_arguments
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
@@ -68,12 +68,9 @@ def owner(node: fx.Node) -> fx.Node:
 
 
 def _shown(view: fx.Node) -> fx.Node | None:
-    """What a view shows; None if it is none."""
-    made, index = view, 0
-    if view.target is operator.getitem:
-        made, index = view.args  # type: ignore[assignment]
-    shared = shared_arguments(made)
-    return shared[min(index, len(shared) - 1)] if shared else None
+    """Return the node that a view shows, or None if it is no view."""
+    shared = shared_arguments(view)
+    return shared[0] if shared else None
 
 
 def made_by(value: fx.Node) -> fx.Node:

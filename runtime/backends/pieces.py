@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
+from zerograph.ir.alias import viewed
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.step_graph import placeholders
 
@@ -227,18 +228,17 @@ def _tensors(node: fx.Node) -> bool:
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory its value lies in: itself, unless it is a view or was written in place."""
+    """Return for each node the one whose memory its value shares: itself, unless it is a view or written in place."""
     rooms = {meta(node)["role"].bucket: node for node in placeholders(graph, "room")}
     found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None
-        views = isinstance(node.target, OpOverload) and node.target.is_view
-        if views or node.target in (getitem, _WAIT):
+        if viewed(node) is not None or node.target in (getitem, _WAIT):
             source = node.args[0]
         elif written := written_arguments(node):
             source = written[0]
         elif (given := role(node)) is not None and given.kind == "bucket":
-            # The shard lies in the room, if it has one.
+            # The shard is a view of the gather buffer, if there is one.
             source = rooms.get(given.name)
         found[node] = found[source] if isinstance(source, fx.Node) else node
     return found

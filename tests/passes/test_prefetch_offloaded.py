@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 import zerograph as zg
 from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
+from zerograph.ir.alias import WAIT
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.memory import WAIT, profile
+from zerograph.ir.memory import profile
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
 from zerograph.ir.step_graph import nbytes, placeholders

@@ -25,11 +25,12 @@ from zerograph.capture.settling import Settling
 from zerograph.capture.substitutes import substituted
 from zerograph.errors import CaptureError
 from zerograph.ir import finite
+from zerograph.ir.alias import base_of, viewed
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.gradient_edits import in_shape_of, is_edit, join_mixed_overflows, mark_edits, total_norm
 from zerograph.ir.metadata import Role, meta, origin
 from zerograph.ir.region import Region
-from zerograph.ir.step_graph import base_of, found_inf_role, output_nodes, placeholders, take_origins, viewed, writes
+from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, take_origins, writes
 
 aten = torch.ops.aten
 

@@ -10,7 +10,6 @@ The forecast is that of the graph run node by node. Inductor keeps less: what it
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -22,9 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from zerograph import _torch
-from zerograph._torch import OpOverload
 from zerograph.base.sizes import show_bytes as show_bytes
+from zerograph.ir.alias import WAIT, shared_arguments
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.ir.sbp import PartialSum
@@ -33,7 +31,6 @@ from zerograph.ir.transfers import CARRY, FETCH
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-WAIT = c10d.wait_tensor.default
 
 MemoryKind = Literal[
     "parameters", "optimizer state", "buffers", "inputs", "gathered", "gradients", "activations", "update", "temporary"
@@ -329,64 +326,7 @@ def _reads_a_copy(start: fx.Node) -> bool:
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
-def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
-    """For each result of the operator the argument whose memory it lies in, None for memory of its own.
-
-    The last entry stands for all further results.
-    """
-    if node.op == "call_module" and loop_of(node) is None:
-        # The update of a dealt bucket returns the bucket's shard, which it wrote.
-        return node.all_input_nodes[:1]
-    if not isinstance(node.target, OpOverload):
-        return ()
-    if node.target in _SHARES_UNDECLARED:
-        return node.all_input_nodes[:1]
-    if node.target in _SHARES_IF_IT_CAN and not _is_view(node):
-        return ()
-    return [given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)]
-
-
 _COPIES = {aten._to_copy.default, aten.clone.default, CARRY}
-
-# What their schemas do not say.
-_SHARES_UNDECLARED = {aten._unsafe_view.default, WAIT}
-_SHARES_IF_IT_CAN = {aten.reshape.default, aten.contiguous.default}
-
-
-def _is_view(node: fx.Node) -> bool:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    value: Tensor = source.meta["val"]
-    if value.is_contiguous():
-        return True
-    try:
-        torch.empty_strided(value.shape, value.stride(), device="meta").view(node.meta["val"].shape)
-    except RuntimeError:
-        return False
-    return node.target is not aten.contiguous.default
-
-
-@functools.cache
-def _declared(target: OpOverload) -> tuple[tuple[int, str] | None, ...]:
-    """For each result the argument (position, name) that the schema says it shares memory with."""
-    places = {
-        name: (position, argument.name)
-        for position, argument in enumerate(_torch.schema_arguments(target))
-        if argument.alias_info is not None
-        for name in argument.alias_info.before_set
-    }
-    found = []
-    for result in _torch.returns(target):
-        names = () if result.alias_info is None else result.alias_info.before_set
-        found.append(next((places[name] for name in names if name in places), None))
-    return tuple(found)
-
-
-def _argument(node: fx.Node, place: tuple[int, str] | None) -> Any:
-    if place is None:
-        return None
-    position, name = place
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def temporary_bytes(node: fx.Node) -> int:

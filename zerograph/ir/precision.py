@@ -14,9 +14,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from zerograph.ir.alias import is_view
 from zerograph.ir.gradient_edits import edited_gradients, is_edit
 from zerograph.ir.metadata import meta
-from zerograph.ir.step_graph import is_view, placeholders
+from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
 

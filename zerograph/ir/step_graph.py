@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, RoleKind, meta, role
 
@@ -18,26 +16,6 @@ def take_origins(graph: fx.Graph) -> None:
     for node in graph.nodes:
         custom = node.meta.pop("custom", {})
         node.meta |= {key: custom[key] for key in ("origin", "recomputed") if key in custom}
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node's value lies in the memory of its first argument, as the operator says of itself."""
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """What the node's value is a view or a part of, as operators say of themselves; None for memory of its own."""
-    if node.target is operator.getitem:
-        parts = node.args[0]
-        return parts if isinstance(parts, fx.Node) and is_view(parts) else None
-    return node.all_input_nodes[0] if is_view(node) else None
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """In whose memory the node's value lies: what it is a view or a part of, in the end; or itself."""
-    while (source := viewed(node)) is not None:
-        node = source
-    return node
 
 
 def bucket_behind(node: fx.Node) -> Role | None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
+from zerograph.ir.alias import viewed
 from zerograph.ir.metadata import meta
 from zerograph.optim.memory import root_of
 from zerograph.optim.sampling import Sample
@@ -83,10 +84,10 @@ def check_separate(
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """The node that made the tensor which ``node`` is, or is a view of."""
+    """Return the node that made the tensor which ``node`` is, or is a view of."""
     root = root_of(node)
-    while root.op == "call_function" and getattr(root.target, "is_view", False):
-        root = root_of(root.all_input_nodes[0])
+    while (source := viewed(root)) is not None:
+        root = root_of(source)
     return root
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
+from zerograph.ir.alias import is_view
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
-from zerograph.ir.step_graph import is_view, nbytes
+from zerograph.ir.step_graph import nbytes
 from zerograph.passes.recompute.work import flops
 from zerograph.planner.machine import Device, Link, Machine
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
-from zerograph.ir.memory import WAIT
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, Phase, meta, origin
 from zerograph.ir.step_graph import nbytes

@@ -23,12 +23,13 @@ from zerograph.inspection.report.facts import Fact, facts
 from zerograph.inspection.report.intern import Interned
 from zerograph.inspection.report.sequence import Held, Placed, Sequenced, held, sequence
 from zerograph.inspection.step import Inspection
+from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
-from zerograph.ir.memory import WAIT, profile
+from zerograph.ir.memory import profile
 from zerograph.ir.metadata import Boxing, Role, TensorRef, meta, origin, role
 from zerograph.ir.sbp import show
-from zerograph.ir.step_graph import is_view, nbytes
+from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import stages
 from zerograph.planner.machine import Machine
