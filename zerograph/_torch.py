@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -664,9 +664,3 @@ def causal_masks_unread() -> contextlib.AbstractContextManager[Any]:
 def adaptive_output(output: Tensor, loss: Tensor) -> Any:
     """What AdaptiveLogSoftmaxWithLoss returns; its class is in a private module."""
     return torch.nn.modules.adaptive._ASMoutput(output, loss)
-
-
-def unsaved_buffers(module: nn.Module) -> Set[str]:
-    """Names of the module's own buffers that its ``state_dict()`` leaves out: asking that would run its hooks."""
-    found: set[str] = module._non_persistent_buffers_set
-    return found

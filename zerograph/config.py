@@ -433,7 +433,7 @@ class Config:
         return (Split(0),) * mesh_dims if self.batch_sbp is None else nd(self.batch_sbp, mesh_dims)
 
     def zero_dim_on(self, mesh_dims: int, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
-        """The mesh dimension along which ZeRO splits.
+        """Return the mesh dimension along which ZeRO splits.
 
         Args:
             inputs: how the tensors of the batch are placed; where none is split, ``batch_sbp`` counts.
@@ -466,7 +466,7 @@ class Config:
 
 
 def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
-    """The mesh dimensions along which any of them is split."""
+    """Return the mesh dimensions along which any of them is split."""
     return {dim for sbp in sbps for dim, one in enumerate(sbp) if isinstance(one, Split)}
 
 

@@ -109,7 +109,7 @@ class ZeroGraph(Inspected, Stateful):
         self._compiler.config = config
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """The step: forward, ``loss.backward()`` if it trains, and what to return. Traced, never run as it stands."""
+        """Define the step: forward, ``loss.backward()`` if it trains, and what to return. It is traced, not run."""
         raise ConfigError(f"{type(self).__name__} has no build(): write one")
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
@@ -232,7 +232,7 @@ class ZeroGraph(Inspected, Stateful):
 
     @one_thread("prepare()", collective=False)
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
-        """What one rank of ``mesh`` would run for inputs like these: everything before the backend, and nothing else.
+        """Prepare what one rank of ``mesh`` would run for inputs like these: everything before the backend.
 
         No process group is needed, no weight is touched and nothing changes, so modules and inputs may be on the meta
         device, and the mesh larger than the job: ``mesh.line(1024, 0, "ranks")`` is rank 0 of 1024.
@@ -252,7 +252,7 @@ class ZeroGraph(Inspected, Stateful):
 
     @one_thread("lay_out()", collective=False)
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
-        """The buckets of what :meth:`prepare` would make for the same arguments: what rests where, at a capture's cost.
+        """Return the buckets that :meth:`prepare` would make for the same arguments, at the cost of a capture.
 
         Raises:
             ZeroGraphError: as :meth:`prepare` does, before any pass.
@@ -284,7 +284,7 @@ class ZeroGraph(Inspected, Stateful):
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
-        """The compiled step for these inputs, once all ranks agree on it; what ``check`` raises is raised on all."""
+        """Return the compiled step for these inputs once all ranks agree; what ``check`` raises is raised on all."""
         self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
@@ -411,7 +411,7 @@ class ZeroGraph(Inspected, Stateful):
         )
 
     def _seed_of_step(self) -> int:
-        """The class counts too: two graphs that train in turn, one step each, do not draw the same numbers."""
+        """Return the seed of a step. The class counts too, so graphs that train in turn draw different numbers."""
         seed = self._seed if self.config.seed is None else self.config.seed
         return digest((seed, type(self).__qualname__, self.steps_done, self._passes_done))
 
@@ -467,7 +467,7 @@ class ZeroGraph(Inspected, Stateful):
         return self._member_tree.members
 
     def _adopted(self) -> Members:
-        """The members, once the graph has taken over those of them that are global tensors."""
+        """Return the members, after the graph has taken over those that are global tensors."""
         members = self._members()
         if not has_global(members):
             return members

@@ -1,5 +1,6 @@
-"""SBP: what each rank holds of a global tensor, one of ``broadcast``, ``split(dim)`` and ``partial_sum`` per mesh
-dimension. Implemented in :mod:`zerograph.ir.sbp`.
+"""SBP of global tensors: ``broadcast``, ``split(dim)`` or ``partial_sum`` for each mesh dimension.
+
+Implemented in :mod:`zerograph.ir.sbp`.
 """
 
 from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split, broadcast, partial_sum, split

@@ -32,6 +32,7 @@ class CheckBy(Check):
     complain: Callable[[Any], str]
 
     def complaint(self, value: Any) -> str:
+        """Return what the value's own message says is wrong with it."""
         return self.complain(value)
 
 

@@ -102,7 +102,7 @@ def _of_dumps(before: Path, after: Path, pass_name: str | None) -> list[Diff]:
 
 
 def _passes(folder: Path) -> dict[str, Path]:
-    """The file of each pass in a dump, by name: one pass more in the middle must not set all others apart."""
+    """Return the file of each pass in a dump by the pass's name: an additional pass shifts no others."""
     found = {path.stem.partition("-")[2]: path for path in sorted(folder.glob("[0-9][0-9]-*.txt"))}
     if not found:
         raise ConfigError(

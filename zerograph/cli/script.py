@@ -34,7 +34,7 @@ _HELP = (
 
 
 def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple[ZeroGraph, tuple[Any, ...]]:
-    """The graph that ``train.py:example`` stands for, and inputs for it.
+    """Load the graph that ``train.py:example`` names, and inputs for it.
 
     Args:
         inputs: the name of inputs in the script, or of a function that returns them; needed where STEP is a graph.
@@ -67,7 +67,7 @@ def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple
 def prepare(
     step: ZeroGraph, inputs: tuple[Any, ...], mesh: Mesh, *, device: str = "cpu", stage: int | None = None
 ) -> Prepared:
-    """What a rank of ``mesh`` would run. ``stage`` is another than the script's; 0 for none.
+    """Prepare what a rank of ``mesh`` would run, at another ``stage`` than the script's (0: none).
 
     Raises:
         ConfigError: no such stage; or what the script's step is made of failed.
@@ -83,7 +83,7 @@ def prepare(
 
 
 def set_precision(step: ZeroGraph, precision: str | None) -> None:
-    """Have the script's step compute in this precision; None: as the script says.
+    """Let the script's step compute in this precision; None: as the script says.
 
     Args:
         precision: as :func:`zerograph.cli.options.precision_checked` lets it through.
@@ -246,7 +246,7 @@ def _called(found: Any, name: str, path: str, meta: bool) -> Any:
 
 
 def _told(error: Exception, path: Path) -> str:
-    """The error, and the script's line that it came through last."""
+    """Describe the error, with the last line of the script that it passed through."""
     line = ""
     with contextlib.suppress(OSError):
         own = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name == path.name]

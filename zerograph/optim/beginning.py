@@ -98,7 +98,7 @@ def _constant(value: float, size: Sequence[int], dtype: torch.dtype = torch.floa
 
 
 def _values(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """A parameter and a gradient, over many orders of magnitude; of any shape also with what is special of numbers."""
+    """Draw a parameter and a gradient over many orders of magnitude, with special numbers where any shape will do."""
     values = {}
     for place, name in enumerate(("param", "grad")):
         value = torch.randn(size, generator=generator, dtype=torch.float64)

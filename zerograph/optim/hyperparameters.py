@@ -44,13 +44,13 @@ def numbers(group: Mapping[str, Any]) -> dict[Path, float]:
 
 
 def read(group: Mapping[str, Any], path: Path) -> float:
-    """The number now; 0 for the learning rate of a group that has none."""
+    """Return the present number; 0 for the learning rate of a group that has none."""
     value = group.get(path[0], 0.0)
     return float(value[path[1]] if len(path) > 1 else value)
 
 
 def replaced(group: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
-    """The group with another value there."""
+    """Return the group with another value at this path."""
     if len(path) == 1:
         return {**group, path[0]: value}
     parts = list(group[path[0]])
@@ -72,6 +72,7 @@ class Watched(float):
     thresholds: set[float]
 
     def __new__(cls, value: float, thresholds: set[float]) -> Watched:
+        """Make the number, which adds what it is compared with to ``thresholds``."""
         made = super().__new__(cls, value)
         made.thresholds = thresholds
         return made
@@ -117,7 +118,7 @@ def sides(value: float, thresholds: set[float]) -> tuple[int, ...]:
 
 
 def another(value: float, thresholds: set[float]) -> float | None:
-    """A value to trace with besides, on the same side of every threshold; None if ``value`` is one of them."""
+    """Return a second value to trace with, on the same side of every threshold; None if ``value`` is a threshold."""
     if value in thresholds:
         return None
     # No round number, of the same sign, and within [0, 1) where the value is.

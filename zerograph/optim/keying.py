@@ -38,6 +38,7 @@ def _made_at(node: fx.Node) -> fx.Node:
 
 
 def initial_value(first: fx.GraphModule, index: int) -> float | None:
+    """Return the constant that this result of the first update is, or None if it is computed."""
     returned = first.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     made = returned[index]

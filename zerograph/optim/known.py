@@ -28,7 +28,7 @@ _OF_TORCH = Programs()
 
 
 def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
-    """What stands for the optimizer in a key, and where its programs are kept.
+    """Return the optimizer's part of a key, and the dictionary of its programs.
 
     An optimizer of torch's own, or of OneFlow's names, computes with its groups alone; one of a user's class may hold
     anything, so what was traced of it is good for this instance, in the graph that keeps ``own``.

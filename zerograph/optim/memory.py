@@ -24,7 +24,7 @@ FACTORIES = {
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node that made the tensor which ``node``, after in-place operators, still is."""
+    """Return the node that made the tensor, of which ``node`` may be a result of in-place operators."""
     while node.op == "call_function" and isinstance(node.target, _torch.OpOverload) and _in_place(node.target):
         out = node.kwargs.get("out")
         node = out if isinstance(out, fx.Node) else node.all_input_nodes[0]

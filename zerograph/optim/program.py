@@ -152,7 +152,7 @@ _SMALL = 24
 
 
 def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
-    """The update by fused operators, given the state that the plain one keeps."""
+    """Trace the update by fused operators, for the state that the plain update keeps."""
     given = {key: StateTensor(() if spec.scalar else sample.shape, spec.dtype) for key, spec in state.items()}
     graph, _ = sample.trace(given)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
@@ -163,7 +163,7 @@ def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
 
 
 def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
-    """An accelerator's fused kernels read step counts there, as fp32, and do not check; a learning rate lies anywhere.
+    """Move step counts to the accelerator as fp32, as its fused kernels read them without a check.
 
     Ours are counted up on the CPU, in fp64 (``width``): what a kernel reads is a copy.
     """

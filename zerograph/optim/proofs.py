@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def mixing(graph: fx.GraphModule) -> str | None:
-    """The first operator that makes the update not elementwise, and where it stands, for a reader."""
+    """Describe the first operator that makes the update not elementwise, with its line."""
     found: list[fx.Node] = []
     for node in graph.graph.nodes:
         values = [node.meta.get("val"), *(given.meta.get("val") for given in node.all_input_nodes)]
@@ -92,6 +92,7 @@ def _memory(node: fx.Node) -> fx.Node:
 
 
 def refuse_random(graph: fx.GraphModule, optimizer: str) -> None:
+    """Raise a CaptureError if the update draws random numbers."""
     for node in graph.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(
@@ -101,4 +102,5 @@ def refuse_random(graph: fx.GraphModule, optimizer: str) -> None:
 
 
 def line_of(node: fx.Node) -> str:
+    """Return the line of the optimizer's source that the node comes from."""
     return str(node.meta.get("custom", {}).get("line") or "a line unknown")

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def both(sample: Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
-    """The first update, the later ones, and the state that the first leaves."""
+    """Trace the first update and a later one, and return them with the state after the first."""
     first, state = sample.trace(None)
     spec = {key: StateTensor(tuple(value.shape), width(value)) for key, value in state.items()}
     steady, _ = sample.trace(spec)
@@ -34,6 +34,8 @@ def both(sample: Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tens
 
 @dataclass(frozen=True)
 class StateTensor:
+    """Shape and dtype of one tensor of an optimizer's state."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -63,13 +65,13 @@ class Sample:
         self.asks_sizes = False
 
     def of_shape(self, shape: torch.Size) -> Sample:
-        """A sample of the same optimizer for a parameter of another shape, on the CPU."""
+        """Return a sample of the same optimizer for a parameter of another shape, on the CPU."""
         return Sample(self._optimizer, self._group, shape, self.dtype, "cpu")
 
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
     ) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-        """The graph of one ``step()``, with mutation, and the state tensors that the optimizer holds after it.
+        """Trace one ``step()``, with mutation, and return it with the state tensors that the optimizer has after it.
 
         Its inputs are ``lr``, then for each parameter itself, its gradient and its state, as ``update_input`` says:
         ``param``, ``grad`` and names of state, of parameters but the first with a number behind.
@@ -152,7 +154,7 @@ class Sample:
 
 
 def _containers(value: Any) -> Any:
-    """The same values in lists and dicts of their own, for tracing to change."""
+    """Copy the lists and dicts around the values, so that tracing may change them."""
     if type(value) is dict:
         return {key: _containers(one) for key, one in value.items()}
     return [_containers(one) for one in value] if type(value) is list else value
@@ -172,8 +174,9 @@ def _trace(
 
 
 class _ValuesAsTensors(TorchFunctionMode):
-    """Inside, ``tensor.item()`` is a 0-d fp64 tensor, as exact as the Python number it stands for, and ``max`` and
-    ``min`` know such numbers: optimizers that compute with values (Adafactor, Adagrad) become part of the graph.
+    """Let ``tensor.item()`` return a 0-d fp64 tensor, as exact as the Python number.
+
+    ``max`` and ``min`` take such tensors, so optimizers that compute with values (Adafactor, Adagrad) are traced.
 
     Also notes the line of the optimizer that calls each operator, and, while ``watching``, whether it asks anything
     but other tensors of a tensor that has dimensions (``asks_sizes``): if not, none of its Python can depend on a size.

@@ -19,6 +19,7 @@ class Guard:
     refuse: Callable[[], object]
 
     def __call__(self, *_: object) -> None:
+        """Refuse the call."""
         self.refuse()
 
 
