@@ -190,7 +190,8 @@ class Peer:
         place = _note(number)
         self._until(lambda: self.inbox[place + _VALUES] == number or self._is_cut())
         if self._is_cut():
-            raise RuntimeError(f"rank {self.rank} has hung up")
+            whose = "this rank" if self._hung_up else f"rank {self.rank}"
+            raise RuntimeError(f"{whose} has hung up")
         return self.inbox[place : place + _VALUES]
 
     def hang_up(self) -> None:

@@ -295,4 +295,4 @@ def hung_up() -> tuple[str, str]:
 
 
 def test_a_rank_that_hangs_up_is_waited_for_by_nobody(pool: Pool) -> None:
-    assert pool.run(2, hung_up) == [("rank 1 has hung up",) * 2, ("rank 0 has hung up",) * 2]
+    assert pool.run(2, hung_up) == [("rank 1 has hung up", "this rank has hung up"), ("this rank has hung up",) * 2]

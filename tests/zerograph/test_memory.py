@@ -54,6 +54,37 @@ def _gpt(layers: int, width: int, vocabulary: int, context: int) -> tuple[Callab
     return lambda: Gpt(False, vocabulary, width, layers, context), tokens
 
 
+class Splits(nn.Module):
+    """Backward keeps one part of a split, and so the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, shift, more = self.project(x).split(32, dim=2)
+        return kept.sin() + shift + more
+
+
+class Deep(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Splits(), Splits(), Splits())
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
+        self.config.backend = "eager"
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_parts_of_a_split_keep_the_whole() -> None:
+    step, x = Deep(), torch.randn(8, 64, 32)
+    step(x)
+    assert step.memory.peak == pytest.approx(most_alive_bytes(step, x), abs=64)
+
+
 # What the benchmark has in real sizes (benchmarks/memory.py), small.
 MODELS = {
     "gpt small": _gpt(layers=2, width=32, vocabulary=128, context=16),
