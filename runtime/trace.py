@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
 from zerograph.ir.rewrite import ancestors
@@ -142,7 +143,7 @@ class _Run:
             self.causes.pop(place, None)
             parts = [given for given in node.all_input_nodes if given is not place]
             self._note(place, number, self._known(parts) if fresh else causes, like=node)
-        elif any(reader.target is _WAIT for reader in node.users):
+        elif any(reader.target is WAIT for reader in node.users):
             # There is no value before it has been waited for.
             if causes:
                 self.causes[node] = _first(causes)
@@ -198,14 +199,12 @@ def _what(node: fx.Node) -> Role | str:
     known = role(node)
     if node.op == "placeholder" and known is not None:
         return known
-    if node.target is _WAIT:
+    if node.target is WAIT:
         found = meta(node.all_input_nodes[0]).get("boxing")
         if isinstance(found, Boxing):
             return f"the {found.kind} of {found.tensor}"
     return str(node.target)
 
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # Operators whose result nobody has written yet.
 _UNWRITTEN = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}

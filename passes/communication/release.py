@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.ir.alias import is_view
+from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
@@ -18,7 +18,6 @@ from zerograph.ir.step_graph import bucket_behind
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def release(module: fx.GraphModule, context: Context) -> fx.GraphModule:

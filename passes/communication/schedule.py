@@ -7,6 +7,7 @@ from collections import deque
 import torch
 from torch import fx
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
@@ -15,7 +16,6 @@ from zerograph.ir.step_graph import bucket_behind, placeholders
 from zerograph.passes.context import Context
 
 c10d = torch.ops._c10d_functional
-WAIT = c10d.wait_tensor.default
 
 # One bucket of gradients being filled while another is on the wire.
 _GRADIENT_BUCKETS = 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, written_arguments
-from zerograph.ir.alias import viewed
+from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.step_graph import placeholders
 
@@ -71,7 +71,6 @@ _NORMS = frozenset(
 )
 _FLAT_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 # A wait hands on the memory of its collective; torch's schema does not say so.
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # A piece of which no value has as many elements is done in the time of the call, on CPU: no reason to compile it.
 SMALLEST = 4096
@@ -170,13 +169,12 @@ def _joining(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and target.is_view and isinstance(node.meta.get("val"), Tensor)
+    return is_view(node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _separates(node: fx.Node, growing: _Growing) -> bool:
     """A norm over all gradients is summed bucket by bucket, as they arrive: not in one piece that grows with depth."""
-    arrives = node.target is _WAIT or "boxing" in node.meta
+    arrives = node.target is WAIT or "boxing" in node.meta
     return arrives and growing.phase == "update" and not growing.changes_anything
 
 
@@ -233,7 +231,7 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None
-        if viewed(node) is not None or node.target in (getitem, _WAIT):
+        if viewed(node) is not None or node.target in (getitem, WAIT):
             source = node.args[0]
         elif written := written_arguments(node):
             source = written[0]

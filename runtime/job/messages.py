@@ -25,13 +25,13 @@ class Mailbox(Protocol):
 
 
 class Notes:
-    """What the ranks of a job compare before they do something together.
+    """Comparison of a number and a flag between all ranks of a job, before they do something together.
 
-    In each of log2(ranks) rounds a rank sends what it knows to the one twice as far away: the least number, the largest
-    one as the least complement, and the flag as a number. A round costs one small message each way. Where mailboxes
-    are known, the ranks of each host do so among themselves first, and then the ranks of equal place on all hosts.
+    A note holds the least number, the least complement of a number, and the negative flag. There are log2(ranks) rounds
+    of one note each way, and the distance between sender and receiver doubles with each. With mailboxes, the ranks of
+    each host compare first, then the ranks of equal position on all hosts.
 
-    Nobody ends a comparison before all have begun it, so a note is read before the next but one takes its place.
+    No rank ends a comparison before all have begun it. Two places per mailbox therefore suffice for the notes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

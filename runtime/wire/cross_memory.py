@@ -26,9 +26,12 @@ def read(pid: int, address: int, into: int, count: int) -> None:
     Raises:
         RuntimeError: they cannot be read.
     """
-    global _bytes_read
-    _move(_calls()[0], pid, into, address, count)
-    _bytes_read += count
+    for begin in range(0, count, _PIECE):
+        piece = min(_PIECE, count - begin)
+        near, far = _Extent(into + begin, piece), _Extent(address + begin, piece)
+        moved = _calls()[0](pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
+        _check(moved, piece, pid, "read")
+    count_read(count)
 
 
 def bytes_read() -> int:
@@ -42,16 +45,7 @@ def count_read(count: int) -> None:
     _bytes_read += count
 
 
-def write(pid: int, address: int, source: int, count: int) -> None:
-    """Copy so many bytes from an address in this process to one in another.
-
-    Raises:
-        RuntimeError: they cannot be written.
-    """
-    _move(_calls()[1], pid, source, address, count)
-
-
-def write_in_order(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+def write(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
     """Copy pieces to another process in one call; who sees a later piece there sees the earlier ones too.
 
     Args:
@@ -64,14 +58,6 @@ def write_in_order(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
     far = (_Extent * len(pieces))(*(_Extent(there, count) for there, _, count in pieces))
     moved = _calls()[1](pid, near, len(pieces), far, len(pieces), 0)
     _check(moved, sum(count for _, _, count in pieces), pid, "written")
-
-
-def _move(call: Callable[..., int], pid: int, here: int, there: int, count: int) -> None:
-    for begin in range(0, count, _PIECE):
-        piece = min(_PIECE, count - begin)
-        near, far = _Extent(here + begin, piece), _Extent(there + begin, piece)
-        moved = call(pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
-        _check(moved, piece, pid, "read" if call is _calls()[0] else "written")
 
 
 def _check(moved: int, count: int, pid: int, done: str) -> None:

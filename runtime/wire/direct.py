@@ -128,7 +128,8 @@ def _connect(job: Job) -> _Connected:
     hosts = _told(job, _host())
     groups = [dist.get_process_group_ranks(group) for group in job.lines]
     near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
-    here = _same_host(hosts, job.rank)
+    shared_hosts = _ranks_by_host(hosts)
+    here = next(ranks for ranks in shared_hosts if job.rank in ranks)
     peers = {
         rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank)) for rank in here if rank != job.rank
     }
@@ -153,18 +154,18 @@ def _connect(job: Job) -> _Connected:
         for dim, ranks in enumerate(groups)
     )
     all_near = all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
-    if (
-        all(reached_all for _, reached_all in told_mine)
-        and len({len(_same_host(hosts, rank)) for rank in range(job.size)}) == 1
-    ):
-        across = [rank for rank in range(job.size) if _same_host(hosts, rank).index(rank) == here.index(job.rank)]
-        job.notes.use(peers, here, across)
+    if all(reached_all for _, reached_all in told_mine) and len(set(map(len, shared_hosts))) == 1:
+        place = here.index(job.rank)
+        job.notes.use(peers, here, sorted(ranks[place] for ranks in shared_hosts))
     return _Connected(found, all_near)
 
 
-def _same_host(hosts: Sequence[str], rank: int) -> list[int]:
-    """Return the ranks of this rank's host; itself alone where no process can read another's memory."""
-    return [other for other, host in enumerate(hosts) if host == hosts[rank] != ""] or [rank]
+def _ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host; a rank whose host is unknown is alone."""
+    ranks: dict[str | int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host or rank, []).append(rank)
+    return list(ranks.values())
 
 
 def _told(job: Job, mine: T) -> list[T]:
@@ -205,7 +206,7 @@ def _refusal(
         if int(seen) != nonce:
             return f"process {pid} here is another process"
         word = probes + rank * seen.itemsize
-        cross_memory.write(pid, word, seen.data_ptr(), seen.nbytes)
+        cross_memory.write(pid, [(word, seen.data_ptr(), seen.nbytes)])
         peer.copy(word, seen.zero_())
     except (OSError, RuntimeError) as error:
         return str(error)

@@ -224,9 +224,7 @@ class Peer:
     def _write(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Write into its mailbox, in order: for each piece the word there, the address here, and the bytes."""
         self._check_alive()
-        cross_memory.write_in_order(
-            self._pid, [(self._its_inbox + _WORD * word, here, count) for word, here, count in pieces]
-        )
+        cross_memory.write(self._pid, [(self._its_inbox + _WORD * word, here, count) for word, here, count in pieces])
 
     def _check_alive(self) -> None:
         if self.has_ended():

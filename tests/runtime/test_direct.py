@@ -252,13 +252,13 @@ def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: s
 
 
 def hosts_of(size: int) -> Any:
-    """Give each ``size`` neighbouring ranks another host; 0: all are of one, as they are."""
+    """Pretend that each ``size`` neighbouring ranks have a host of their own; 0: keep the real host."""
     name = direct._host()
     return patch.object(direct, "_host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
 
 
 def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
-    """What ranks learn that come with equal numbers, with another one, with a flag, and with equal ones again."""
+    """Compare equal and different numbers, with and without flags, and return the last two results."""
     rank = torch.distributed.get_rank()
     with patch.dict(os.environ, {"RANK": str(rank)}), hosts_of(host):
         job = join(timeout)
@@ -281,7 +281,7 @@ def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int
 
 
 def hung_up() -> tuple[str, str]:
-    """What a rank is told that waits for one which hung up, and when it compares again."""
+    """Return the errors of two comparisons after rank 1 has hung up."""
     job = join(72.5)
     direct.lines(job)
     if job.rank == 1:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.metadata import Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.passes.placement.boxing import boxing
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def labels(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -59,7 +57,7 @@ def input_name(given: Role) -> str:
 
 def is_wait(node: fx.Node) -> bool:
     """Return True if the node waits for a collective."""
-    return node.target is _WAIT
+    return node.target is WAIT
 
 
 def is_boxing(node: fx.Node) -> bool:

@@ -69,7 +69,7 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
 
 
 def _may_view(node: fx.Node) -> bool:
-    return is_view(node) or node.target in _UNDECLARED_VIEWS
+    return is_view(node) or node.target in _UNDECLARED_VIEWS | _VIEWS_OF_SOME_STRIDES
 
 
 def _strides_allow(node: fx.Node) -> bool:
