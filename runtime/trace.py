@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.ir.alias import WAIT
+from zerograph.ir.finite import has_fractions
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
 from zerograph.ir.rewrite import ancestors
@@ -247,7 +247,7 @@ def _count(value: Any) -> tuple[int, int, int, tuple[int, ...]] | None:
     nans = infinities = elements = 0
     index: tuple[int, ...] = ()
     for one in pytree.tree_leaves(value):
-        if not isinstance(one, Tensor) or not _torch.has_fractions(one) or not one.numel():
+        if not isinstance(one, Tensor) or not has_fractions(one) or not one.numel():
             continue
         # Some eight-bit formats know no isfinite.
         wide = one.float() if one.is_floating_point() and one.element_size() == 1 else one

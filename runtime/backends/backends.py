@@ -36,7 +36,7 @@ def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
         # Its name leads from the line that failed back to the emitted graph.
         nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
-    return backend(fx.GraphModule(graph, copy), list(_torch.examples(inputs)))
+    return backend(fx.GraphModule(graph, copy), list(_torch.fake_inputs(inputs)))
 
 
 def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:

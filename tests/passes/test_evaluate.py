@@ -14,9 +14,9 @@ from zerograph.capture import trace
 
 def test_a_graphs_values_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode that keeps a view of its own leads to itself through torch, where the garbage collector does not see."""
-    modes: list[weakref.ref[_torch.Known]] = []
+    modes: list[weakref.ref[_torch.CachingFakeMode]] = []
 
-    def noted() -> _torch.Known:
+    def noted() -> _torch.CachingFakeMode:
         mode = made()
         modes.append(weakref.ref(mode))
         return mode

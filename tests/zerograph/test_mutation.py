@@ -145,8 +145,8 @@ def test_a_graph_that_writes_nothing_stays() -> None:
 
 def test_forms_are_found_by_what_they_take() -> None:
     """Two forms of one computation may have other overload names, and two of one name may compute other things."""
-    assert _torch.in_place_form(aten.pow.Tensor_Scalar) is aten.pow_.Scalar
-    assert _torch.in_place_form(aten.pow.Scalar) is None  # a number to the power of a tensor
-    assert _torch.functional_form(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
-    assert _torch.in_place_form(aten.add.Tensor) is aten.add_.Tensor
-    assert _torch.functional_form(aten.add.Tensor) is None
+    assert _torch.in_place_overload(aten.pow.Tensor_Scalar) is aten.pow_.Scalar
+    assert _torch.in_place_overload(aten.pow.Scalar) is None  # a number to the power of a tensor
+    assert _torch.functional_overload(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
+    assert _torch.in_place_overload(aten.add.Tensor) is aten.add_.Tensor
+    assert _torch.functional_overload(aten.add.Tensor) is None

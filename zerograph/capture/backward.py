@@ -51,7 +51,7 @@ class Backward:
     @contextmanager
     def instead_of_torchs(self) -> Iterator[None]:
         """Inside, ``loss.backward()`` and ``torch.autograd.backward`` are this."""
-        with _torch.backward_by(self._run):
+        with _torch.replaced_backward(self._run):
             yield
 
     def checked(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:

@@ -67,7 +67,7 @@ class Recorder(_torch.TorchDispatchMode):
             return {"origin": here}
         # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
         forward = self._forward.get(backward, Origin("forward"))
-        again = _torch.made_again()
+        again = _torch.recomputing_modules()
         if again is not None:
             line, code = source.running_line()
             module = self._module_path(again) or self._nearest(line, func, forward.module)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import FakeTensor, hooks_in
+from zerograph._torch import FakeTensor, hook_tables
 from zerograph.base import source
 from zerograph.capture.guards import facts
 
@@ -207,7 +207,7 @@ class PythonState:
             walk.taken.restores[id(held)] = _restorer(held)
             if isinstance(owner, nn.Module):
                 # A flag that says that hooks are there goes back together with them.
-                walk.taken.restores |= {id(hooks): _restorer(hooks) for hooks in hooks_in(owner)}
+                walk.taken.restores |= {id(hooks): _restorer(hooks) for hooks in hook_tables(owner)}
             guarded = {name for name, _ in facts(held, private=private)}
             for name, value in list(held.items()):
                 # Numbers that every step depends on are compared anyway.

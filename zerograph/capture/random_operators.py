@@ -70,7 +70,7 @@ class Draws:
         def restore(state: int) -> None:
             self.count = state
 
-        with _torch.generator_replaced(lambda: self.count, restore, seeded):
+        with _torch.replaced_generator(lambda: self.count, restore, seeded):
             yield
 
 

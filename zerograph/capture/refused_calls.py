@@ -32,7 +32,7 @@ def refused_calls() -> Iterator[None]:
             stack.enter_context(patch.object(kind, "step", _refuse_scheduler_step))
         for module, name in _collectives():
             stack.enter_context(patch.object(module, name, _refusing(name)))
-        stack.enter_context(_torch.objects_sent_by(_refusing("of Python objects")))
+        stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
         yield
 
 

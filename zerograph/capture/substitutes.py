@@ -40,7 +40,7 @@ def substituted() -> Iterator[None]:
         for name in ("scale", "unscale_", "step", "update"):
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
-        stack.enter_context(_torch.causal_masks_unread())
+        stack.enter_context(_torch.trusted_causal_flags())
         stack.enter_context(wrapped.seen_through())
         yield
 

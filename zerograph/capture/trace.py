@@ -141,7 +141,7 @@ def capture(
         with (
             replaced(own),
             _swapped_groups(groups, own),
-            _torch.total_norm_by(total_norm),
+            _torch.replaced_total_norm(total_norm),
             NoDataAssignment(),
             module_paths(root) as path,
             Recorder(path),
@@ -204,7 +204,7 @@ def capture(
         mode,
         # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
         _torch.without_onednn(),
-        _torch.checkpoints_kept(),
+        _torch.eager_checkpoint_policies(),
         substituted(),
         refused_calls(),
         _torch.compiling(),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph._torch import contents_of, gradient_hooks, without_torch_function
+from zerograph._torch import gradient_hooks, module_tables, without_torch_function
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.guards import Same, facts, module_facts
@@ -117,7 +117,7 @@ class Tree:
         self.members = members
         modules = [one for one in members.root.modules() if one is not members.root]
         self._modules, self._classes = modules, list(map(type, modules))
-        self._contents = Dictionaries(one for module in modules for one in (vars(module), *contents_of(module)))
+        self._contents = Dictionaries(one for module in modules for one in (vars(module), *module_tables(module)))
 
     def is_same(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether a graph with these attributes has the same members, and these the same facts."""

@@ -51,7 +51,7 @@ class Standing:
         self._tensors: list[Tensor] = [*parameters, *tree.members.buffers.values()]
         self._metadata = _metadata(self._tensors)
         self._fresh = [store.fresh for store in self.stores]
-        hooks = [table for optimizer in optimizers for table in _torch.tables_of_hooks_before_step(optimizer)]
+        hooks = [table for optimizer in optimizers for table in _torch.step_pre_hook_tables(optimizer)]
         # A parameter's own attributes are its annotation and the store that holds it.
         self._dictionaries = Dictionaries([vars(config), *map(vars, parameters), *hooks])
         self._optimizers = [(optimizer, type(optimizer)) for optimizer in optimizers]

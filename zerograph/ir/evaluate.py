@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import FakeTensor, Known, OpOverload
+from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload
 from zerograph.ir.metadata import value
 
 
@@ -25,8 +25,8 @@ def evaluate(node: fx.Node) -> Any:
         return args[0][args[1]]
     mode = mode_of(node.graph)
     key = (node.target, _described(args), _described(kwargs))
-    if key in mode.known:
-        return mode.known[key]
+    if key in mode.results:
+        return mode.results[key]
     # Integers become the default dtype where an operator divides them.
     everywhere = (torch.get_default_dtype(), *key)
     with mode, torch.no_grad():
@@ -45,7 +45,7 @@ def evaluate(node: fx.Node) -> Any:
                 result = _made(layout)
     # A number that a tensor holds is that tensor's own, however many look alike.
     if not isinstance(result, _SYMBOLS):
-        mode.known[key] = result
+        mode.results[key] = result
     return result
 
 
@@ -85,12 +85,12 @@ def _made(layout: Any) -> Any:
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def mode_of(graph: fx.Graph) -> Known:
+def mode_of(graph: fx.Graph) -> CachingFakeMode:
     """The fake mode that the graph's values live in."""
     for node in graph.nodes:
         found = value(node)
         if isinstance(found, FakeTensor):
-            assert isinstance(found.fake_mode, Known)
+            assert isinstance(found.fake_mode, CachingFakeMode)
             return found.fake_mode
     raise ValueError("the graph has no tensors")
 

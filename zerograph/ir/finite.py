@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerograph import _torch
 from zerograph.ir.gradient_edits import TOTAL_NORM
 from zerograph.ir.metadata import Role
 
@@ -49,7 +48,7 @@ def residues(
             apart.
     """
     # Another tensor of the same values must not be reduced once more.
-    distinct = {id(loss): loss for loss in losses if _torch.has_fractions(loss)}
+    distinct = {id(loss): loss for loss in losses if has_fractions(loss)}
     found = [_residue(loss.detach()) for loss in distinct.values()]
     if gradients:
         gradient = _residue(TOTAL_NORM(list(gradients), float("inf")))
@@ -62,6 +61,11 @@ def residues(
     if not overflows:
         return [(NOT_FINITE, total)]
     return [(SCALED_GRADIENTS, _sum([_residue(one.largest) for one in overflows])), (NOT_FINITE, total)]
+
+
+def has_fractions(tensor: Tensor) -> bool:
+    """Return True for floating-point and complex tensors; the elements of others are always finite."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:

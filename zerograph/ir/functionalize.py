@@ -41,7 +41,7 @@ def without_mutation(graph: fx.GraphModule) -> fx.GraphModule:
 def _form(node: fx.Node) -> Form | None:
     """What computes what the operator writes to its first argument and returns; None where nothing fits."""
     assert isinstance(node.target, _torch.OpOverload)
-    form = _torch.functional_form(node.target)
+    form = _torch.functional_overload(node.target)
     if form is None or _torch.written_arguments(node) != list(node.args[:1]):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])

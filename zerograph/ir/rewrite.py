@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, in_place_form
+from zerograph._torch import OpOverload, in_place_overload
 from zerograph.errors import VerificationError
 from zerograph.ir.evaluate import evaluate, mode_of
 from zerograph.ir.metadata import Origin, meta, origin
@@ -149,7 +149,7 @@ def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
         return None
     if value.shape != old.shape or value.dtype != old.dtype or torch.Tag.pointwise not in target.tags:
         return None
-    return in_place_form(target)
+    return in_place_overload(target)
 
 
 # ---- moving and erasing ----

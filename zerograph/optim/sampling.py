@@ -142,7 +142,7 @@ class Sample:
             {**kept, **{name: value for name, value in one.items() if name not in ("param", "grad")}} for one in each
         ]
         for leaf, one in zip(leaves, states, strict=True):
-            if found := one or _torch.made_at_construction(twin, leaf):
+            if found := one or _torch.initial_state(twin, leaf):
                 twin.state[leaf] = found
         return leaves, twin
 

@@ -80,7 +80,7 @@ def tensor_at(found: Ref, storage: torch.UntypedStorage) -> Tensor:
     plain = torch.empty(0, dtype=found.dtype, device=storage.device)
     plain = plain.set_(storage, found.offset, found.shape, found.stride)
     plain = plain.conj() if found.conjugate else plain
-    return _torch.negated(plain) if found.negative else plain
+    return _torch.negative_view(plain) if found.negative else plain
 
 
 @dataclass(frozen=True, eq=False)

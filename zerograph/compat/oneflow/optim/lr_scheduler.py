@@ -333,13 +333,13 @@ def rates_at(scheduler: _Plain, base_lrs: Sequence[Any], step: int) -> list[Any]
     before = scheduler.base_lrs, scheduler.last_epoch
     scheduler.base_lrs, scheduler.last_epoch = list(base_lrs), step
     try:
-        return _torch.closed_rates(scheduler)
+        return _torch.closed_form_rates(scheduler)
     finally:
         scheduler.base_lrs, scheduler.last_epoch = before
 
 
 def _check_closed(scheduler: _Plain) -> None:
-    closed = isinstance(scheduler, LRScheduler) or _torch.has_closed_rates(scheduler)
+    closed = isinstance(scheduler, LRScheduler) or _torch.has_closed_form_rates(scheduler)
     _check(
         closed,
         f"{type(scheduler).__name__} cannot be part of another scheduler: its rates follow from more than the step's "

@@ -92,7 +92,7 @@ def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
             roots = divided[0] if one else divided
         original(roots, *args, **kwargs)
 
-    with _torch.backward_by(run), watch:
+    with _torch.replaced_backward(run), watch:
         yield
 
 

@@ -1,0 +1,105 @@
+"""Backward, checkpointing and hooks on gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
+from torch.utils import checkpoint as checkpointing
+
+from zerograph._torch.tensors import plain_tensors
+
+Hooks = list[Callable[..., Any]]
+
+
+def forward_sequence_number() -> int:
+    """Return the number of the autograd node that the running forward operator created last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def backward_sequence_number() -> int | None:
+    """Return the number of the autograd node whose backward is running (its forward operator's), or None in forward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+@contextlib.contextmanager
+def replaced_backward(run: Callable[..., None]) -> Iterator[None]:
+    """Make ``Tensor.backward`` and ``torch.autograd.backward`` call ``run(original, tensors, ...)``.
+
+    ``Tensor.backward`` looks ``torch.autograd.backward`` up at each call. Torch has no hook around a whole backward.
+    """
+    original = torch.autograd.backward
+    running = False
+
+    def replaced(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal running
+        if running:
+            # The original passes itself, by name, to modes and subclasses, which call it again.
+            original(tensors, *args, **kwargs)
+            return
+        running = True
+        try:
+            run(original, tensors, *args, **kwargs)
+        finally:
+            running = False
+
+    with patch.object(torch.autograd, "backward", replaced):
+        yield
+
+
+@contextlib.contextmanager
+def eager_checkpoint_policies() -> Iterator[None]:
+    """Make selective contexts of ``torch.utils.checkpoint`` follow their policy under a tracer, as in eager mode.
+
+    Otherwise they would save everything and leave the policy to torch's own partitioner, which reads it off nodes.
+    """
+    with patch.object(checkpointing, "_is_compiling", lambda *_: False):
+        yield
+
+
+def recomputing_modules() -> list[nn.Module] | None:
+    """Return the modules that ``torch.utils.checkpoint`` is recomputing for the running backward, innermost first.
+
+    Only the stack shows this: one of checkpoint's frames is inside the frame that runs autograd's engine. Module hooks
+    do not fire when checkpoint stops early.
+
+    Returns:
+        An empty list if checkpoint recomputes plain functions; None if nothing is being recomputed.
+    """
+    modules: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code is _CALL:
+            modules.append(frame.f_locals["self"])
+        if frame.f_code.co_filename == checkpointing.__file__:
+            return modules
+        frame = frame.f_back
+    return None
+
+
+_CALL = nn.Module._call_impl.__code__
+_ENGINE = autograd_graph._engine_run_backward.__code__
+
+
+def gradient_hooks(leaves: Iterable[Tensor]) -> list[tuple[Hooks, Hooks]]:
+    """Return each leaf's hooks on its gradient and its hooks after accumulation, which have no public name.
+
+    Parameters without data are allowed.
+    """
+    with plain_tensors():
+        tables = [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    return [(list((before or {}).values()), list((after or {}).values())) for before, after in tables]
+
+
+def has_gradient_hooks(leaves: Iterable[Tensor]) -> bool:
+    """Return True if any leaf has :func:`gradient_hooks`."""
+    with plain_tensors():
+        return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)

@@ -1,0 +1,46 @@
+"""Process groups and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather shards into ``whole``, one after the other: torch 2.13 renamed the function and warns of the old name.
+
+    Args:
+        whole: receives the shards [ranks * numel].
+        shard: this rank's part [numel].
+    """
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, shard, group=group)
+
+
+def replaced_object_collectives(refuse: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replace the function that every collective of Python objects calls first: their own names may be imported."""
+    return patch.object(distributed_c10d, "_object_to_tensor", refuse)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group that a graph's operators refer to by name, as torch's own collectives look it up."""
+    resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
+    """Make ``_c10d_functional.wait_tensor(tensor)`` wait for ``works``, in order; the public API is C++ only."""
+    for work in works:
+        torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def single_process_store() -> Any:
+    """Return a store without a socket: one process needs no address and no free port (untyped in torch)."""
+    return dist.HashStore()  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+"""Modules, their hooks, and functions of ``torch.nn``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.nn.utils.stateless import _reparametrize_module
+
+
+def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Replace parameters and buffers of ``module`` by ``tensors``, by qualified name; restore them at exit.
+
+    ``torch.func.functional_call`` does the same around ``forward`` only, and ``build()`` is not a ``forward``.
+    """
+    context: contextlib.AbstractContextManager[None] = _reparametrize_module(module, tensors)
+    return context
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks around the module's forward and backward; torch can only add and remove them."""
+    return [hook for table in hook_tables(module) if table for hook in table.values()]
+
+
+def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the dicts that hold the module's parameters, buffers, submodules and :func:`module_hooks`."""
+    return module._parameters, module._buffers, module._modules, *hook_tables(module)
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the dicts that hold the :func:`module_hooks`."""
+    forward: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+@contextlib.contextmanager
+def replaced_total_norm(function: Callable[[Sequence[Tensor], float, bool], Tensor | None]) -> Iterator[None]:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` ask ``function(tensors, p, error_if_nonfinite)`` for the norm.
+
+    They compute the norm themselves where the function returns None. ``clip_grad_norm_`` looks the norm up by a private
+    name. A ``get_total_norm`` that was imported by name earlier keeps its own loop: correct, but many nodes.
+    """
+    original = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch.no_grad():
+            norm = function(gradients, float(norm_type), error_if_nonfinite)
+        return original(gradients, norm_type, error_if_nonfinite, foreach) if norm is None else norm
+
+    public = nn.utils.get_total_norm
+    clip_grad._get_total_norm = nn.utils.get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
+
+
+def trusted_causal_flags() -> contextlib.AbstractContextManager[Any]:
+    """Make ``nn.Transformer`` trust ``is_causal``: to choose a kernel it would compare the mask's values."""
+    return patch.object(
+        torch.nn.modules.transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)
+    )
+
+
+def adaptive_output(output: Tensor, loss: Tensor) -> Any:
+    """Return the result type of ``nn.AdaptiveLogSoftmaxWithLoss``, whose class is in a private module."""
+    return torch.nn.modules.adaptive._ASMoutput(output, loss)

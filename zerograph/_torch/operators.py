@@ -1,0 +1,128 @@
+"""Schemas and overloads of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+
+def schema_arguments(operator: OpOverload) -> Sequence[Any]:
+    """Return the operator's declared arguments; each has name, type and default_value."""
+    return list(operator._schema.arguments)
+
+
+def returns(operator: OpOverload) -> Sequence[Any]:
+    """Return the operator's declared results; each has a type."""
+    return list(operator._schema.returns)
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Return True if the operator writes to one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values the node writes to, by its operator's schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    return _aliased_nodes(node, written=True)
+
+
+def viewed_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that the node's result may alias, by its operator's schema, without those that it writes to."""
+    return _aliased_nodes(node, written=False) if isinstance(node.target, OpOverload) else []
+
+
+def _aliased_nodes(node: fx.Node, *, written: bool) -> list[fx.Node]:
+    assert isinstance(node.target, OpOverload)
+    nodes: list[fx.Node] = []
+    fx.map_arg(_aliased(node.target, node.args, node.kwargs, written=written), nodes.append)
+    return nodes
+
+
+def written_tensors(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call of the operator writes to, by its schema."""
+    tensors: list[Tensor] = []
+    for value in _aliased(operator, args, kwargs, written=True):
+        values = value if isinstance(value, (list, tuple)) else [value]
+        tensors += [tensor for tensor in values if tensor is not None]
+    return tensors
+
+
+def _aliased(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool) -> list[Any]:
+    """Return the arguments that the operator writes to (``written``), or those that its result may alias."""
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write == written
+    ]
+
+
+def unwrapped(operator: OpOverload) -> Callable[..., Any]:
+    """Return the function that an overload calls; calling it directly halves the overhead of a small operator."""
+    call: Callable[..., Any] = operator._op
+    return call
+
+
+def overloads(operator: Any) -> list[OpOverload]:
+    """Return the overloads of an operator.
+
+    Args:
+        operator: an overload, a packet, the result of ``torch.library.custom_op`` (which keeps its overload under a
+            private name), or a name such as ``"aten::mm"``.
+
+    Returns:
+        The overloads; empty for anything else.
+    """
+    if isinstance(operator, str) and "::" in operator:
+        namespace, name = operator.split("::", 1)
+        operator = getattr(getattr(torch.ops, namespace), name.split(".")[0], None)
+    operator = getattr(operator, "_opoverload", operator)
+    if isinstance(operator, OpOverload):
+        return [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    return []
+
+
+def in_place_overload(operator: OpOverload) -> OpOverload | None:
+    """Return the overload that takes the same arguments and writes to the first, or None.
+
+    For ``aten.pow.Tensor_Scalar`` this is ``aten.pow_.Scalar``.
+    """
+    return next(_overloads_with_arguments_of(operator, f"{_name(operator)}_"), None)
+
+
+def functional_overload(operator: OpOverload) -> OpOverload | None:
+    """Return the out-of-place overload of an in-place operator, or None.
+
+    For ``aten.pow_.Scalar`` this is ``aten.pow.Tensor_Scalar``.
+    """
+    name = _name(operator)
+    if not name.endswith("_"):
+        return None
+    for overload in _overloads_with_arguments_of(operator, name.removesuffix("_")):
+        schema = overload._schema
+        if not (schema.is_mutable or any(result.alias_info is not None for result in schema.returns)):
+            return overload
+    return None
+
+
+def _name(operator: OpOverload) -> str:
+    return operator._schema.name.removeprefix("aten::")
+
+
+def _overloads_with_arguments_of(operator: OpOverload, name: str) -> Iterator[OpOverload]:
+    """Yield overloads of aten's ``name`` that take the operator's arguments; their overload names differ."""
+    arguments = _arguments(operator)
+    for overload in [] if ":" in name else overloads(getattr(torch.ops.aten, name, None)):
+        if _arguments(overload) == arguments:
+            yield overload
+
+
+def _arguments(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]

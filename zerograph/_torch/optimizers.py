@@ -1,0 +1,66 @@
+"""Optimizers, their hooks, and learning rate schedulers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def initial_state(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state that the optimizer's constructor creates for a parameter: torch 2.11's Adagrad only."""
+    if not isinstance(optimizer, torch.optim.Adagrad) or not torch.__version__.startswith("2.11."):
+        return {}
+    total = torch.full_like(parameter, optimizer.defaults["initial_accumulator_value"])
+    return {"step": torch.tensor(0.0), "sum": total}
+
+
+def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
+    """Mark ``step()`` as called: schedulers warn if they are stepped before the optimizer."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks before and after ``step()``, global ones included, which have no public name."""
+    before_all, before = step_pre_hook_tables(optimizer)
+    after_all = _global_tables()["_global_optimizer_post_hooks"]
+    after = vars(optimizer)["_optimizer_step_post_hooks"]
+    return [*before_all.values(), *before.values()], [*after.values(), *after_all.values()]
+
+
+def step_pre_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dicts of the hooks before ``step()``: of all optimizers, and of this one."""
+    return _global_tables()["_global_optimizer_pre_hooks"], vars(optimizer)["_optimizer_step_pre_hooks"]
+
+
+def _global_tables() -> dict[str, Any]:
+    return vars(sys.modules[torch.optim.Optimizer.__module__])
+
+
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the class's ``step()`` without the wrapper that torch adds when the first instance is created.
+
+    The wrapper runs hooks and a profiler range; a subclass's own ``step()`` already has them.
+    """
+    step: Any = kind.step
+    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
+
+
+def has_closed_form_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Return True if :func:`closed_form_rates` supports the scheduler."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or hasattr(scheduler, "_get_closed_form_lr")
+
+
+def closed_form_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> list[Any]:
+    """Return the learning rates that follow from ``base_lrs`` and ``last_epoch`` alone.
+
+    The public ``get_lr()`` computes them from the previous rates.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        rates = [f(scheduler.last_epoch) for f in scheduler.lr_lambdas]
+        return [base * rate for base, rate in zip(scheduler.base_lrs, rates, strict=True)]
+    return list(scheduler._get_closed_form_lr())  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""Tensors, storages and tensor subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# ``Module._apply`` calls this for each parameter; it compares types only.
+COMPATIBLE_TYPES = torch._has_compatible_shallow_copy_type
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Treat tensors of a subclass as plain tensors, so that the subclass itself can read their metadata."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def plain_tensors() -> contextlib.AbstractContextManager[None]:
+    """Hide calls from subclasses and from torch function modes."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a key that is equal for storages of the same memory; unique while a reference to the storage exists."""
+    return int(storage._cdata)
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """Return a view with the negative bit set, as the imaginary part of a conjugate has it."""
+    view: Tensor = torch._neg_view(tensor)
+    return view
+
+
+def version(tensor: Tensor) -> int:
+    """Return the number of in-place writes to the tensor."""
+    return int(tensor._version)
+
+
+def tensor_without_data(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
+) -> Any:
+    """Return a tensor of the subclass ``cls`` that has a shape, a dtype and a device, but no data."""
+    make: Callable[..., Any] = Tensor._make_wrapper_subclass
+    return make(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)

@@ -1,0 +1,223 @@
+"""Fake tensors, tracing with ``make_fx``, metadata of nodes, and Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def _register_fused_updates() -> torch.library.Library:
+    """Register meta kernels that return nothing for the fused optimizer updates.
+
+    Torch registers only some of them. For the others a fake tensor runs the kernel itself on zeros of the full size;
+    on CUDA that kernel reads our step counts, which are on another device, and does not check it.
+    """
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        for overload in getattr(torch.ops.aten, name).overloads():
+            full = name if overload == "default" else f"{name}.{overload}"
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{full}", "Meta"):
+                library.impl(full, lambda *args, **kwargs: None)
+    return library
+
+
+# The registrations live as long as this library.
+_fused_updates = _register_fused_updates()
+
+
+class CachingFakeMode(FakeTensorMode):
+    """A fake mode with a cache.
+
+    Attributes:
+        results: fake results by operator and arguments.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.results: dict[Any, Any] = {}
+
+
+def fake_mode() -> CachingFakeMode:
+    """Return a mode for tensors that have shape and dtype but no data.
+
+    Its shape environment makes ``lr.item()`` of an optimizer's update a node.
+    """
+    return CachingFakeMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+
+
+def fake_inputs(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return fake tensors like ``values`` in a mode of their own, without the symbols of the graph's mode.
+
+    Some compilers fail on those symbols.
+    """
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in values]
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    decomposition_table: Mapping[Any, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:
+    """Trace a function over fake arguments with ``make_fx``, which runs real autograd and real optimizers."""
+    tracer = make_fx(
+        function,
+        dict(decomposition_table or {}),
+        # Constants that a model creates (masks, position tables) are real tensors among fake ones.
+        _allow_non_fake_inputs=True,
+        # Our own mode rejects item() in build() with the user's line; the optimizer's lr may use it.
+        _error_on_data_dependent_ops=False,
+    )
+    with _use_lazy_graph_module(True):
+        return tracer(*arguments)
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return ``fx.GraphModule(root, graph)`` that generates its Python code on first use."""
+    with _use_lazy_graph_module(True):
+        module: fx.GraphModule = _make_graph_module(root, graph)
+    return module
+
+
+def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """Trace a captured graph again without mutation; writes to arguments become final ``copy_`` nodes.
+
+    ``torch.func.functionalize`` does not support ``backward()`` inside, so this is a second trace over plain operators.
+    """
+    with fx_traceback.preserve_node_meta(), torch.no_grad():
+        return trace(torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), arguments)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, so that optimizers and models take their traceable branches."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Disable the current trace and fake mode, for an independent trace within another one."""
+    return _disable_current_modes()
+
+
+def preserved_metadata() -> contextlib.AbstractContextManager[None]:
+    """Keep the values of :func:`annotated` on new nodes, also through a second trace."""
+    return fx_traceback.preserve_node_meta()
+
+
+def annotated(values: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Write ``values`` to ``node.meta["custom"]`` of new nodes, the only custom field that fx copies along."""
+    return fx_traceback.annotate(values)
+
+
+@contextlib.contextmanager
+def errors_unlogged() -> Iterator[None]:
+    """Silence torch's log of operators that fail on fake tensors: the caller reports the reason."""
+    with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+        yield
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Disable oneDNN; the public ``torch.backends.mkldnn.flags`` also sets TF32, about which torch warns."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def replaced_generator(
+    get: Callable[[], Any], restore: Callable[[Any], None], seed: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Replace ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed``.
+
+    ``torch.utils.checkpoint`` saves and restores the random state through these names; torch has no hook for a custom
+    generator.
+    """
+    before = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+    torch.get_rng_state, torch.set_rng_state, torch.manual_seed = get, restore, seed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state, torch.manual_seed = before
+
+
+@functools.cache
+def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any]]:
+    """Return torch's decompositions of the operators; ``torch._decomp`` has no public name, and the lookup is slow."""
+    return dict(get_decompositions(operators))
+
+
+def inductor(graph: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Sequence[Any]]:
+    """Compile a graph of plain operators, which may write to its inputs, with Inductor.
+
+    ``torch.compile`` would trace the graph again and wrap each call in guards and autograd; its lower levels are
+    private. Inductor caches compiled code on disk by the graph and all relevant settings.
+
+    Args:
+        values: inputs of the graph; only shape, strides, dtype and device count.
+
+    Returns:
+        A function from inputs to outputs.
+    """
+    # These imports take seconds.
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        fakes = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device) for value in values
+        ]
+    # Constants are fake as well: Inductor folds them itself, by their operators.
+    with mode, torch.no_grad():
+        traced = trace(
+            torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), fakes, select_decomp_table()
+        )
+    output = traced.graph.output_node()
+    # Code outside the graph relies on the strides that it was traced with.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+        compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
+
+    def run(*inputs: Tensor) -> Sequence[Any]:
+        outputs: Sequence[Any] = compiled(list(inputs))
+        return outputs
+
+    return run
+
+
+def cache_folder() -> str:
+    """Return Inductor's cache folder: ``TORCHINDUCTOR_CACHE_DIR``, or a folder of this user."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def compiled_modules() -> tuple[type[nn.Module], ...]:
+    """Return the class of modules from ``torch.compile``; it has no public name. Empty before its first use."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return () if dynamo is None else (dynamo.OptimizedModule,)
