@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests are no installed package
 
 from benchmarks.tables import line, page  # noqa: E402
-from tests.equivalence.arrangements import ON_A_MESH  # noqa: E402
 from tests.equivalence.families import FAMILIES  # noqa: E402
+from tests.equivalence.mesh_layouts import ON_A_MESH  # noqa: E402
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 

@@ -25,7 +25,7 @@ import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import TASKS, Task  # noqa: E402
 from benchmarks.peers import SIZES  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
-from tests.liveness import most_alive_bytes, most_allocated_bytes  # noqa: E402
+from tests.peak_memory import most_alive_bytes, most_allocated_bytes  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "memory.md"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packa
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Task, gpt  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
-from tests.liveness import most_alive_bytes  # noqa: E402
+from tests.peak_memory import most_alive_bytes  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "recompute.md"
 HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.faults.tally import PROPERTY, table
+from tests.faults.survival_table import PROPERTY, table
 from tests.pool import COLLECTIONS, Pool
 
 

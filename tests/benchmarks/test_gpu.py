@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.simulated import report
 from benchmarks.simulated.sizes import SIZES, model_flops, peak_flops
-from tests.benchmarks import front_door
+from tests.benchmarks import run_script
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.run("gpu.py") == 2
+    assert run_script.run("gpu.py") == 2
     assert "There is no GPU here" in capsys.readouterr().err
 
 
@@ -24,7 +24,7 @@ def measured(folder: Path, contenders: list[str], *asked: str) -> list[dict[str,
     options = ["--device", "cpu", "--tiny", "--steps", "2", "--out", str(folder / "run")]
     for one in contenders:
         options += ["--contenders", one]
-    assert not front_door.run("gpu.py", *options, *asked)
+    assert not run_script.run("gpu.py", *options, *asked)
     found: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["measurements"]
     return found
 

@@ -11,13 +11,13 @@ import pytest
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.tasks import TASKS
 from benchmarks.measure.pair import measure
-from tests.benchmarks import front_door
+from tests.benchmarks import run_script
 
 
 def test_front_door_measures_and_reports(tmp_path: Path) -> None:
     asked = ["--sizes", "tiny", "--contenders", "alone-2", "--contenders", "zerograph-2"]
     asked += ["--rounds", "1", "--steps", "2", "--no-memory", "--out", str(tmp_path / "run")]
-    assert not front_door.run("peers.py", *asked)
+    assert not run_script.run("peers.py", *asked)
     found = json.loads((tmp_path / "run.json").read_text())["measurements"]
     assert [one["contender"] for one in found] == ["alone-2", "zerograph-2"]
     assert all(len(rank["seconds"]) == 2 for one in found for rank in one["ranks"])

@@ -14,7 +14,7 @@ import pytest
 
 import zerograph as zg
 import zerograph.errors
-from tests.docs import given
+from tests.docs import page_setup
 from tests.docs.pages import ROOT, Block, blocks, commands, run_page
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -40,7 +40,7 @@ STAGED = ("| 1", "| 2", "| 3")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_does_what_it_says(page: Path) -> None:
-    run_page(page, list(blocks(page)), given.PAGES.get(page.name, ""), frozenset(NOT_RUN.get(page.name, ())))
+    run_page(page, list(blocks(page)), page_setup.PAGES.get(page.name, ""), frozenset(NOT_RUN.get(page.name, ())))
 
 
 def test_the_readme_is_a_front_page_with_one_program() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.arrangements import ON_A_MESH
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.family import Family
+from tests.equivalence.mesh_layouts import ON_A_MESH
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
 from tests.pool import Pool
 from zerograph import Collective

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence import test_split_modules as split_modules
 from tests.equivalence.test_stages import deviation
-from tests.liveness import most_alive_bytes
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
 

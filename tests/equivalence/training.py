@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.equivalence.arrangements import GRID, Arrangement
 from tests.equivalence.family import Family
+from tests.equivalence.mesh_layouts import GRID, Arrangement
 from tests.models import part
 
 State = dict[str, Tensor]

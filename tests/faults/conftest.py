@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.tally import PROPERTY, Tally
+from tests.faults.survival_table import PROPERTY, Tally
 
 
 @pytest.fixture

@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.faults.drawn import LOSSES, STEPS, Drawn, Model, Step, batch_of, factors_of, optimizers_of, schedulers_of
+from tests.faults.random_steps import (
+    LOSSES,
+    STEPS,
+    Drawn,
+    Model,
+    Step,
+    batch_of,
+    factors_of,
+    optimizers_of,
+    schedulers_of,
+)
 
 # Relative, where gradients are reduced in less than fp32.
 REDUCED = 0.05

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import zerograph as zg
-from tests.faults.tally import Tally
+from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ranks import run
+from tests.faults.lost_ranks import run
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.base import cache
 from zerograph.state.checkpoint.export import export

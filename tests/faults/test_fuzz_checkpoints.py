@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import zerograph as zg
-from tests.faults.tally import Tally
+from tests.faults.survival_table import Tally
 from tests.models import adamw, batches, make
 from tests.pool import Pool
 from zerograph.runtime.checkpoint import index

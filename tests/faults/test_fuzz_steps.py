@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.faults.drawn import LAYERS, LOSSES, SCHEDULERS, Drawn
 from tests.faults.outcomes import tried
-from tests.faults.tally import Tally
+from tests.faults.random_steps import LAYERS, LOSSES, SCHEDULERS, Drawn
+from tests.faults.survival_table import Tally
 from tests.pool import Pool
 
 # Rank by rank what an example does is the same; what differs is only how long it takes.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import zerograph as zg
-from tests.faults.ranks import note_time, noted_time, run
+from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.runtime.job.signs import Answers

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import zerograph as zg
-from tests.faults.pairs import Tell, Told, WarmPair
-from tests.faults.tally import Tally
+from tests.faults.forked_pairs import Tell, Told, WarmPair
+from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
 
 SAVES: dict[str, dict[str, Any]] = {

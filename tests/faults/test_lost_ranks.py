@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import fx
 
 import zerograph as zg
-from tests.faults.ranks import Answer, note_time, noted_time, run
-from tests.faults.tally import Tally
+from tests.faults.lost_ranks import Answer, note_time, noted_time, run
+from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.checkpoint import storage
 

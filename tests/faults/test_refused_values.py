@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.faults.ranks import run
+from tests.faults.lost_ranks import run
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
 # Nobody is to wait so long.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zerograph as zg
-from tests.faults.tally import Tally
+from tests.faults.survival_table import Tally
 from tests.pool import Pool
 from tests.scripts import run_script
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.faults.tally import Tally
+from tests.faults.survival_table import Tally
 from tests.pool import Pool
 
 TRIES = 4

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.liveness import most_alive_bytes
 from tests.models import Gpt, TrainStep, part
+from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.ir.loop import loops
 from zerograph.ir.step_graph import collective_nodes, output_nodes

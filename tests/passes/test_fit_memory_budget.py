@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zerograph as zg
-from tests.liveness import gathered_buckets, most_alive_bytes
 from tests.models import Gpt, TrainStep, part
+from tests.peak_memory import gathered_buckets, most_alive_bytes
 from tests.pool import Pool
 
 FRACTIONS = (0.0, 0.5, 1.0, 2.0)

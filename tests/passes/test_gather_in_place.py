@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.liveness import most_alive_bytes, most_allocated_bytes
 from tests.models import TrainStep, adamw, batches, make, part
+from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin

@@ -12,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.liveness import gathered_buckets, gradient_buckets, most_alive
 from tests.models import TrainStep, adamw, batches, make, part
+from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph.ir.metadata import origin
 from zerograph.ir.step_graph import writes

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.liveness import most_alive_bytes
 from tests.models import Block, Gpt, TrainStep, adamw, batches, part
+from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.compiler.blocks import repeated_blocks
 from zerograph.ir.metadata import origin

@@ -13,9 +13,9 @@ import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
 
-from tests.liveness import gathered_buckets, gradient_buckets, most_alive
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
 from tests.passes.test_memory import _Watch
+from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.errors import CaptureError

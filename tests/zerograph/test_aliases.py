@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plainly import Body, Step, as_plain_pytorch, inputs, model
+from tests.harness import Body, Step, as_plain_pytorch, inputs, model
 
 
 def halves(made: Any, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.plainly import Body, Step, as_plain_pytorch, inputs, model
+from tests.harness import Body, Step, as_plain_pytorch, inputs, model
 from zerograph._torch import FakeTensor
 
 

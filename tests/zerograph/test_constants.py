@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import inputs, model
 from tests.models import part
-from tests.plainly import inputs, model
 from tests.pool import Pool
 
 # Its list of builds shows how often a step was compiled.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerograph as zg
-from tests.plainly import inputs
+from tests.harness import inputs
 from zerograph.compiler.compiled import CompiledStep
 
 

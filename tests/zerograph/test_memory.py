@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.liveness import most_alive_bytes
 from tests.models import Gpt, part
+from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 
 SAMPLES = 8

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
-from tests.liveness import most_alive_bytes
 from tests.models import TrainStep, batches, make, part
+from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph._torch import pytree
 from zerograph.errors import ConfigError, OffloadError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import zerograph as zg
-from tests.plainly import inputs
+from tests.harness import inputs
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

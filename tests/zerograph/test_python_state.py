@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.plainly import Step, inputs, model
+from tests.harness import Step, inputs, model
 from tests.pool import Pool
 from zerograph.ir.mesh import line
 

@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_reduce as differentiable_all_red
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 import zerograph as zg
-from tests.plainly import Step, inputs, model
+from tests.harness import Step, inputs, model
 from zerograph.ir.mesh import line
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
-from tests.constructions import CONSTRUCTIONS, tied
-from tests.liveness import Live, most_allocated
+from tests.constructors import CONSTRUCTIONS, tied
 from tests.models import TrainStep, adamw, batches, part, train_plainly
+from tests.peak_memory import Live, most_allocated
 from tests.pool import Pool
 from zerograph.runtime.parameters import SplitParameter
 

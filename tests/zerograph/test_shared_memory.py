@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import Step
 from tests.models import TrainStep, adamw, batches, make, part
-from tests.plainly import Step
 from tests.pool import Pool
 
 

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zerograph as zg
+from tests.harness import inputs, model
 from tests.models import part
-from tests.plainly import inputs, model
 from tests.pool import Pool
 
 SIZES = [8, 8, 8]

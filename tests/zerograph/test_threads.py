@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import Step, inputs, model
 from tests.models import part
-from tests.plainly import Step, inputs, model
 from tests.pool import Pool
 from zerograph.state import threads
 

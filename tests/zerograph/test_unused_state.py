@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import inputs
 from tests.models import part
-from tests.plainly import inputs
 from tests.pool import Pool
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -39,7 +39,7 @@ def run(ranks: int, lost: int | None, function: Callable[..., Any], *args: Any, 
             process keeps, named in the environment as torchrun does, for the ranks to meet there themselves.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.warm"])
+    context.set_forkserver_preload(["tests.faults.preload"])
     children = []
     with tempfile.TemporaryDirectory() as folder:
         where = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder}/store"
