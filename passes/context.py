@@ -13,8 +13,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.pass_edits import PassEdit
-from zerograph.ir.sbp import NdSbp, Split, broadcast
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.ir.zero import ZeroPolicy
 

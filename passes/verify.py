@@ -9,8 +9,7 @@ from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.sbp import PartialSum, show
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import PartialSum, Signature, show
 from zerograph.ir.step_graph import placeholders, writes
 from zerograph.passes import rules
 

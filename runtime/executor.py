@@ -143,7 +143,7 @@ def bind(
         found: Role = meta(node)["role"]
         if found.kind == "bucket":
             feeds.append(_fed(stores[found.name].flat, node, copied))
-        elif found.kind == "room":
+        elif found.kind == "gather_buffer":
             assert found.bucket is not None
             room = stores[found.bucket].room
             assert room is not None
@@ -232,7 +232,7 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
             return "Parameters may have been updated in part: load the last checkpoint."
         # What is gathered into its room is no change: the shard there is as it was.
         inputs = [one for one in written_arguments(node) if one.op == "placeholder"]
-        written = written or any(meta(one)["role"].kind != "room" for one in inputs)
+        written = written or any(meta(one)["role"].kind != "gather_buffer" for one in inputs)
     if written:
         return "Parameters and optimizer state are those before the step, buffers may not be."
     return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."

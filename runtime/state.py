@@ -164,11 +164,13 @@ def settle(
     fresh = not any(held)
     with torch.no_grad():
         whole = _laid(job, layout, parameters)
-        flat = _rest(_piece(job, layout, whole) if layout.rest.room else _part(job, layout, whole), places.get(""))
+        flat = _rest(
+            _piece(job, layout, whole) if layout.storage.gather_buffer else _part(job, layout, whole), places.get("")
+        )
         store = Store(
             job, layout, tuple(parameters), flat, {}, specs, layouts, fresh, first_differs, keeper, next(_serials)
         )
-        store.room = whole if layout.rest.room else None
+        store.room = whole if layout.storage.gather_buffer else None
         del whole
         for name, spec in specs.items():
             store.state[name] = _initial(store, name, spec, held, places.get(name))
@@ -277,8 +279,8 @@ def _piece(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
 
 def _at_home(shard: Tensor, layout: Bucket) -> Tensor:
     """A copy where the layout rests."""
-    found = shard.to(layout.home, copy=True)
-    return found.pin_memory() if layout.home != layout.device and layout.rest.pinned else found
+    found = shard.to(layout.storage_device, copy=True)
+    return found.pin_memory() if layout.storage_device != layout.device and layout.storage.pinned else found
 
 
 def begin(spec: StateSpec) -> float:
@@ -295,11 +297,11 @@ def _initial(store: Store, name: str, spec: StateSpec, held: Sequence[Mapping[st
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in one for one in held):
         if place is not None:
-            rest = store.layout.rest.state
+            rest = store.layout.storage.state
             fill(place, begin(spec), fast=rest is not None and rest.fast)
             return place
         shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
-        return torch.full(shape, begin(spec), dtype=layout.dtype, device=layout.home)
+        return torch.full(shape, begin(spec), dtype=layout.dtype, device=layout.storage_device)
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     by_parameter = {id(p): slot for p, slot in zip(store.parameters, layout.slots, strict=True)}
     values = [one[name] for one in held]
@@ -405,15 +407,15 @@ def move(store: Store, layout: Bucket, places: Places) -> Store:
         OffloadError: a file could not be read or written.
     """
     moved = replace(store, layout=layout, serial=next(_serials))
-    before = store.layout.rest
-    if layout.rest.room and not before.room:
+    before = store.layout.storage
+    if layout.storage.gather_buffer and not before.gather_buffer:
         moved.room = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
         moved.flat = _piece(store.job, layout, moved.room).copy_(in_memory(store.flat))
-    elif (layout.rest.parameters, layout.rest.room) != (before.parameters, before.room):
+    elif (layout.storage.parameters, layout.storage.gather_buffer) != (before.parameters, before.gather_buffer):
         moved.flat, moved.room = _rest(_at_home(in_memory(store.flat), layout), places.get("")), None
     # Entry by entry, and what has been moved is no longer held: a copy of all of it may fit nowhere.
     moved.state = store.state
-    if layout.rest.state != before.state:
+    if layout.storage.state != before.state:
         for name in store.layouts:
             moved.state[name] = _rest(in_memory(store.state[name]), places.get(name))
     store.dissolved = True

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import pytree
 from zerograph.ir.alias import WAIT
-from zerograph.ir.finite import has_fractions
+from zerograph.ir.finite_check import has_fractions
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
 from zerograph.ir.rewrite import ancestors

@@ -30,7 +30,7 @@ from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp
 from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
@@ -430,7 +430,7 @@ class Config:
         Raises:
             PlacementError: ``batch_sbp`` has another number of SBPs.
         """
-        return (Split(0),) * mesh_dims if self.batch_sbp is None else nd(self.batch_sbp, mesh_dims)
+        return (Split(0),) * mesh_dims if self.batch_sbp is None else nd_sbp(self.batch_sbp, mesh_dims)
 
     def zero_dim_on(self, mesh_dims: int, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
         """Return the mesh dimension along which ZeRO splits.

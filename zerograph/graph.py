@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
-from zerograph.capture.wrapped import inner_optimizer
+from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.batch import Batch, give_back, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -30,7 +30,7 @@ from zerograph.inspection import trace as tracing
 from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.observer import EnvironmentObserver
 from zerograph.inspection.trace import Trace
-from zerograph.ir import finite
+from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.optim import hyperparameters, refuse_unsupported
@@ -177,7 +177,7 @@ class ZeroGraph(Inspected, Stateful):
         values = executor(*run)
         # What is not finite is not 0 either.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
-        if flags.get(finite.NOT_FINITE.name):
+        if flags.get(finite_check.NOT_FINITE.name):
             if self.config.on_nonfinite == "raise":
                 raise explained(step, batch.names, *run)
             self._skipped()

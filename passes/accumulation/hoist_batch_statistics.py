@@ -15,8 +15,7 @@ from zerograph._torch import OpOverload
 from zerograph.errors import PlacementError
 from zerograph.ir.metadata import Boxing, meta, origin, role
 from zerograph.ir.rewrite import ancestors, drop_unused
-from zerograph.ir.sbp import NdSbp, broadcast, partial_sum
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import NdSbp, Signature, broadcast, partial_sum
 from zerograph.passes import rules
 from zerograph.passes.accumulation.in_time import along_time, change_sbps, follow_from_batch, sbps
 from zerograph.passes.context import Context

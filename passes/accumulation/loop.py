@@ -20,8 +20,7 @@ from zerograph.ir.loop import Loop, Result, accumulate, collect
 from zerograph.ir.metadata import Boxing, Origin, Role, boxing_of, meta, origin, role
 from zerograph.ir.random import uniform
 from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
-from zerograph.ir.sbp import NdSbp, broadcast
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import NdSbp, Signature, broadcast
 from zerograph.passes.accumulation.in_time import change_sbps, enter, leave, sbps
 from zerograph.passes.context import Context
 
@@ -49,7 +48,7 @@ def _within(graph: fx.Graph) -> set[fx.Node]:
         if node.op != "call_function" or node.target is leave:
             continue
         timed = any(sbp[-1] != broadcast for sbp in sbps(node))
-        if node.target is enter or timed or "advances" in node.meta or not found.isdisjoint(node.all_input_nodes):
+        if node.target is enter or timed or "draw_dim" in node.meta or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -182,10 +181,10 @@ class _Body:
         for placeholder, node in zip(self.results, leaving, strict=True):
             copy_placement(placeholder, node)
             meta(placeholder).update({"role": Role("result", placeholder.name), "val": _summed(self.outer, node)})
-        self.turn = self.graph.placeholder("turn")
+        self.turn = self.graph.placeholder("micro_batch")
         meta(self.turn).update(
             {
-                "role": Role("turn", "turn"),
+                "role": Role("micro_batch", "micro_batch"),
                 "val": fake(self.outer, (), torch.int64, torch.device("cpu")),
                 "sbp": (broadcast,) * self.context.mesh.dims,
             }
@@ -197,9 +196,9 @@ class _Body:
             if given not in self._copies:
                 self.put(given)
         copy = self.graph.node_copy(node, self._copies.__getitem__)
-        if "advances" in node.meta:
+        if "draw_dim" in node.meta:
             assert copy.target is uniform
-            copy.args = (*copy.args, self.turn, meta(copy).pop("advances"))
+            copy.args = (*copy.args, self.turn, meta(copy).pop("draw_dim"))
             # Of the operator without the number of the micro-batch.
             meta(copy).pop("signature", None)
         self._copies[node] = copy

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, followed, is_edit, norm_terms
+from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, gradient_operands, is_edit, norm_terms
 from zerograph.ir.metadata import Origin, TensorRef, meta, origin
 from zerograph.ir.rewrite import emit, keywords
-from zerograph.ir.sbp import NdSbp, show, whole
+from zerograph.ir.sbp import NdSbp, all_broadcast, show
 from zerograph.passes.placement.boxing import boxing
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ class FlatGradient:
             # Only now: until somebody reads it, the gradient is held as it travelled.
             raw = emit(graph, aten._to_copy.default, (raw,), Origin("update"), dtype=self.bucket.dtype)
         flat = self.flat
-        if self.bucket.home != self.bucket.device:
+        if self.bucket.storage_device != self.bucket.device:
             # Few edits read the parameters; of the others' nobody reads this.
             flat = emit(graph, aten._to_copy.default, (flat,), Origin("update"), device=self.bucket.device)
         return _replay(graph, end, {self._example.raw: raw, self._example.parameter: flat}, self.bucket)
@@ -72,7 +72,7 @@ def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket
         if node.target is aten.full.default:
             done[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **keywords(node))
         else:
-            flat = {given: _replay(graph, given, done, bucket) for given in followed(node)}
+            flat = {given: _replay(graph, given, done, bucket) for given in gradient_operands(node)}
             args, kwargs = fx.map_arg((node.args, keywords(node)), lambda given: flat.get(given, given))
             done[node] = emit(graph, node.target, args, origin(node), **kwargs)
     return done[node]
@@ -146,7 +146,9 @@ class _Norm:
         largest = self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
         if bucket.rows is None:
             return largest
-        across = self.box(largest, whole(self.mesh_dims), TensorRef("value", "the largest gradient of each rank"))
+        across = self.box(
+            largest, all_broadcast(self.mesh_dims), TensorRef("value", "the largest gradient of each rank")
+        )
         # As many as the others have, so that they go together.
         return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
@@ -192,12 +194,14 @@ class _Norm:
             rows = self.emit(aten.stack.default, list(shares), 1)
             largest = self.box(
                 self.emit(aten.amax.default, rows, [1]),
-                whole(self.mesh_dims),
+                all_broadcast(self.mesh_dims),
                 TensorRef("value", "the largest gradient of each rank"),
             )
             return self.emit(aten.amax.default, largest, [0])
         return self.box(
-            self.folded(aten.add.Tensor, shares), whole(self.mesh_dims), TensorRef("value", "the gradients' norm")
+            self.folded(aten.add.Tensor, shares),
+            all_broadcast(self.mesh_dims),
+            TensorRef("value", "the gradients' norm"),
         )
 
     def root(self, shares: Sequence[fx.Node]) -> fx.Node:

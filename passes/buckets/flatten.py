@@ -14,10 +14,9 @@ from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
 from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
-from zerograph.ir.precision import is_cast, picks_rows
+from zerograph.ir.precision import is_cast, looks_up_rows
 from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions
-from zerograph.ir.sbp import Sbp, broadcast, show
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Sbp, Signature, broadcast, show
 from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.passes.buckets.deal import dealt_update
 from zerograph.passes.buckets.flat_gradients import FlatGradient, drop_unread_edits, settle_total_norms
@@ -62,7 +61,7 @@ def _take_gradients(graph: fx.Graph) -> None:
 
 
 def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.home)
+    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
 
 
 def _input(graph: fx.Graph, found: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Node:
@@ -101,7 +100,7 @@ def _read_copy(wide: fx.Node, copy: fx.Node) -> None:
             reader.replace_all_uses_with(copy)
             graph.erase_node(reader)
             continue
-        picks = picks_rows(reader, wide)
+        picks = looks_up_rows(reader, wide)
         reader.replace_input_with(wide, copy)
         before, reader.meta["val"] = reader.meta["val"], evaluate(reader)
         if picks:
@@ -147,7 +146,7 @@ def _whole(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> fx.
     with graph.inserting_before(user):
         # Before the gather, so that the wire carries the compute dtype; so does the way up from where it rests.
         changed: dict[str, Any] = {} if bucket.compute_dtype is None else {"dtype": bucket.compute_dtype}
-        if bucket.home != bucket.device:
+        if bucket.storage_device != bucket.device:
             changed["device"] = bucket.device
         if changed:
             flat = emit(graph, aten._to_copy.default, (flat,), origin(user), **changed)
@@ -226,12 +225,12 @@ def _bucket_gradient(
 def _taken_home(graph: fx.Graph, gradient: fx.Node, bucket: Bucket) -> fx.Node:
     """The gradient where its bucket rests: it is updated there. As it travelled between the ranks, if nothing reads it
     wider."""
-    if bucket.home == bucket.device:
+    if bucket.storage_device == bucket.device:
         return gradient
     wide = gradient
     if gradient.target is aten._to_copy.default and not gradient.users:
         wide = gradient.all_input_nodes[0]
-    down = emit(graph, aten._to_copy.default, (wide,), _UPDATE, device=bucket.home)
+    down = emit(graph, aten._to_copy.default, (wide,), _UPDATE, device=bucket.storage_device)
     return down if wide is gradient else emit(graph, aten._to_copy.default, (down,), _UPDATE, **keywords(gradient))
 
 
@@ -245,7 +244,7 @@ def _update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, u
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape
-        device = torch.device("cpu") if spec.scalar else bucket.home
+        device = torch.device("cpu") if spec.scalar else bucket.storage_device
         inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}
     values = _values_of_update(graph, bucket)
@@ -280,7 +279,7 @@ def _values_of_update(graph: fx.Graph, bucket: Bucket) -> Callable[[fx.Node, Any
 def _dealt_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """One node for the updates of all parameters: which of them a rank makes is for ``localize`` to say."""
     states = [
-        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.home)
+        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.storage_device)
         for name, layout in update.layouts.items()
     ]
     numbers = list(_numbers(graph, update).values())

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.ir.finite import NOT_FINITE, SCALED_GRADIENTS
+from zerograph.ir.finite_check import NOT_FINITE, SCALED_GRADIENTS
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import Origin, Role, meta
 from zerograph.ir.rewrite import emit, fake, first_computed
-from zerograph.ir.sbp import broadcast
-from zerograph.ir.signature import Signature
-from zerograph.ir.step_graph import found_inf_role, found_infs, output_nodes, placeholders, returned, writes
+from zerograph.ir.sbp import Signature, broadcast
+from zerograph.ir.step_graph import found_inf_role, found_infs, output_nodes, output_with_role, placeholders, writes
 from zerograph.passes.buckets.deal import dealt_update
 from zerograph.passes.context import Context
 
@@ -33,7 +32,7 @@ _UPDATE = Origin("update")
 def skip_overflowed_update(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Keep what an optimizer updates where its gradients overflowed or, on request, the step is not finite."""
     graph = module.graph
-    overflows, residue = found_infs(graph), returned(graph, "check", NOT_FINITE.name)
+    overflows, residue = found_infs(graph), output_with_role(graph, "check", NOT_FINITE.name)
     if not overflows and residue is None:
         return module
     held, skips = None, overflows

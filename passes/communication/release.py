@@ -14,7 +14,7 @@ from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import bucket_behind
+from zerograph.ir.step_graph import source_bucket
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def _is_gathered(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
         return False
-    return bucket_behind(node.all_input_nodes[0].all_input_nodes[0]) is not None
+    return source_bucket(node.all_input_nodes[0].all_input_nodes[0]) is not None
 
 
 def _makes_gradient(start: fx.Node, end: fx.Node) -> bool:

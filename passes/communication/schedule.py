@@ -12,7 +12,7 @@ from zerograph.ir.loop import accumulate, collect
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import bucket_behind, placeholders
+from zerograph.ir.step_graph import placeholders, source_bucket
 from zerograph.passes.context import Context
 
 c10d = torch.ops._c10d_functional
@@ -49,7 +49,7 @@ def _starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _reads_bucket(start: fx.Node) -> bool:
-    return bucket_behind(start.all_input_nodes[0]) is not None
+    return source_bucket(start.all_input_nodes[0]) is not None
 
 
 def _advance_what_the_batch_tells(graph: fx.Graph) -> fx.Node:

@@ -71,9 +71,9 @@ def _drawn(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], cont
         origin(inner),
         local=True,
     )
-    meta(drawn)["own"] = (3,)
+    meta(drawn)["rank_arguments"] = (3,)
     if context.timed:
-        meta(drawn)["advances"] = 0
+        meta(drawn)["draw_dim"] = 0
     return emit(graph, aten.select.int, (drawn, 0, 0), origin(inner), local=True)
 
 

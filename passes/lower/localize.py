@@ -171,10 +171,10 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
     """The numbers that one device would draw, from where this rank's piece begins."""
     node.update_arg(2, list(shape))
     node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
-    meta(node)["own"] = (3,)
+    meta(node)["rank_arguments"] = (3,)
     time = meta(node)["sbp"][-1]
     if context.timed and isinstance(time, Split):
-        meta(node)["advances"] = time.dim
+        meta(node)["draw_dim"] = time.dim
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
     meta(part)["boxing"] = lower.found
-    meta(part)["own"] = (2, 3)
+    meta(part)["rank_arguments"] = (2, 3)
     return lower.contiguous(part)
 
 

@@ -53,7 +53,7 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
             else emit_like(start, aten.sum.dim_IntList, received, [0])
         )
         own = emit_like(start, aten.slice.Tensor, whole, 0, rank * size, (rank + 1) * size)
-        meta(own)["own"] = (2, 3)
+        meta(own)["rank_arguments"] = (2, 3)
         total = emit_like(start, aten.add_.Tensor, total, own)
     wait.replace_all_uses_with(total)
     graph.erase_node(wait)

@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from zerograph.errors import VerificationError
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, show_bytes
+from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import boxing_of, meta
-from zerograph.ir.shortage import Shortage
-from zerograph.ir.step_graph import bucket_behind
-from zerograph.ir.transfers import CARRY, FETCH
+from zerograph.ir.offload_operators import FETCH, TRANSFER
+from zerograph.ir.step_graph import source_bucket
 from zerograph.passes.context import Context
 
 # Gathers on the wire at once, where there is room. One more than needed hides a layer that computes too shortly.
@@ -208,13 +208,13 @@ def _needs(start: fx.Node) -> list[fx.Node]:
 def _cast(node: fx.Node) -> list[fx.Node]:
     """The cast of a bucket that a gather sends: it goes where the gather goes."""
     sent = node.all_input_nodes[0]
-    return [sent] if sent.op != "placeholder" and bucket_behind(sent) is not None else []
+    return [sent] if sent.op != "placeholder" and source_bucket(sent) is not None else []
 
 
 def _from_elsewhere(start: fx.Node) -> bool:
     """Whether what it sends comes from a file or another device, perhaps cast to the compute dtype."""
     sent = start.all_input_nodes[0]
-    return any(node.target in (FETCH, CARRY) for node in (sent, *sent.all_input_nodes))
+    return any(node.target in (FETCH, TRANSFER) for node in (sent, *sent.all_input_nodes))
 
 
 def _held_by(one: Storage | None, begins: int, ends: int) -> bool:
@@ -278,7 +278,7 @@ def _helps(least: Memory, context: Context) -> list[str]:
     if context.memory.recompute != "auto" and context.updates:
         found.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
     at_rest = count("parameters", "optimizer state"), "parameters and optimizer state"
-    if any(bucket.rest.state is None for bucket in context.buckets):
+    if any(bucket.storage.state is None for bucket in context.buckets):
         in_files = "config.offload_optimizer('nvme', ...), which lets it rest in files"
         found.append((count("optimizer state"), "optimizer state", in_files))
     if policy.split:

@@ -39,7 +39,7 @@ def gather_in_place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     gathers = {
         bucket.name: start
         for bucket in buckets
-        if fills and (bucket.rest.room or (takes and _may_rest_in_room(bucket)))
+        if fills and (bucket.storage.gather_buffer or (takes and _may_rest_in_room(bucket)))
         if (start := _gather(shards[bucket.name], bucket)) is not None
     }
     # It walks all nodes: not where a stage or a budget leaves nothing to fill.
@@ -51,7 +51,7 @@ def gather_in_place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     }
     for bucket in buckets:
         # A room that is there already is held, whether or not this step can use it.
-        if bucket.name in filling or bucket.rest.room:
+        if bucket.name in filling or bucket.storage.gather_buffer:
             room = _room(graph, shards[bucket.name], bucket)
             if bucket.name in filling:
                 _fill(*filling[bucket.name], room)
@@ -105,7 +105,7 @@ def _room(graph: fx.Graph, shard: fx.Node, bucket: Bucket) -> fx.Node:
         room = graph.placeholder(f"{shard.name}_room")
     meta(room).update(
         {
-            "role": Role("room", f"{bucket.name}.room"),
+            "role": Role("gather_buffer", f"{bucket.name}.gather_buffer"),
             "val": fake(graph, bucket.shape, bucket.dtype, bucket.device),
             "sbp": bucket.gathered,
             "global": bucket.shape,

@@ -24,13 +24,13 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import profile
 from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.offload_operators import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.rewrite import emit, fake, positions
-from zerograph.ir.sbp import whole
+from zerograph.ir.sbp import all_broadcast
 from zerograph.ir.step_graph import nbytes, placeholders
-from zerograph.ir.transfers import FETCH, LANDED, PUT_BACK
 from zerograph.passes.context import Context
 
-_WAITS = (WAIT, LANDED)
+_WAITS = (WAIT, WAIT_TRANSFER)
 
 
 def offload(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -78,7 +78,7 @@ def _turns(graph: fx.Graph, context: Context) -> Iterator[_Turn]:
     inputs = {found.name: node for node in placeholders(graph, "bucket", "state") if (found := role(node))}
     for bucket in context.buckets:
         changed = {entry: list(entry.users) for entry in _state(bucket, inputs, context)}
-        if bucket.rest.parameters is not None and bucket.name in inputs:
+        if bucket.storage.parameters is not None and bucket.name in inputs:
             flat = inputs[bucket.name]
             for user in flat.users:
                 if loop_of(user) is not None:
@@ -95,7 +95,7 @@ def _turns(graph: fx.Graph, context: Context) -> Iterator[_Turn]:
 
 def _state(bucket: Bucket, inputs: Mapping[str, fx.Node], context: Context) -> list[fx.Node]:
     update = context.updates.get(bucket.name)
-    if bucket.rest.state is None or update is None:
+    if bucket.storage.state is None or update is None:
         return []
     found = (inputs.get(f"{bucket.name}.{name}") for name in update.layouts)
     return [entry for entry in found if entry is not None and entry.users]
@@ -138,12 +138,12 @@ def _make_handles(graph: fx.Graph, turns: Sequence[_Turn], context: Context) -> 
     for handle in fetched | dict.fromkeys(_fetched_in_bodies(graph, context)):
         about[handle] = {key: handle.meta[key] for key in ("val", "sbp", "global")}
         handle.meta["val"] = fake(graph, (), torch.int64, torch.device("cpu"))
-        meta(handle).update({"sbp": whole(context.mesh.dims), "global": ()})
+        meta(handle).update({"sbp": all_broadcast(context.mesh.dims), "global": ()})
     return about
 
 
 def _fetched_in_bodies(graph: fx.Graph, context: Context) -> Iterator[fx.Node]:
-    in_files = {bucket.name for bucket in context.buckets if bucket.rest.parameters is not None}
+    in_files = {bucket.name for bucket in context.buckets if bucket.storage.parameters is not None}
     for node in placeholders(graph, "bucket"):
         if meta(node)["role"].name in in_files and any(loop_of(user) is not None for user in node.users):
             yield node
@@ -168,14 +168,14 @@ def _put_back(graph: fx.Graph, turn: _Turn, values: Sequence[fx.Node]) -> fx.Nod
     node = turn.last
     for handle, value in zip(turn.users, values, strict=True):
         with graph.inserting_after(node):
-            node = emit(graph, PUT_BACK, (handle, value), origin(turn.last))
+            node = emit(graph, WRITE_BACK, (handle, value), origin(turn.last))
     return node
 
 
 def _land(graph: fx.Graph, values: Sequence[fx.Node], place: fx.Node) -> None:
     with graph.inserting_before(place):
         for value in values:
-            emit(graph, LANDED, (value,), origin(place))
+            emit(graph, WAIT_TRANSFER, (value,), origin(place))
 
 
 def _fetch_early(graph: fx.Graph, fetches: Sequence[fx.Node], context: Context) -> None:

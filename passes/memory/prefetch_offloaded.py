@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.metadata import origin
+from zerograph.ir.offload_operators import TRANSFER, WAIT_TRANSFER
 from zerograph.ir.rewrite import emit, emit_like
-from zerograph.ir.step_graph import bucket_behind, placeholders
-from zerograph.ir.transfers import CARRY, LANDED
+from zerograph.ir.step_graph import placeholders, source_bucket
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -26,11 +26,11 @@ def prefetch_offloaded(module: fx.GraphModule, context: Context) -> fx.GraphModu
     for copy in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if not _crosses(copy):
             continue
-        if bucket_behind(copy) is not None:
+        if source_bucket(copy) is not None:
             before = _start(copy, copy if before is None else before)
             continue
         source = copy.all_input_nodes[0]
-        if source.target is CARRY:
+        if source.target is TRANSFER:
             _start(copy, copy)
         else:
             _start(copy, placeholders(graph)[-1].next if source.op == "placeholder" else source.next)
@@ -48,9 +48,9 @@ def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
     graph, value = copy.graph, copy.meta["val"]
     first = min(copy.users)
     with graph.inserting_before(place):
-        started = emit_like(copy, CARRY, copy.all_input_nodes[0], value.dtype, value.device)
+        started = emit_like(copy, TRANSFER, copy.all_input_nodes[0], value.dtype, value.device)
     with graph.inserting_before(first):
-        landed = emit(graph, LANDED, (started,), origin(copy))
+        landed = emit(graph, WAIT_TRANSFER, (started,), origin(copy))
     copy.replace_all_uses_with(started)
     graph.erase_node(copy)
     return landed

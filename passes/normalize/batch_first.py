@@ -21,8 +21,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
-from zerograph.ir.sbp import Split
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Signature, Split
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
 from zerograph.passes.context import Context

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.ir.mesh import pieces
+from zerograph.ir.mesh import piece_count
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import NdSbp, Split, broadcast
@@ -43,7 +43,7 @@ def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         assert isinstance(begins, fx.Node)
         placed = _input_sbp(begins, context.batch.inputs)
         assert placed is not None
-        ranks = pieces(placed, context.mesh)
+        ranks = piece_count(placed, context.mesh)
         if ranks > 1:
             node.update_arg(places[1], _in_whole(node, begins, meta(indices)["val"].shape[0] // ranks, ranks))
     return module

@@ -12,8 +12,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from zerograph.ir.sbp import Sbp, Split, wire_bytes
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Sbp, Signature, Split, wire_bytes
 
 PACKET = 4096
 COPIED = 1e-3

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from zerograph._torch import FakeTensor
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
-from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, broadcast
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Signature, Split, broadcast
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes import rules
 from zerograph.passes.accumulation.in_time import follow_from_batch

@@ -18,8 +18,7 @@ from torch import Tensor, fx
 from zerograph.errors import CaptureError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, whole, wire_bytes
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import NdSbp, Sbp, Signature, Split, all_broadcast, broadcast, wire_bytes
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes import rules
 from zerograph.passes.buckets.deal import dealt_update
@@ -87,7 +86,7 @@ def _is_cut(bucket: Bucket, line: Line) -> bool:
 def _given_by_batch(line: Line, context: Context) -> dict[Made, Sbp]:
     """What the graph returns would be placed so if every rank held the parameters whole."""
     whole_ones = tuple(
-        replace(one, sbp=whole(context.mesh.dims)) if _is_cut(one, line) else one for one in context.buckets
+        replace(one, sbp=all_broadcast(context.mesh.dims)) if _is_cut(one, line) else one for one in context.buckets
     )
     other = replace(line, sbp={}, signature={})
     _choose_greedily(other, replace(context, buckets=whole_ones, warn=lambda message: None))
@@ -164,7 +163,7 @@ def _at_rest(node: fx.Node, context: Context) -> NdSbp:
         if state:
             return context.updates[name].layouts[state].sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
-    return whole(context.mesh.dims)
+    return all_broadcast(context.mesh.dims)
 
 
 def _candidates(node: fx.Node, line: Line, context: Context) -> tuple[Signature, ...]:

@@ -18,9 +18,8 @@ from torch import fx
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import emit_like
-from zerograph.ir.sbp import Sbp, Split, broadcast, partial_sum
-from zerograph.ir.signature import Signature
-from zerograph.ir.step_graph import bucket_behind, nbytes, placeholders
+from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
+from zerograph.ir.step_graph import nbytes, placeholders, source_bucket
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
@@ -41,7 +40,7 @@ def shard_embeddings(module: fx.GraphModule, context: Context) -> fx.GraphModule
     for node in placeholders(graph, "bucket"):
         found = role(node)
         if found is not None and found.name in tables and meta(node)["sbp"] == (_ROWS,):
-            for table in (node, *(user for user in node.users if bucket_behind(user) is not None)):
+            for table in (node, *(user for user in node.users if source_bucket(user) is not None)):
                 _keep_apart(table, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
         _sum_apart(node, tables, context)
@@ -103,11 +102,11 @@ def _sum_apart(node: fx.Node, tables: set[str], context: Context) -> None:
     # The batch is split along this dimension: its parts are still summed one by one.
     split = signature.inputs[1]
     assert isinstance(split, Split)
-    meta(node)["parts"] = split.dim
+    meta(node)["indices_split_dim"] = split.dim
     if cast is not None:
         # Each part by itself, as each rank casts its own before it is reduced.
         node.meta["val"] = cast.meta["val"]
-        meta(node)["cast"] = cast.meta["val"].dtype
+        meta(node)["sum_dtype"] = cast.meta["val"].dtype
         cast.replace_all_uses_with(node)
         node.graph.erase_node(cast)
     _settle(node, (broadcast, broadcast), _ROWS)
@@ -137,7 +136,7 @@ def is_apart(node: fx.Node) -> bool:
     """Whether ``localize`` shall make of the node a lookup, or a sum, of this rank's rows alone."""
     if node.target is LOOKUP:
         return bool(meta(node)["signature"][0].inputs[0] == _ROWS)
-    return node.target is GRADIENT and "parts" in node.meta
+    return node.target is GRADIENT and "indices_split_dim" in node.meta
 
 
 def own_rows(node: fx.Node, context: Context) -> fx.Node:
@@ -166,7 +165,7 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(indices, fx.Node)
     rows = options["num_weights"] // context.ranks
     padding = options["padding_idx"] - context.mesh.position[0] * rows
-    dim = meta(node)["parts"]
+    dim = meta(node)["indices_split_dim"]
     size = indices.meta["val"].shape[dim] // context.ranks
     with node.graph.inserting_before(node):
         made = functools.partial(emit_like, node)
@@ -177,9 +176,9 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
             span = dim, part * size, (part + 1) * size
             ours, at = made(aten.slice.Tensor, kept, *span), made(aten.slice.Tensor, place, *span)
             summed = made(GRADIENT, ours, at, rows, padding if 0 <= padding < rows else -1, False)
-            meta(summed)["own"] = (3,)
-            if "cast" in node.meta:
-                summed = made(aten._to_copy.default, summed, dtype=meta(node)["cast"])
+            meta(summed)["rank_arguments"] = (3,)
+            if "sum_dtype" in node.meta:
+                summed = made(aten._to_copy.default, summed, dtype=meta(node)["sum_dtype"])
             total = summed if total is None else made(aten.add.Tensor, total, summed)
     assert total is not None
     return total
@@ -193,7 +192,7 @@ def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tup
     made = functools.partial(emit_like, node)
     start = context.mesh.position[0] * rows
     place = made(aten.sub.Tensor, indices, start)
-    meta(place)["own"] = (1,)
+    meta(place)["rank_arguments"] = (1,)
     before = made(aten.logical_and.default, made(aten.ge.Scalar, indices, 0), made(aten.lt.Scalar, place, 0))
     total = rows * context.ranks
     behind = made(aten.logical_and.default, made(aten.ge.Scalar, place, rows), made(aten.lt.Scalar, indices, total))

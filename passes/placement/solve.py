@@ -14,8 +14,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from zerograph.ir.sbp import Sbp
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Sbp, Signature
 from zerograph.passes.placement.cost import signature_cost
 from zerograph.passes.placement.line import Line, Made
 

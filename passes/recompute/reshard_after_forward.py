@@ -19,7 +19,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.ir.sbp import Split
-from zerograph.ir.step_graph import bucket_behind
+from zerograph.ir.step_graph import source_bucket
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
@@ -57,7 +57,7 @@ def _rests(node: fx.Node) -> bool:
     """Whether the node is only another form of what rests in a bucket."""
     while _is_form(node):
         node = node.all_input_nodes[0]
-    return bucket_behind(node) is not None
+    return source_bucket(node) is not None
 
 
 def _uses(gather: fx.Node) -> set[fx.Node]:

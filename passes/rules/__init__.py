@@ -8,7 +8,7 @@
 ``attention``, ``loss``, ``random``   the rules, one line an operator
 """
 
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Signature
 from zerograph.passes.rules import (
     attention,
     indexing,

@@ -22,8 +22,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable, pytree
 from zerograph.base import cache
-from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.passes.rules.registry import output_values, tensor_arguments
 
 # More elements than this (inputs and outputs of one run) are not tried: the search would take longer than the step.

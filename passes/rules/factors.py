@@ -24,8 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerograph.ir.sbp import Split, broadcast, partial_sum
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Signature, Split, broadcast, partial_sum
 
 Shape = tuple[int, ...]
 Linear = tuple[int | tuple[int, ...], ...]

@@ -13,8 +13,7 @@ from zerograph._torch import OpOverload, schema_arguments
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
 from zerograph.ir.region import local, region_of
-from zerograph.ir.sbp import broadcast
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Signature, broadcast
 from zerograph.passes.rules.factors import Linear, Shape, misfit, signatures
 
 aten = torch.ops.aten

@@ -60,7 +60,7 @@ def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:
             whole.set_submodule(name, _Part(backend, one))
         else:
             (inner,) = one.graph.find_nodes(op="call_module")
-            one.set_submodule(str(inner.target), found.around(found.body, _handed(backend, found.body)))
+            one.set_submodule(str(inner.target), found.with_body(found.body, _handed(backend, found.body)))
     return eager(whole, [])
 
 

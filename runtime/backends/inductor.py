@@ -35,7 +35,7 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     known = {piece: functions[key] for piece, key in keys.items()}
     found, *bodies = [emit(one, program, known) for one, program in zip(graphs, programs, strict=True)]
     for node, body in zip(loops, bodies, strict=True):
-        found.set_submodule(str(node.target), meta(node)["loop"].around(body))
+        found.set_submodule(str(node.target), meta(node)["loop"].with_body(body))
     return found
 
 

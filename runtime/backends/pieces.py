@@ -227,7 +227,7 @@ def _tensors(node: fx.Node) -> bool:
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return for each node the one whose memory its value shares: itself, unless it is a view or written in place."""
-    rooms = {meta(node)["role"].bucket: node for node in placeholders(graph, "room")}
+    rooms = {meta(node)["role"].bucket: node for node in placeholders(graph, "gather_buffer")}
     found: dict[fx.Node, fx.Node] = {room: room for room in rooms.values()}
     for node in graph.nodes:
         source: object = None

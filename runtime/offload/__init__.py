@@ -1,4 +1,4 @@
-"""What rests elsewhere than on the device that computes with it: what the nodes of ``zerograph.ir.transfers`` do.
+"""Offloaded tensors: the kernels of the operators of ``zerograph.ir.offload_operators``.
 
 In files (``files``), moved there and back by threads (``transfers``) through whole pages (``buffers``), or in the
 memory of another device (``devices``).

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.ir import transfers
+from zerograph.ir import offload_operators
 from zerograph.runtime.offload.transfers import note
 
 _streams: dict[torch.device, torch.Stream] = {}
@@ -71,4 +71,4 @@ def _stream(device: torch.device) -> Any:
     return _streams[device]
 
 
-transfers.library.impl("carry", _carry, "CompositeExplicitAutograd")
+offload_operators.library.impl("transfer", _carry, "CompositeExplicitAutograd")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerograph.errors import OffloadError
-from zerograph.ir import transfers
+from zerograph.ir import offload_operators
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 
@@ -157,7 +157,7 @@ def check(files: Iterable[StateFile]) -> None:
 
 
 class UnderWay(Protocol):
-    """What ``landed`` waits for."""
+    """What ``wait_transfer`` waits for."""
 
     def wait(self) -> None: ...
 
@@ -167,12 +167,12 @@ _under_way: dict[int, UnderWay] = {}
 
 
 def note(value: Tensor, transfer: UnderWay) -> None:
-    """``landed(value)`` will wait for the transfer."""
+    """``wait_transfer(value)`` will wait for the transfer."""
     if value.numel():
         _under_way[value.data_ptr()] = transfer
 
 
-def _landed(value: Tensor) -> None:
+def _wait_transfer(value: Tensor) -> None:
     if value.numel():
         _under_way.pop(value.data_ptr()).wait()
 
@@ -188,12 +188,12 @@ def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _as_tensor(memory, size, dtype)
 
 
-def _put_back(handle: Tensor, value: Tensor) -> None:
+def _write_back(handle: Tensor, value: Tensor) -> None:
     extent = extent_of(handle)
     # The buffer that ``fetch`` took: it has whole blocks, the tensor in it perhaps not.
     memory = value.view(-1).view(torch.uint8).as_strided((whole_blocks(extent.nbytes),), (1,))
     note(value, _start(extent, memory, write=True))
 
 
-for _name, _run in (("fetch", _fetch), ("put_back", _put_back), ("landed", _landed)):
-    transfers.library.impl(_name, _run, "CompositeExplicitAutograd")
+for _name, _run in (("fetch", _fetch), ("write_back", _write_back), ("wait_transfer", _wait_transfer)):
+    offload_operators.library.impl(_name, _run, "CompositeExplicitAutograd")

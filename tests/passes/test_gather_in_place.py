@@ -177,7 +177,7 @@ def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]
     change(module.graph, next(iter(start.users)))
     module = gather_in_place(module, found.context)
     module.graph.lint()
-    return len(placeholders(found.graph.graph, "room")), len(placeholders(module.graph, "room"))
+    return len(placeholders(found.graph.graph, "gather_buffer")), len(placeholders(module.graph, "gather_buffer"))
 
 
 def given(graph: fx.Graph, gathered: fx.Node) -> None:
@@ -217,7 +217,7 @@ def predicted_between() -> tuple[bool, bool, int, float]:
         same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
         plain.load_state_dict(step.state_dict()["modules"]["model"])
         right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
-    filled = len(placeholders(predict.graph().graph, "room"))
+    filled = len(placeholders(predict.graph().graph, "gather_buffer"))
     predicted = predict.memory.peak
     return same, right, filled, most_alive_bytes(predict, part(batches("gpt", 1)[0][0])) / predicted
 

@@ -11,8 +11,8 @@ from torch import fx
 from tests.models import TrainStep, batches, make
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
+from zerograph.ir.offload_operators import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.step_graph import nbytes
-from zerograph.ir.transfers import FETCH, LANDED, PUT_BACK
 
 
 def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:
@@ -53,9 +53,9 @@ def test_the_next_bucket_is_read_and_the_last_one_written_while_one_is_updated(t
     order = {node: index for index, node in enumerate(graph.nodes)}
     updates = [node for node in graph.nodes if "_fused_adamw_" in str(node.target)]
     reads = {bucket(node): node for node in graph.find_nodes(op="call_function", target=FETCH)}
-    writes = {bucket(node): node for node in graph.find_nodes(op="call_function", target=PUT_BACK)}
+    writes = {bucket(node): node for node in graph.find_nodes(op="call_function", target=WRITE_BACK)}
     landings: dict[fx.Node, list[int]] = {}
-    for node in graph.find_nodes(op="call_function", target=LANDED):
+    for node in graph.find_nodes(op="call_function", target=WAIT_TRANSFER):
         landings.setdefault(node.all_input_nodes[0], []).append(order[node])
     ours = [next(name for name, read in reads.items() if read in node.all_input_nodes) for node in updates]
     for before, update, this, after in zip(ours, updates[1:], ours[1:], ours[2:], strict=False):
@@ -73,7 +73,7 @@ def test_the_first_read_starts_in_backward_and_does_not_raise_the_peak(tmp_path:
 def test_each_gather_reads_its_shard_anew_and_only_the_update_writes(tmp_path: Path) -> None:
     graph = emitted(tmp_path, 3, parameters=True)
     shards = [node for node in graph.nodes if node.target is FETCH and role(node.all_input_nodes[0]).kind == "bucket"]
-    written = {node.args[1] for node in graph.find_nodes(op="call_function", target=PUT_BACK)}
+    written = {node.args[1] for node in graph.find_nodes(op="call_function", target=WRITE_BACK)}
     by_bucket: dict[str, list[fx.Node]] = {}
     for node in shards:
         by_bucket.setdefault(bucket(node), []).append(node)

@@ -21,8 +21,8 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.memory import profile
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
+from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER
 from zerograph.ir.step_graph import nbytes, placeholders
-from zerograph.ir.transfers import CARRY, FETCH, LANDED
 from zerograph.passes.memory import offload_activations
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def emitted(stage: int, optimizer: Any = adamw, ranks: int = 2, clip: float | No
 
 
 def carried(graph: fx.Graph, device: torch.device) -> list[fx.Node]:
-    found = graph.find_nodes(op="call_function", target=CARRY)
+    found = graph.find_nodes(op="call_function", target=TRANSFER)
     return [node for node in found if node.meta["val"].device == device]
 
 
@@ -80,8 +80,10 @@ def test_what_rests_and_is_updated_lies_on_the_cpu_and_the_model_on_the_accelera
         if not isinstance(value, Tensor) or not value.dim():
             continue
         at_rest = found is not None and found.kind in ("bucket", "state")
-        updates = origin(node).phase == "update" and node.target not in (WAIT, CARRY)
-        assert (value.device == CPU) == (at_rest or updates or (node.target is CARRY and node in carried(graph, CPU)))
+        updates = origin(node).phase == "update" and node.target not in (WAIT, TRANSFER)
+        assert (value.device == CPU) == (
+            at_rest or updates or (node.target is TRANSFER and node in carried(graph, CPU))
+        )
 
 
 @pytest.mark.parametrize(("stage", "times"), [(1, 1), (2, 1), (3, 2)])
@@ -104,7 +106,9 @@ def test_each_shard_goes_up_for_each_gather_and_each_gradient_shard_comes_down_o
 def test_shards_go_up_one_ahead_and_gradients_come_down_during_backward() -> None:
     graph = emitted(3).graph.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
-    landed = {node.all_input_nodes[0]: order[node] for node in graph.find_nodes(op="call_function", target=LANDED)}
+    landed = {
+        node.all_input_nodes[0]: order[node] for node in graph.find_nodes(op="call_function", target=WAIT_TRANSFER)
+    }
     ups = sorted(carried(graph, ACCELERATOR), key=lambda node: landed[node])
     for one, other in itertools.pairwise(ups):
         assert order[one] < order[other] < landed[one] < landed[other]
@@ -135,7 +139,7 @@ def test_files_are_read_into_the_cpus_memory(tmp_path: Any) -> None:
         (read,) = node.all_input_nodes
         assert read in fetches
         # It has been read when the copy begins.
-        assert min(order[user] for user in read.users if user.target is LANDED) < order[node]
+        assert min(order[user] for user in read.users if user.target is WAIT_TRANSFER) < order[node]
 
 
 def test_what_is_whole_on_each_rank_stays_on_the_accelerator(tmp_path: Any) -> None:
@@ -262,7 +266,7 @@ def test_they_leave_when_they_are_made_and_come_back_one_ahead(monkeypatch: pyte
     graph = spilling("meta", 15.0, monkeypatch).graph.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
     ups = carried(graph, ACCELERATOR)
-    reads = [min(order[user] for user in node.users if user.target is not LANDED) for node in ups]
+    reads = [min(order[user] for user in node.users if user.target is not WAIT_TRANSFER) for node in ups]
     assert reads == sorted(reads)
     for earlier, later in itertools.pairwise(range(len(ups))):
         assert order[ups[later]] < reads[earlier] < reads[later]
@@ -320,4 +324,4 @@ def test_spilling_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_the_cpu_nothing_is_spilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not spilling("cpu", 0.0, monkeypatch).graph.graph.find_nodes(op="call_function", target=CARRY)
+    assert not spilling("cpu", 0.0, monkeypatch).graph.graph.find_nodes(op="call_function", target=TRANSFER)

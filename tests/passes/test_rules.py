@@ -13,8 +13,7 @@ from tests.passes.samples import Zeros
 from zerograph._torch import fake_mode, graph_module, pytree
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role
-from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
-from zerograph.ir.signature import Signature
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Signature, Split
 from zerograph.ir.zero import OFF
 from zerograph.passes import rules
 from zerograph.passes.context import BatchLayout, Context

@@ -10,7 +10,7 @@ from torch import fx
 
 import zerograph as zg
 from zerograph.compiler.memory_search import Candidate, search_memory
-from zerograph.ir.shortage import Shortage
+from zerograph.ir.memory_budget import Shortage
 
 MIB = 2**20
 

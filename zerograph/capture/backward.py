@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _torch
-from zerograph.ir.finite import Overflow
+from zerograph.ir.finite_check import Overflow
 from zerograph.ir.gradient_edits import TOTAL_NORM
 
 

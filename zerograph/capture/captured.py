@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from zerograph._torch import pytree
-from zerograph.capture.settling import Settled
+from zerograph.capture.state_changes import StateChanges
 from zerograph.ir.region import Region
 
 
@@ -19,7 +19,7 @@ class Captured:
     ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
     name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
     entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
-    ``regions`` are what its nodes ``local`` stand for. ``settled`` is what it depends on in Python's state.
+    ``regions`` are what its nodes ``local`` stand for. ``state_changes`` is what it depends on in Python's state.
     """
 
     graph: fx.GraphModule
@@ -27,4 +27,4 @@ class Captured:
     returned: tuple[Any, ...]
     gradients: tuple[str, ...]
     regions: tuple[Region, ...] = ()
-    settled: Settled = field(default_factory=Settled)
+    state_changes: StateChanges = field(default_factory=StateChanges)

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from zerograph._torch import module_hooks
-from zerograph.capture.wrapped import is_seen_through
+from zerograph.capture.wrappers import is_seen_through
 
-Facts = tuple[tuple[str, Any], ...]
+Guards = tuple[tuple[str, Any], ...]
 
 _NUMBERS = (bool, int, float, str)
 
 
-class Same:
+class Identity:
     """An object that equals itself alone, and is alive as long as this; reads alike on all ranks."""
 
     def __init__(self, one: object) -> None:
         self._one = one
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._one is self._one
+        return isinstance(other, Identity) and other._one is self._one
 
     def __hash__(self) -> int:
         return id(self._one)
@@ -34,26 +34,26 @@ class Same:
         return str(getattr(self._one, "__qualname__", type(self._one).__qualname__))
 
 
-def module_facts(root: nn.Module) -> tuple[Any, ...]:
+def module_guards(root: nn.Module) -> tuple[Any, ...]:
     """Of a module and those inside: classes, modes, numbers and flags, plain tensors, functions, and hooks."""
     return tuple(
-        (name, type(module).__qualname__, (*_own(module), *map(Same, module_hooks(module))))
+        (name, type(module).__qualname__, (*_own(module), *map(Identity, module_hooks(module))))
         for name, module in root.named_modules()
     )
 
 
-def reached_facts(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
+def build_guards(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
     """Return the facts of the modules, and of the graph whose ``build`` it is."""
     owner = getattr(build, "__self__", None)
-    return module_facts(root), () if owner is None else facts(vars(owner))
+    return module_guards(root), () if owner is None else attribute_guards(vars(owner))
 
 
-def _own(module: nn.Module) -> Facts:
+def _own(module: nn.Module) -> Guards:
     """Return a module's own facts; of a wrapper that tracing sees through none, for they differ between ranks."""
-    return () if is_seen_through(module) else facts(vars(module), private=True)
+    return () if is_seen_through(module) else attribute_guards(vars(module), private=True)
 
 
-def facts(attributes: Mapping[str, Any], *, private: bool = False) -> Facts:
+def attribute_guards(attributes: Mapping[str, Any], *, private: bool = False) -> Guards:
     """Numbers, flags and tuples of them; tensors and functions, which are others once they are replaced.
 
     What is in lists, dicts and other objects is left out: those may grow with every step. ``private``: numbers and
@@ -72,7 +72,7 @@ def _found(attributes: Mapping[str, Any], *, private: bool) -> Iterator[tuple[st
         elif value is None or isinstance(value, (torch.dtype, torch.device)) or _is_plain(value):
             yield name, value
         elif isinstance(value, Tensor) or callable(value):
-            yield name, Same(value)
+            yield name, Identity(value)
 
 
 def _is_plain(value: Any) -> bool:

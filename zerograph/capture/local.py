@@ -26,7 +26,7 @@ from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.region import GlobalSpec, Region, cut
 from zerograph.ir.region import local as local_operator
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
-from zerograph.ir.step_graph import placeholders, take_origins, writes
+from zerograph.ir.step_graph import placeholders, restore_origins, writes
 
 # One for all tensors, or one for each, in the order in which they stand among arguments or results.
 Sbps = Sbp | Sequence[Sbp]
@@ -264,7 +264,7 @@ def _plan(
     tangents = [torch.empty(results[i].shape, dtype=results[i].dtype, device=results[i].device) for i in differentiable]
     traced = _torch.trace(joint, [*parts, *tangents], here.table)
     module = without_mutation(traced)
-    take_origins(module.graph)
+    restore_origins(module.graph)
     refuse_others(module.graph)
     if any(True for _ in writes(module.graph)):
         _refuse(

@@ -1,7 +1,7 @@
 """Python state that ``build()`` can change: values in attributes, containers, closures, globals and random generators.
 
 A compiled step does not run ``build()``, so what ``build()`` changes goes on changing only while it is traced. State is
-found before the trace and compared after it; :mod:`zerograph.capture.settling` says what follows.
+found before the trace and compared after it; :mod:`zerograph.capture.state_changes` says what follows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zerograph._torch import FakeTensor, hook_tables
 from zerograph.base import source
-from zerograph.capture.guards import facts
+from zerograph.capture.guards import attribute_guards
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _CONTAINERS = (dict, list, deque)
@@ -208,7 +208,7 @@ class PythonState:
             if isinstance(owner, nn.Module):
                 # A flag that says that hooks are there goes back together with them.
                 walk.taken.restores |= {id(hooks): _restorer(hooks) for hooks in hook_tables(owner)}
-            guarded = {name for name, _ in facts(held, private=private)}
+            guarded = {name for name, _ in attribute_guards(held, private=private)}
             for name, value in list(held.items()):
                 # Numbers that every step depends on are compared anyway.
                 if name not in guarded and name not in _MODULES_OWN and not isinstance(value, nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.capture import wrapped
+from zerograph.capture import wrappers
 from zerograph.errors import CaptureError
 from zerograph.ir.ctc_loss import ctc_loss
 
@@ -41,7 +41,7 @@ def substituted() -> Iterator[None]:
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
         stack.enter_context(_torch.trusted_causal_flags())
-        stack.enter_context(wrapped.seen_through())
+        stack.enter_context(wrappers.seen_through())
         yield
 
 

@@ -16,21 +16,21 @@ from zerograph._torch import pytree
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
-from zerograph.capture.guards import reached_facts
+from zerograph.capture.guards import build_guards
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import NoDataAssignment, Recorder, explained, module_paths
 from zerograph.capture.python_state import Place, PythonState
 from zerograph.capture.refused_calls import refused_calls
-from zerograph.capture.settling import Settling
+from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
 from zerograph.errors import CaptureError
-from zerograph.ir import finite
+from zerograph.ir import finite_check
 from zerograph.ir.alias import base_of, viewed
 from zerograph.ir.functionalize import without_mutation
-from zerograph.ir.gradient_edits import in_shape_of, is_edit, join_mixed_overflows, mark_edits, total_norm
+from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits, total_norm
 from zerograph.ir.metadata import Role, meta, origin
 from zerograph.ir.region import Region
-from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, take_origins, writes
+from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, restore_origins, writes
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def capture(
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
         amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
-        checked: return besides whether losses and gradients are finite (:mod:`zerograph.ir.finite`).
+        checked: return besides whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
         guarded: Python state of which the caller traces again when it changes.
 
     Raises:
@@ -121,9 +121,9 @@ def capture(
 
     def facts_left() -> object:
         held.give_back()
-        return reached_facts(build, root)
+        return build_guards(build, root)
 
-    settling = Settling(PythonState(build, root, [group for group, _ in groups]), guarded, facts_left)
+    settling = StateComparison(PythonState(build, root, [group for group, _ in groups]), guarded, facts_left)
     # By attribute, what the trace left there.
     left_there: dict[str, Tensor] = {}
     # How often build() calls backward(): known once it has been traced.
@@ -164,7 +164,7 @@ def capture(
         behind = [(found_inf_role(one.optimizer), one.found) for one in backward.overflows]
         if checked:
             scalars = [value for value in flat if isinstance(value, Tensor) and not value.dim()]
-            behind += finite.residues([*backward.roots, *scalars], backward.checked(left), backward.overflows)
+            behind += finite_check.residues([*backward.roots, *scalars], backward.checked(left), backward.overflows)
         checks.extend(found for found, _ in behind)
         return [
             *(value.detach() for value in flat if isinstance(value, Tensor)),
@@ -325,7 +325,7 @@ def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], behind: Sequence[R
     output = graph.graph.output_node()
     returned = len(output_nodes(graph.graph)) - len(behind)
     meta(output)["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
-    take_origins(graph.graph)
+    restore_origins(graph.graph)
 
 
 def _drop_restored(graph: fx.Graph) -> None:
@@ -440,7 +440,7 @@ def _cancel_views(graph: fx.Graph) -> None:
             continue
         chain, source = [node], node.all_input_nodes[0]
         while True:
-            if in_shape_of(source, node.meta["val"].shape) and _is_identity(source, chain):
+            if has_shape(source, node.meta["val"].shape) and _is_identity(source, chain):
                 node.replace_all_uses_with(source)
                 break
             if source.target not in _VIEWS:

@@ -24,7 +24,7 @@ from zerograph.graph import ZeroGraph
 from zerograph.inspection.names import close_to
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.precision import LOW_DTYPES, shown
+from zerograph.ir.precision import LOW_DTYPES, precision_text
 
 _HELP = (
     "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"
@@ -107,7 +107,7 @@ def set_precision(step: ZeroGraph, precision: str | None) -> None:
 
 def shown_precision(step: ZeroGraph) -> str:
     """Name what the step computes in."""
-    return shown(step.config.amp_dtype, (one.dtype for one in _parameters(step)))
+    return precision_text(step.config.amp_dtype, (one.dtype for one in _parameters(step)))
 
 
 def _parameters(step: ZeroGraph) -> list[torch.nn.Parameter]:

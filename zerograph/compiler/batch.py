@@ -15,8 +15,8 @@ from zerograph._torch import pytree
 from zerograph.capture.trace import TensorSpec
 from zerograph.errors import InputError, PlacementError
 from zerograph.ir.annotate import is_replicated
-from zerograph.ir.mesh import Mesh, pieces
-from zerograph.ir.sbp import NdSbp, Split, broadcast, from_dtensor, show, to_dtensor, whole
+from zerograph.ir.mesh import Mesh, piece_count
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, show, to_dtensor
 
 # What build() is given as it is: it cannot change while the step runs, and says by its text what it is.
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -205,8 +205,8 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
     if leaf.dim() == 0 or is_replicated(leaf):
-        return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), whole(mesh.dims)
-    shape = (leaf.shape[0] * pieces(plain, mesh), *leaf.shape[1:])
+        return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), all_broadcast(mesh.dims)
+    shape = (leaf.shape[0] * piece_count(plain, mesh), *leaf.shape[1:])
     return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), plain
 
 
@@ -219,7 +219,7 @@ def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tenso
         )
     sbp = from_dtensor(leaf.placements)
     for dim in {one.dim for one in sbp if isinstance(one, Split)}:
-        parts = pieces(tuple(one if one == Split(dim) else broadcast for one in sbp), mesh)
+        parts = piece_count(tuple(one if one == Split(dim) else broadcast for one in sbp), mesh)
         if leaf.shape[dim] % parts:
             raise PlacementError(
                 f"{name} of shape {tuple(leaf.shape)} is {show(sbp)}: {leaf.shape[dim]} does not divide by {parts}"

@@ -37,7 +37,7 @@ from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGrap
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.ir.mesh import Mesh, pieces
+from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
 from zerograph.passes.pipeline import edited
@@ -133,7 +133,7 @@ class Compiler:
         preparation = Preparation(
             config=self.config,
             observer=self.observer,
-            rank=mesh.place if rank is None else rank,
+            rank=mesh.rank if rank is None else rank,
             mesh=mesh,
             zero_dim=self._zero_dim(mesh, members, batch),
             members=members,
@@ -177,10 +177,10 @@ class Compiler:
 
     def _check_captured(self, captured: Captured, mesh: Mesh, batch: Batch, compared: Comparison) -> None:
         """Show the capture's warnings; raise if the captured graph cannot run on these inputs or on this mesh."""
-        for message in captured.settled.warnings:
+        for message in captured.state_changes.warnings:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), compared, self._warn)
-        parts = pieces(self.config.batch_on(mesh.dims), mesh)
+        parts = piece_count(self.config.batch_on(mesh.dims), mesh)
         check_indices(captured, batch, parts, self.micro_batches, compared, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
@@ -215,7 +215,7 @@ class Compiler:
             known: the facts that it was compiled for.
             read: reads them as they are now.
         """
-        if not step.captured.settled.holds_after:
+        if not step.captured.state_changes.valid_after_trace:
             return []
         now = read()
         if now != {**known, **{name: now[name] for name in ("modules", "attributes of the graph")}}:
@@ -309,7 +309,7 @@ class Compiler:
                 checked=checked,
                 guarded=tuple(self._guards.values()),
             )
-            self._guards |= {place.key: place for place in captured.settled.guards}
+            self._guards |= {place.key: place for place in captured.state_changes.guards}
             if members.on_accelerator:
                 captured = accelerator.moved(captured)
             self._captures[key] = captured, time.perf_counter() - began, parts
@@ -340,7 +340,7 @@ class Compiler:
             if one.store is None:
                 kept = one.specs, one.layouts, one.first_differs, one.keeper
                 stores[name] = settle(job, bucket, new[name], *kept, places[name])
-            elif one.store.layout.rest != bucket.rest:
+            elif one.store.layout.storage != bucket.storage:
                 stores[name] = move(one.store, bucket, places[name])
             else:
                 stores[name] = one.store

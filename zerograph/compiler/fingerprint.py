@@ -26,11 +26,11 @@ def _lines(graph: fx.Graph) -> list[str]:
     lines = []
     for node in graph.nodes:
         args = tuple(
-            "this rank's own" if position in meta(node).get("own", ()) else argument
+            "this rank's own" if position in meta(node).get("rank_arguments", ()) else argument
             for position, argument in enumerate(node.args)
         )
         # The group of ranks that a collective runs in is this rank's own as well.
-        if isinstance(found := meta(node).get("boxing"), Boxing) and "own" not in node.meta:
+        if isinstance(found := meta(node).get("boxing"), Boxing) and "rank_arguments" not in node.meta:
             args = (*node.args[:-1], f"along mesh dimension {found.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""

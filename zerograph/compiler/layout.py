@@ -14,11 +14,11 @@ from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.ir.annotate import annotated_sbp
-from zerograph.ir.buckets import Bucket, Parameter, Rest, Slot, plan_buckets, split_dim, state_layout
+from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, Slot, plan_buckets, split_dim, state_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import role
-from zerograph.ir.offload import resting_device
+from zerograph.ir.offload import offload_device
 from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, show
 from zerograph.ir.step_graph import placeholders
@@ -172,7 +172,7 @@ def _usable(
         and store.layout.zero_dim == zero_dim
         and len(whole) == 1
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
-        and store.layout.rest.device == _rest(store.layout, config).device
+        and store.layout.storage.device == _rest(store.layout, config).device
         and _has_entries(store, first.program.state)
         and store.keeper is first.optimizer
     )
@@ -265,15 +265,15 @@ def _new(
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
     )
-    buckets = tuple(replace(bucket, rest=_rest(bucket, config)) for bucket in buckets)
+    buckets = tuple(replace(bucket, storage=_rest(bucket, config)) for bucket in buckets)
     return [_planned(bucket, updates, [holdings[slot.name] for slot in bucket.slots]) for bucket in buckets]
 
 
-def _rest(bucket: Bucket, config: Config) -> Rest:
+def _rest(bucket: Bucket, config: Config) -> ShardStorage:
     """In whose memory the bucket rests; which files it may rest in is for ``residence`` to say."""
     option = config.optimizer_offload
-    device = resting_device(option, bucket.device, whole=any(stays_whole(slot, config) for slot in bucket.slots))
-    return Rest(device, option is None or option.pin_memory)
+    device = offload_device(option, bucket.device, whole=any(stays_whole(slot, config) for slot in bucket.slots))
+    return ShardStorage(device, option is None or option.pin_memory)
 
 
 def _planned(bucket: Bucket, updates: Mapping[str, Update], holdings: Sequence[_Holding]) -> Planned:

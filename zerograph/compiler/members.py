@@ -17,12 +17,12 @@ from torch.nn.parameter import UninitializedParameter
 from zerograph._torch import gradient_hooks, module_tables, without_torch_function
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
-from zerograph.capture.guards import Same, facts, module_facts
+from zerograph.capture.guards import Identity, attribute_guards, module_guards
 from zerograph.capture.trace import TensorSpec
-from zerograph.capture.wrapped import check_modules
+from zerograph.capture.wrappers import check_modules
 from zerograph.compiler.placement import to_local
 from zerograph.errors import ConfigError, PlacementError
-from zerograph.ir.annotate import annotate, annotated_sbp, annotation, carry_over
+from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import adopt, store_of, stores_of
@@ -72,7 +72,7 @@ class Members:
     @functools.cached_property
     def module_facts(self) -> tuple[Any, ...]:
         """Facts of the modules as they were when first asked for: :class:`Tree` knows whether they still are."""
-        return module_facts(self.root)
+        return module_guards(self.root)
 
 
 def find_members(attributes: Mapping[str, Any]) -> Members:
@@ -194,7 +194,7 @@ def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -
     whole = tensor.shape == local.shape
     data = local if whole else local.new_zeros(()).expand(tensor.shape)
     parameter = nn.Parameter(data, tensor.requires_grad)
-    carry_over(tensor, parameter)
+    copy_annotation(tensor, parameter)
     if sbp is not None:
         annotate(parameter, sbp=sbp)
         if not whole:
@@ -249,7 +249,15 @@ def capture_facts(
     with without_torch_function():
         parameters = tuple(
             [
-                (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p), *map(Same, (*on_gradient, *behind)))
+                (
+                    name,
+                    p.shape,
+                    p.dtype,
+                    p.device,
+                    p.requires_grad,
+                    annotation(p),
+                    *map(Identity, (*on_gradient, *behind)),
+                )
                 for (name, p), (on_gradient, behind) in zip(members.parameters.items(), hooks, strict=True)
             ]
         )
@@ -258,7 +266,7 @@ def capture_facts(
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),
         "modules": members.module_facts,
-        "attributes of the graph": facts(attributes),
+        "attributes of the graph": attribute_guards(attributes),
         "optimizers": tuple(
             (
                 type(optimizer).__qualname__,

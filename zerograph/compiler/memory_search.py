@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from zerograph.errors import MemoryBudgetError
+from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import meta
-from zerograph.ir.shortage import Shortage
 from zerograph.ir.step_graph import collective_runs
 
 # Smaller buckets would cost latency for little memory.

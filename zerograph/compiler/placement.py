@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.errors import PlacementError
-from zerograph.ir.annotate import carry_over
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd, partial_sum, to_dtensor
+from zerograph.ir.annotate import copy_annotation
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp, partial_sum, to_dtensor
 from zerograph.runtime.job.process_group import initialise, mesh_of
 from zerograph.runtime.job.process_group import mesh as mesh_of_all
 
@@ -86,7 +86,7 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
         raise PlacementError(
             f"to_global(placement={placement!r:.60}): give a placement, as zg.placement('cpu', ranks=[0, 1]) makes one"
         )
-    wanted = nd(sbp, placement.ndim)
+    wanted = nd_sbp(sbp, placement.ndim)
     if isinstance(x, nn.Module):
         if partial_sum in wanted:
             raise PlacementError("a module's parameters cannot be partial sums: use broadcast or split(d)")
@@ -142,7 +142,7 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
             made[tensor] = moves(placement, placements)
             if isinstance(tensor, nn.Parameter):
                 made[tensor] = new = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
-                carry_over(tensor, new)
+                copy_annotation(tensor, new)
         return made[tensor]
 
     for owner in module.modules():

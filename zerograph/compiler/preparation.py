@@ -18,9 +18,9 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.residence import assign, with_rooms
 from zerograph.config import Config
+from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import meta
-from zerograph.ir.shortage import Shortage
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import (
     BackendTraits,

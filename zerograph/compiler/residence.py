@@ -11,7 +11,7 @@ from torch import fx
 from zerograph.compiler.layout import Planned
 from zerograph.config import Config
 from zerograph.errors import ConfigError
-from zerograph.ir.buckets import Bucket, Folder, Rest
+from zerograph.ir.buckets import Bucket, Folder, ShardStorage
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
 from zerograph.ir.offload import Offload
@@ -36,28 +36,28 @@ def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Plann
     left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
     for one in layout:
         if one.updates:
-            bucket, rest = one.bucket, one.bucket.rest
+            bucket, rest = one.bucket, one.bucket.storage
             shard = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
             parameters = None if bucket.is_whole or shard <= left else _folder(config.parameter_offload)
             left -= 0 if bucket.is_whole or parameters is not None else shard
             # Whole buckets of an accelerator are updated there.
-            state = _folder(config.optimizer_offload) if bucket.home.type == "cpu" else None
-            one = replace(one, bucket=replace(bucket, rest=replace(rest, parameters=parameters, state=state)))
+            state = _folder(config.optimizer_offload) if bucket.storage_device.type == "cpu" else None
+            one = replace(one, bucket=replace(bucket, storage=replace(rest, parameters=parameters, state=state)))
         if frees and (one.updates or one.keeper is None):
-            one = replace(one, bucket=replace(one.bucket, rest=replace(one.bucket.rest, room=False)))
+            one = replace(one, bucket=replace(one.bucket, storage=replace(one.bucket.storage, gather_buffer=False)))
         found.append(one)
     return tuple(found)
 
 
 def with_rooms(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
     """The layout with each bucket resting in a room that the emitted graph has one for."""
-    names = {meta(node)["role"].bucket for node in placeholders(graph, "room")}
+    names = {meta(node)["role"].bucket for node in placeholders(graph, "gather_buffer")}
     found = []
     for one in layout:
-        rest = one.bucket.rest
+        rest = one.bucket.storage
         # One that is there stays: steps that differ in what they can use would take it and give it back in turn.
-        rest = replace(rest, room=rest.room or one.bucket.name in names)
-        found.append(replace(one, bucket=replace(one.bucket, rest=rest)))
+        rest = replace(rest, gather_buffer=rest.gather_buffer or one.bucket.name in names)
+        found.append(replace(one, bucket=replace(one.bucket, storage=rest)))
     return tuple(found)
 
 
@@ -95,8 +95,8 @@ def make_room(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Pla
     """
     found: dict[str, Places] = {}
     for one in layout:
-        rest = one.bucket.rest
-        before = Rest() if one.store is None else one.store.layout.rest
+        rest = one.bucket.storage
+        before = ShardStorage() if one.store is None else one.store.layout.storage
         wanted: dict[str, tuple[Bucket, Folder]] = {}
         if rest.parameters is not None and rest.parameters != before.parameters:
             wanted[""] = one.bucket, rest.parameters

@@ -14,7 +14,7 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.layout import Update, stays_whole
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
-from zerograph.ir.offload import resting_device
+from zerograph.ir.offload import offload_device
 from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.hyperparameters import NotLiftedError
@@ -101,7 +101,7 @@ class Updates:
         lifted = self._lifted.get((number, index), {})
         # It is updated where it rests.
         whole = stays_whole(parameter, config)
-        device = resting_device(config.optimizer_offload, device, whole=whole) or device
+        device = offload_device(config.optimizer_offload, device, whole=whole) or device
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
         # Numbers that the update compared a hyperparameter with are known to this graph only.
         which, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)

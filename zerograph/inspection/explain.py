@@ -20,8 +20,8 @@ from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
+from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.sbp import NdSbp, Split, show
-from zerograph.ir.transfers import CARRY, FETCH, LANDED, PUT_BACK
 
 aten = torch.ops.aten
 
@@ -193,7 +193,7 @@ class _Finder:
                 mine = meta(user).get("parameter")
                 if mine == slot.name:
                     views.append(user)
-                elif mine is None and (_is_form(user) or user.target in (FETCH, CARRY)):
+                elif mine is None and (_is_form(user) or user.target in (FETCH, TRANSFER)):
                     stack.append(user)
         way: dict[fx.Node, None] = {}
         for view in views:
@@ -216,7 +216,7 @@ class _Finder:
                 yield self._event(
                     "cast", node, note=f"to {dtype_name(node.meta['val'].dtype)}", count=self._bytes(node)
                 )
-            elif node.target in (FETCH, CARRY):
+            elif node.target in (FETCH, TRANSFER):
                 what = "fetched" if node.target is FETCH else "carried"
                 yield self._event(what, node, note=_device(node), count=self._bytes(node))
 
@@ -367,7 +367,7 @@ _HELP = (
     "step.describe() lists the parameters."
 )
 # Of these a transfer ends: what is computed with is not behind them.
-_TRANSFERS = (LANDED, PUT_BACK)
+_TRANSFERS = (WAIT_TRANSFER, WRITE_BACK)
 _WORDS = {"all-gather": "gather", "reduce-scatter": "reduction", "all-reduce": "reduction"}
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.contiguous.default)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from zerograph.compiler.members import Members
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.sbp import NdSbp, Sbp, whole
+from zerograph.ir.sbp import NdSbp, Sbp, all_broadcast
 from zerograph.runtime.state import Store, store_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def placements(members: Members, mesh_dims: int) -> dict[str, Sbp | NdSbp]:
     """SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
     found: dict[str, NdSbp] = {}
-    everywhere = whole(mesh_dims)
+    everywhere = all_broadcast(mesh_dims)
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
         if store is None:
@@ -37,7 +37,7 @@ def planned_placements(layout: Iterable[Planned], mesh_dims: int) -> dict[str, S
     found: dict[str, NdSbp] = {}
     for one in layout:
         for index, slot in enumerate(one.bucket.slots):
-            found |= _of_slot(slot.name, index, one.bucket, one.specs, one.layouts, whole(mesh_dims))
+            found |= _of_slot(slot.name, index, one.bucket, one.specs, one.layouts, all_broadcast(mesh_dims))
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
 
 

@@ -216,8 +216,8 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
 
 def rests(bucket: Bucket) -> str:
     """Where a bucket lies between steps, if not on its device."""
-    files = [what for what, folder in (("shard", bucket.rest.parameters), ("state", bucket.rest.state)) if folder]
-    found = [f"on the {bucket.home}"] if bucket.rest.device else []
+    files = [what for what, folder in (("shard", bucket.storage.parameters), ("state", bucket.storage.state)) if folder]
+    found = [f"on the {bucket.storage_device}"] if bucket.storage.device else []
     return ", ".join([*found, *([f"{' and '.join(files)} in files"] if files else [])])
 
 

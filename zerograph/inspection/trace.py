@@ -177,7 +177,7 @@ class _Interpreter(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if isinstance(module, Loop):
-            inner = module.around(module.body, _Interpreter(module.body, self._bodies[target]).run)
+            inner = module.with_body(module.body, _Interpreter(module.body, self._bodies[target]).run)
             return inner(*args)
         return super().call_module(target, args, kwargs)
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from zerograph.errors import PlacementError
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, from_dtensor, nd, show, whole
+from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, from_dtensor, nd_sbp, show
 
 _ATTRIBUTE = "_zerograph_sbp"
 _REPLICATED = "_zerograph_replicated"
@@ -30,7 +30,7 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
         raise PlacementError(f"annotate() takes a parameter of a module, not {type(parameter).__name__}")
     if not isinstance(sbp, Sbp) and (not isinstance(sbp, Sequence) or not sbp):
         raise PlacementError(f"annotate(sbp={sbp!r:.60}): give sbp.split(d) or sbp.broadcast, one per mesh dimension")
-    wanted = nd(sbp, 1 if isinstance(sbp, Sbp) else len(sbp))
+    wanted = nd_sbp(sbp, 1 if isinstance(sbp, Sbp) else len(sbp))
     for one in wanted:
         if isinstance(one, PartialSum):
             raise PlacementError("a parameter cannot be a partial sum between steps: use broadcast or split(d)")
@@ -47,7 +47,7 @@ def annotation(parameter: nn.Parameter) -> NdSbp | None:
     return found
 
 
-def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+def copy_annotation(old: nn.Parameter, new: nn.Parameter) -> None:
     """Annotate the parameter that takes another's place as that one was."""
     if hasattr(old, _ATTRIBUTE):
         setattr(new, _ATTRIBUTE, getattr(old, _ATTRIBUTE))
@@ -61,7 +61,7 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
     """
     found = annotation(parameter)
     if found is None:
-        return whole(mesh.dims)
+        return all_broadcast(mesh.dims)
     if len(found) != mesh.dims:
         raise PlacementError(
             f"{name} is annotated {show(found)}, but the graph's placement has {mesh.dims} dimension(s)\n"

@@ -52,7 +52,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Rest:
+class ShardStorage:
     """Where a bucket rests between steps, if not in the memory of its device: its shard, and the optimizer's state.
 
     0-d entries of the state stay in memory.
@@ -68,7 +68,7 @@ class Rest:
     pinned: bool = field(default=True, compare=False)
     parameters: Folder | None = None
     state: Folder | None = None
-    room: bool = False
+    gather_buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Bucket:
     owners: tuple[int, ...] | None = None
     one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
-    rest: Rest = Rest()
+    storage: ShardStorage = ShardStorage()
 
     @property
-    def home(self) -> torch.device:
+    def storage_device(self) -> torch.device:
         """The device in whose memory it rests, and which updates it."""
-        return self.device if self.rest.device is None else self.rest.device
+        return self.device if self.storage.device is None else self.storage.device
 
     @property
     def dealt(self) -> bool:
@@ -232,9 +232,9 @@ def state_layout(
     It is S(0) there even where the parameters are B: only the owner ever reads it.
     """
     # It lies beside its bucket, and never leaves it: nothing copies from there. Step counts are on the CPU anyway.
-    rest = Rest() if device != bucket.device else Rest(bucket.rest.device, pinned=False)
+    rest = ShardStorage() if device != bucket.device else ShardStorage(bucket.storage.device, pinned=False)
     if bucket.owners is None or not bucket.one_by_one:
-        return replace(bucket, name=name, dtype=dtype, device=device, rest=rest)
+        return replace(bucket, name=name, dtype=dtype, device=device, storage=rest)
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
     ]
@@ -249,7 +249,7 @@ def state_layout(
         dtype=dtype,
         device=device,
         sbp=bucket.split_sbp,
-        rest=rest,
+        storage=rest,
     )
 
 
@@ -392,6 +392,6 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, numpy.unravel_index(index, tuple(shape))))
 
 
-def shown(name: str, place: Sequence[int]) -> str:
+def element_name(name: str, place: Sequence[int]) -> str:
     """``model.weight[2, 1]``."""
     return f"{name}[{', '.join(map(str, place))}]" if place else name

@@ -172,15 +172,15 @@ def _edited_from(finals: Iterable[fx.Node]) -> set[fx.Node]:
     return {node for node in reached if not is_edit(node)}
 
 
-def in_shape_of(node: fx.Node, shape: Sequence[int]) -> bool:
+def has_shape(node: fx.Node, shape: Sequence[int]) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
 
 
-def followed(node: fx.Node) -> list[fx.Node]:
+def gradient_operands(node: fx.Node) -> list[fx.Node]:
     """The inputs of an edit that have its shape, and so may be gradients; the others are the numbers it works with."""
     shape = node.meta["val"].shape
-    found = [given for given in node.all_input_nodes if in_shape_of(given, shape)]
+    found = [given for given in node.all_input_nodes if has_shape(given, shape)]
     # Beside a 0-d gradient, a number has the gradient's shape: operators take what they work on first.
     return found if shape else found[:1]
 
@@ -213,7 +213,7 @@ class _Edits:
 
     def raw_of(self, term: fx.Node) -> fx.Node:
         """Where the edit that ends in ``term`` starts, followed through first operands."""
-        while is_edit(term) and (given := followed(term)):
+        while is_edit(term) and (given := gradient_operands(term)):
             term = given[0]
         return term
 
@@ -221,10 +221,10 @@ class _Edits:
         shape = reading.parameter.meta["val"].shape
         if node is reading.parameter:
             return "parameter"
-        if node.target is aten.full.default and in_shape_of(node, shape):
+        if node.target is aten.full.default and has_shape(node, shape):
             return f"full({node.args[1]}, {dict(node.kwargs)})"
-        if not in_shape_of(node, shape):
-            if not in_shape_of(node, ()):
+        if not has_shape(node, shape):
+            if not has_shape(node, ()):
                 raise _NotPointwiseError
             reading.numbers.add(node)
             return self._number(node)
@@ -233,13 +233,13 @@ class _Edits:
             return "gradient"
         if not _is_pointwise(node):
             raise _NotPointwiseError
-        follow = set(followed(node))
+        follow = set(gradient_operands(node))
         words: dict[fx.Node, str] = {}
         for given in node.all_input_nodes:
             if given in follow:
                 words[given] = self._read(given, reading)
             else:
-                if not in_shape_of(given, ()):
+                if not has_shape(given, ()):
                     raise _NotPointwiseError
                 reading.numbers.add(given)
                 words[given] = self._number(given)
@@ -248,7 +248,7 @@ class _Edits:
     def _number(self, node: fx.Node) -> str:
         """A 0-d tensor in words: the same words, the same number."""
         if node not in self._numbers:
-            numbers = all(in_shape_of(given, ()) for given in node.all_input_nodes)
+            numbers = all(has_shape(given, ()) for given in node.all_input_nodes)
             if node.op == "get_attr" and node.graph.owning_module is not None:
                 self._numbers[node] = f"constant {getattr(node.graph.owning_module, str(node.target))}"
             elif node.op == "call_function" and numbers and _is_pointwise(node):

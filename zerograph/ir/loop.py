@@ -84,7 +84,7 @@ class Loop(nn.Module):
         self.results = tuple(results)
         self._function = function
 
-    def around(self, body: fx.GraphModule, function: Callable[..., Any] | None = None) -> Loop:
+    def with_body(self, body: fx.GraphModule, function: Callable[..., Any] | None = None) -> Loop:
         """The same loop around another form of its body, or around what a backend made of it."""
         return Loop(body, self.micro_batches, self.cuts, self.results, function)
 

@@ -25,9 +25,9 @@ from zerograph.base.sizes import show_bytes as show_bytes
 from zerograph.ir.alias import WAIT, shared_arguments
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
+from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import nbytes
-from zerograph.ir.transfers import CARRY, FETCH
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -37,7 +37,7 @@ MemoryKind = Literal[
 ]
 _AT_REST: dict[str, MemoryKind] = {
     "bucket": "parameters",
-    "room": "gathered",
+    "gather_buffer": "gathered",
     "parameter": "parameters",
     "state": "optimizer state",
     "hyperparameter": "optimizer state",
@@ -48,7 +48,7 @@ _AT_REST: dict[str, MemoryKind] = {
     # Of a loop's body, where all of these belong to the graph around it.
     "value": "activations",
     "result": "gradients",
-    "turn": "inputs",
+    "micro_batch": "inputs",
 }
 
 
@@ -199,7 +199,7 @@ class _Walk:
         inputs = node.all_input_nodes
         for given in inputs:
             _hold(self.of[given], position)
-        if node.target is CARRY:
+        if node.target is TRANSFER:
             # What is on its way is let go of when it is there: while the next one goes, at the latest.
             _hold(self._leaving, position)
             self._leaving = self.of[inputs[0]]
@@ -214,7 +214,7 @@ class _Walk:
             self.of[node] = made = [self._new(0, kind, value) for value in _values(node)]
             if found is not None and found.kind == "bucket":
                 self._shards[found.name] = made[0]
-            elif found is not None and found.kind == "room":
+            elif found is not None and found.kind == "gather_buffer":
                 assert found.bucket is not None
                 shard, room = self._shards[found.bucket], made[0]
                 assert shard is not None
@@ -223,7 +223,7 @@ class _Walk:
                 room.bytes -= shard.bytes
             for one in filter(None, made):
                 # The number of the micro-batch the loop makes itself.
-                one.given = found is None or found.kind != "turn"
+                one.given = found is None or found.kind != "micro_batch"
                 self._forever.append(one)
         elif node.op == "output":
             self._forever += [one for given in inputs for one in self.of[given] if one is not None]
@@ -326,7 +326,7 @@ def _reads_a_copy(start: fx.Node) -> bool:
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
-_COPIES = {aten._to_copy.default, aten.clone.default, CARRY}
+_COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER}
 
 
 def temporary_bytes(node: fx.Node) -> int:

@@ -32,7 +32,7 @@ class Mesh:
         return len(self.shape)
 
     @property
-    def place(self) -> int:
+    def rank(self) -> int:
         """This rank's place when all are counted, the last dimension first."""
         found = 0
         for size, position in zip(self.shape, self.position, strict=True):
@@ -45,7 +45,7 @@ def line(ranks: int, rank: int, group: str) -> Mesh:
     return Mesh((ranks,), (rank,), (group,))
 
 
-def pieces(sbp: NdSbp, mesh: Mesh) -> int:
+def piece_count(sbp: NdSbp, mesh: Mesh) -> int:
     """Into how many different pieces a tensor is cut; 1 for one that every rank holds whole."""
     return math.prod(size for one, size in zip(sbp, mesh.shape, strict=True) if isinstance(one, Split))
 

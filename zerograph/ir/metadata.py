@@ -15,9 +15,8 @@ import torch
 from torch import fx
 
 from zerograph.ir.loop import Loop
-from zerograph.ir.sbp import NdSbp, boxing_kind, wire_bytes
-from zerograph.ir.shortage import Shortage
-from zerograph.ir.signature import Signature
+from zerograph.ir.memory_budget import Shortage
+from zerograph.ir.sbp import NdSbp, Signature, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
 RoleKind = Literal[
@@ -26,7 +25,7 @@ RoleKind = Literal[
     "buffer",
     "bucket",
     # Memory for the whole of a bucket; the shard is this rank's piece of it.
-    "room",
+    "gather_buffer",
     "state",
     "hyperparameter",
     "seed",
@@ -37,7 +36,7 @@ RoleKind = Literal[
     # Of a loop's body: a value computed before the loop, a result of the loop, and the number of the micro-batch.
     "value",
     "result",
-    "turn",
+    "micro_batch",
 ]
 TensorKind = Literal["bucket", "gradient", "value"]
 
@@ -52,7 +51,7 @@ class Role:
     @property
     def bucket(self) -> str | None:
         """Name of the bucket whose shard, gather buffer or state this is; None for everything else."""
-        return self.name.partition(".")[0] if self.kind in ("bucket", "room", "state") else None
+        return self.name.partition(".")[0] if self.kind in ("bucket", "gather_buffer", "state") else None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -168,7 +167,7 @@ class NodeMeta(_Global, total=False):
         by_user: of a boxing node: its target was annotated by the user, so its cost counts in placement.
         tensor: of a boxing node before ``localize``: the tensor that it moves.
         boxing: of a collective or slice, from ``localize`` on: the change of SBP that it makes.
-        own: positions of the arguments that differ between ranks; all others are equal on all ranks.
+        rank_arguments: positions of the arguments that differ between ranks; all others are equal on all ranks.
 
     Of parameters, gradients and updates:
 
@@ -184,15 +183,15 @@ class NodeMeta(_Global, total=False):
 
     Attributes:
         looked_up: the node is the result of a lookup that fetched its rows from their owners.
-        parts: of the gradient of such a table: the dimension along which the indices are split.
-        cast: of the gradient of such a table: the dtype that it is summed in.
+        indices_split_dim: of the gradient of such a table: the dimension along which the indices are split.
+        sum_dtype: of the gradient of such a table: the dtype that it is summed in.
 
     Of micro-batches:
 
     Attributes:
         global: the global shape, from ``localize`` on.
         loop: of a node that runs one: the loop, whose body is a graph with the same keys.
-        advances: of a draw of random numbers: the dimension along which each micro-batch draws the next part.
+        draw_dim: of a draw of random numbers: the dimension along which each micro-batch draws the next part.
 
     Of the backend:
 
@@ -217,7 +216,7 @@ class NodeMeta(_Global, total=False):
     by_user: bool
     tensor: TensorRef
     boxing: Boxing
-    own: tuple[int, ...]
+    rank_arguments: tuple[int, ...]
     parameter: str
     bucket: str
     gradient: str
@@ -225,10 +224,10 @@ class NodeMeta(_Global, total=False):
     accumulated: str | None
     temporary: int
     looked_up: bool
-    parts: int
-    cast: torch.dtype
+    indices_split_dim: int
+    sum_dtype: torch.dtype
     loop: Loop
-    advances: int
+    draw_dim: int
     compiled: Sequence[str]
 
 

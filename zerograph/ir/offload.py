@@ -31,7 +31,7 @@ class Offload:
         return None if self.nvme_path is None else Folder(self.nvme_path, self.keep_files, self.fast_init)
 
 
-def resting_device(option: Offload | None, device: torch.device, *, whole: bool) -> torch.device | None:
+def offload_device(option: Offload | None, device: torch.device, *, whole: bool) -> torch.device | None:
     """In whose memory a bucket rests, and is updated, if not in that of the device that computes with it; else None.
 
     What each rank holds whole stays: it is lent to the modules as it is.

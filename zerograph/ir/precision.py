@@ -44,13 +44,13 @@ def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
     readers = [user for user in node.users if not (on_bucket and is_edit(user))]
     return bool(readers) and all(
         is_cast(user, dtype)
-        or picks_rows(user, node)
+        or looks_up_rows(user, node)
         or (is_view(user) and _is_copied(user, dtype, on_bucket=on_bucket))
         for user in readers
     )
 
 
-def shown(low: torch.dtype | None, dtypes: Iterable[torch.dtype]) -> str:
+def precision_text(low: torch.dtype | None, dtypes: Iterable[torch.dtype]) -> str:
     """Name what a step computes in, for people: ``"fp32"``, ``"bf16 with fp32 masters"``.
 
     Args:
@@ -77,6 +77,6 @@ def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
 _ANY_LAYOUT = (None, torch.preserve_format)
 
 
-def picks_rows(node: fx.Node, table: fx.Node) -> bool:
+def looks_up_rows(node: fx.Node, table: fx.Node) -> bool:
     """Whether the node looks rows up in ``table``: whatever these are cast to can be cast before as well."""
     return node.target is aten.embedding.default and node.args[0] is table

@@ -48,11 +48,20 @@ class PartialSum:
 Sbp = Broadcast | Split | PartialSum
 NdSbp = tuple[Sbp, ...]
 
+
+@dataclass(frozen=True)
+class Signature:
+    """One legal assignment of an SBP, along one mesh dimension, to each tensor operand and each output."""
+
+    inputs: tuple[Sbp, ...]
+    outputs: tuple[Sbp, ...]
+
+
 broadcast = Broadcast()
 partial_sum = PartialSum()
 
 
-def whole(mesh_dims: int) -> NdSbp:
+def all_broadcast(mesh_dims: int) -> NdSbp:
     """Broadcast along every mesh dimension."""
     return (broadcast,) * mesh_dims
 
@@ -68,7 +77,7 @@ def split(dim: int) -> Split:
     return Split(dim)
 
 
-def nd(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
+def nd_sbp(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
     """One SBP per mesh dimension, from one SBP (for a 1-D mesh) or a sequence of them.
 
     Raises:

@@ -11,14 +11,14 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, RoleKind, meta, role
 
 
-def take_origins(graph: fx.Graph) -> None:
+def restore_origins(graph: fx.Graph) -> None:
     """What a trace noted of each node's origin becomes its origin."""
     for node in graph.nodes:
         custom = node.meta.pop("custom", {})
         node.meta |= {key: custom[key] for key in ("origin", "recomputed") if key in custom}
 
 
-def bucket_behind(node: fx.Node) -> Role | None:
+def source_bucket(node: fx.Node) -> Role | None:
     """The bucket that the node is at rest, or whose part at rest it casts to the compute dtype."""
     if node.target is torch.ops.aten._to_copy.default:
         node = node.all_input_nodes[0]
@@ -70,7 +70,7 @@ def found_inf_role(optimizer: str) -> Role:
     return Role("scaler", f"{FOUND_INF}.{optimizer}" if optimizer else FOUND_INF)
 
 
-def returned(graph: fx.Graph, kind: RoleKind, name: str) -> fx.Node | None:
+def output_with_role(graph: fx.Graph, kind: RoleKind, name: str) -> fx.Node | None:
     """What the graph returns under this role, if it does."""
     roles = meta(graph.output_node())["roles"]
     return next((node for node, r in zip(output_nodes(graph), roles, strict=True) if r == Role(kind, name)), None)

@@ -69,7 +69,7 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
     return Plan(
         mesh=tuple(mesh),
         options=shown,
-        precision=precision.shown(low, (bucket.dtype for bucket in prepared.context.buckets)),
+        precision=precision.precision_text(low, (bucket.dtype for bucket in prepared.context.buckets)),
         machine=machine.name,
         capacity=machine.device.memory,
         headroom=machine.device.headroom,

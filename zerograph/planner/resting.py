@@ -56,8 +56,8 @@ def resting(
     found = {"device": 0, "host": 0, "files": 0}
     gradients = largest = updated = 0
     for one in layout:
-        bucket, rest = one.bucket, one.bucket.rest
-        place = "host" if bucket.home != bucket.device else "device"
+        bucket, rest = one.bucket, one.bucket.storage
+        place = "host" if bucket.storage_device != bucket.device else "device"
         own = _bytes(bucket, mesh)
         state = sum(_bytes(entry, mesh) for entry in one.layouts.values())
         found["files" if rest.parameters is not None else place] += own

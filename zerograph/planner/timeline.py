@@ -18,8 +18,8 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, Phase, meta, origin
+from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.step_graph import nbytes
-from zerograph.ir.transfers import CARRY, FETCH, LANDED, PUT_BACK
 from zerograph.planner import costs
 from zerograph.planner.machine import Machine
 
@@ -165,16 +165,16 @@ class _Walk:
             began = self.now
             self.run(loop.body.graph, times * loop.micro_batches, 0)
             self.now = began + (self.now - began) * loop.micro_batches
-        elif node.target is WAIT or node.target is LANDED:
+        elif node.target is WAIT or node.target is WAIT_TRANSFER:
             self._wait(node, times, turn)
         elif isinstance(boxing, Boxing) and boxing.kind != "slice":
             took = costs.wire_seconds(boxing, self.mesh, self.machine)
             self._start(node, "communication", took, times, turn)
             # What the device gives of itself to carry it.
             self._compute(None, took * (1 - self.machine.overlap), times, turn)
-        elif node.target is CARRY:
+        elif node.target is TRANSFER:
             self._start(node, "host", costs.carry_seconds(node, self.machine.device), times, turn)
-        elif node.target is FETCH or node.target is PUT_BACK:
+        elif node.target is FETCH or node.target is WRITE_BACK:
             self._start(node, "files", _size(node) / self.machine.device.file, times, turn)
         elif self.apart and costs.on_cpu(node):
             self._update(node, costs.cpu_seconds(node, self.machine.device), times, turn)

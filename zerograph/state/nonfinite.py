@@ -9,10 +9,10 @@ from torch import Tensor
 
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.errors import NonFiniteError
-from zerograph.ir.buckets import shown, spans
-from zerograph.ir.finite import NOT_FINITE
+from zerograph.ir.buckets import element_name, spans
+from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.metadata import Role
-from zerograph.ir.step_graph import returned
+from zerograph.ir.step_graph import output_with_role
 from zerograph.runtime.executor import bind
 from zerograph.runtime.job.process_group import explained as exchange_explained
 from zerograph.runtime.trace import Cause, Trace
@@ -37,7 +37,7 @@ def explained(
     """
     job = step.executor.job
     graph = next(record for record in step.passes if record.name == _LAST).graph
-    wanted = returned(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
+    wanted = output_with_role(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
     assert wanted is not None
     trace = Trace(graph.graph, wanted)
     again = bind(job, graph, trace, step.stores, step.lookups, trace.needed)
@@ -57,14 +57,14 @@ def _named(step: CompiledStep, names: Sequence[str], cause: Cause) -> str:
     if not isinstance(what, Role):
         return what
     if what.kind == "input":
-        return shown(names[int(what.name)], cause.index)
+        return element_name(names[int(what.name)], cause.index)
     if what.kind == "bucket":
         layout = step.stores[what.name].layout
         row, at = (None, cause.index[0]) if layout.rows is None else cause.index
         for span in spans(layout, step.context.mesh):
             if span.row == row and span.start <= at < span.stop:
-                return f"parameter {shown(span.slot.name, span.element(at - span.start, layout.rows))}"
-    return shown(str(what), cause.index)
+                return f"parameter {element_name(span.slot.name, span.element(at - span.start, layout.rows))}"
+    return element_name(str(what), cause.index)
 
 
 def _message(found: Sequence[tuple[Cause, str] | None], doing: str, micro_batches: int) -> str:

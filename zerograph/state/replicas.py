@@ -17,10 +17,10 @@ from zerograph import _torch
 from zerograph.compiler.layout import held_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ReplicaError
-from zerograph.ir.buckets import Bucket, shown, spans, unravel
+from zerograph.ir.buckets import Bucket, element_name, spans, unravel
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, Split, whole
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explained
 from zerograph.runtime.state import Held, in_memory, store_of, stores_of
@@ -133,7 +133,7 @@ def _namer(one: Replica, tensor: Tensor, mesh: Mesh) -> Callable[[int], str | No
     """What names an element of a rank's part, by its number; None in padding."""
     shape = tuple(tensor.shape)
     if one.layout is None:
-        return lambda element: shown(one.name, unravel(element, shape))
+        return lambda element: element_name(one.name, unravel(element, shape))
     rows, width = one.layout.rows, shape[-1]
     parts = list(spans(one.layout, mesh))
 
@@ -143,7 +143,7 @@ def _namer(one: Replica, tensor: Tensor, mesh: Mesh) -> Callable[[int], str | No
             if (part.row or 0) == row and part.start <= at < part.stop:
                 place = part.element(at - part.start, rows)
                 # State may be laid out as its parameter is, or in ways of its own.
-                return shown(part.slot.name + one.name, place)
+                return element_name(part.slot.name + one.name, place)
         return None
 
     return name
@@ -163,7 +163,7 @@ def _values(bits: Tensor, ranks: Sequence[int], dtype: torch.dtype) -> Iterator[
 
 def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Replica]:
     """What several ranks hold alike, in the same order on all: parameters, optimizer state, buffers."""
-    everywhere = whole(mesh.dims)
+    everywhere = all_broadcast(mesh.dims)
     found: list[Replica] = []
     for store in stores_of(members.parameters.values()):
         found.append(Replica("", store.flat, store.layout.sbp, store.layout))

@@ -17,7 +17,7 @@ from zerograph.compat.colossalai.program import Program
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.mesh import pieces
+from zerograph.ir.mesh import piece_count
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import agree, differing, digest, gather_whole, mesh
@@ -66,7 +66,7 @@ class Recorded(ZeroGraph):
     def parts(self) -> int:
         """Return the number of parts that the batch of one call is split into over the ranks."""
         job = self._join()
-        return pieces(self.config.batch_on(job.mesh.dims), job.mesh)
+        return piece_count(self.config.batch_on(job.mesh.dims), job.mesh)
 
     def everybodys(self, held: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
         """Return the outputs that each rank needs of each call, or None if all ranks agree. A collective.

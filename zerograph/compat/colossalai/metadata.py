@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.capture.guards import module_facts
+from zerograph.capture.guards import module_guards
 from zerograph.capture.substitutes import substituted
 from zerograph.compat.colossalai import batchwise, counts
 from zerograph.compat.colossalai.deferred import Meta, name_of
@@ -61,7 +61,7 @@ class Knowledge:
         Raises:
             CaptureError: it writes to a tensor, makes shapes of values, or means something else on the whole batch.
         """
-        facts = module_facts(function) if isinstance(function, nn.Module) else ()
+        facts = module_guards(function) if isinstance(function, nn.Module) else ()
         where = id(function) if opaque else function
         shown = tuple(_key(one) for one in arguments)
         key = (where, facts, shown, tree, with_gradients, self.parts(), self.amp_dtype())

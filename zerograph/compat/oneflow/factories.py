@@ -14,7 +14,7 @@ from zerograph.compat.oneflow.tensors import cut, whole_of
 from zerograph.compiler.placement import to_global
 from zerograph.errors import PlacementError
 from zerograph.graph import building
-from zerograph.ir.sbp import nd, whole
+from zerograph.ir.sbp import all_broadcast, nd_sbp
 
 NAMES = (
     "arange",
@@ -51,13 +51,13 @@ def _factory(name: str) -> Callable[..., Tensor]:
         if "device" in options:
             raise PlacementError(f"flow.{name}() takes device= for a local tensor, or placement= and sbp=, not both")
         mesh = mesh_of(placement)
-        wanted = nd(sbp, mesh.ndim)
+        wanted = nd_sbp(sbp, mesh.ndim)
         if building():
             # Inside build() every tensor is a global one, of which only the compiler knows the placement.
             return plain(*args, requires_grad=requires_grad, device=mesh.device_type, **options)
         # Made whole on every rank, and the first rank's: each draws its own random numbers.
         value = plain(*map(_plain, args), **options).to(mesh.device_type)
-        same = to_global(value, placement=mesh, sbp=whole(mesh.ndim))
+        same = to_global(value, placement=mesh, sbp=all_broadcast(mesh.ndim))
         return cut(same.to_local(), mesh, wanted).requires_grad_(requires_grad)
 
     return make

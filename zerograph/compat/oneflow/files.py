@@ -18,7 +18,7 @@ from zerograph.compat.oneflow.placements import mesh_of, placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.sbp import broadcast, whole
+from zerograph.ir.sbp import all_broadcast, broadcast
 from zerograph.runtime.job.process_group import agree, join, rank, world_size
 
 # Seconds that ranks wait for the one that reads or writes.
@@ -128,7 +128,7 @@ def undescribed(value: Any) -> Any:
 
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
     value = undescribed(value)
-    return cut(value, mesh, whole(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
+    return cut(value, mesh, all_broadcast(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _mapped(found: Any, location: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zerograph.compat.oneflow.placements import placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
-from zerograph.ir.annotate import carry_over
+from zerograph.ir.annotate import copy_annotation
 from zerograph.ir.sbp import Sbp, from_dtensor
 from zerograph.runtime.state import Store, close_whole, open_whole, store_of, stores_of
 
@@ -52,7 +52,7 @@ def module_to_global(
             found: Tensor = to_global(tensor.detach(), placement, sbp)
             if isinstance(tensor, nn.Parameter):
                 found = nn.Parameter(found, tensor.requires_grad)
-                carry_over(tensor, found)
+                copy_annotation(tensor, found)
             made[id(tensor)] = found
     for owner, name, tensor in held:
         setattr(owner, name, made[id(tensor)])

@@ -26,7 +26,7 @@ from zerograph.compiler.placement import to_global as checked
 from zerograph.compiler.placement import to_local as own_part
 from zerograph.errors import CaptureError, InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
-from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, from_dtensor, nd, to_dtensor, whole
+from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, broadcast, from_dtensor, nd_sbp, to_dtensor
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, plain_parameters, store_of
 
@@ -64,7 +64,7 @@ def to_global(
     mesh = None if placement is None else mesh_of(placement)
     if building():
         if sbp is not None:
-            nd(sbp, mesh.ndim if mesh is not None else 1 if isinstance(sbp, Sbp) else len(sbp))
+            nd_sbp(sbp, mesh.ndim if mesh is not None else 1 if isinstance(sbp, Sbp) else len(sbp))
         return x
     if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
         return _of_store(x, store, mesh, sbp)
@@ -72,7 +72,7 @@ def to_global(
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
         _check_number(x, mesh)
-        wanted = nd(sbp, mesh.ndim)
+        wanted = nd_sbp(sbp, mesh.ndim)
         _check_dims(x, wanted)
         if mesh.get_coordinate() is None:
             return _elsewhere(x, mesh, wanted)
@@ -177,7 +177,7 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     Raises:
         PlacementError: the SBP does not fit the tensor or the placement.
     """
-    wanted = nd(sbp, mesh.ndim)
+    wanted = nd_sbp(sbp, mesh.ndim)
     _check_dims(value, wanted)
     _check_number(value, mesh)
     value = value.to(mesh.device_type).contiguous()
@@ -249,4 +249,4 @@ def _place(x: Tensor, store: Store) -> int:
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a plain tensor that is equal on all ranks as a global one."""
-    return DTensor.from_local(x, mesh, to_dtensor(whole(mesh.ndim)), run_check=False)
+    return DTensor.from_local(x, mesh, to_dtensor(all_broadcast(mesh.ndim)), run_check=False)

@@ -67,7 +67,7 @@ def _parameters(step: Inspection) -> int:
 def _precision(step: Inspection) -> str:
     """Name the dtypes of compute and, where they differ, of the parameters between steps."""
     kept = [*(bucket.dtype for bucket in step.context.buckets), *(value.dtype for value in _plain(step))]
-    return precision.shown(_low(step), kept)
+    return precision.precision_text(_low(step), kept)
 
 
 def _low(step: Inspection) -> torch.dtype | None:

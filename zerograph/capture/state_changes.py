@@ -32,22 +32,22 @@ from zerograph.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Settled:
+class StateChanges:
     """What became of the state that a trace changed.
 
     Attributes:
         guards: places whose values the graph is valid for; each step compares them.
         warnings: messages for the user.
-        holds_after: the trace changed facts of modules or attributes, as models do that install hooks at their first
-            forward; the graph is the same for the facts as the trace left them.
+        valid_after_trace: the trace changed guards of modules or attributes, as models do that install hooks at their
+            first forward. The graph is the same for the guards that the trace left.
     """
 
     guards: tuple[Place, ...] = ()
     warnings: tuple[str, ...] = ()
-    holds_after: bool = False
+    valid_after_trace: bool = False
 
 
-class Settling:
+class StateComparison:
     """Compares the state of Python before and after a trace.
 
     Args:
@@ -69,7 +69,7 @@ class Settling:
             self._before.restore()
             raise
 
-    def after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> Settled:
+    def after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> StateChanges:
         """Find what the trace changed, and what follows.
 
         Args:
@@ -83,9 +83,9 @@ class Settling:
         settled = self._state_after(traced, again)
         if settled.guards or self._facts() == self._facts_before:
             return settled
-        return replace(settled, holds_after=self._holds_after(traced, again))
+        return replace(settled, valid_after_trace=self._valid_after_trace(traced, again))
 
-    def _holds_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
+    def _valid_after_trace(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
         """Return whether the graph is the same for the facts that the trace left, and whether these then stay."""
         after, left = self._state.snapshot(), self._facts()
         for generator in self._before.random.values():
@@ -95,14 +95,14 @@ class Settling:
         finally:
             after.restore()
 
-    def _state_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> Settled:
+    def _state_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> StateChanges:
         after = self._state.snapshot()
         changed, drawn = self._before.changed(after), self._before.drawn(after)
         new = [place for place in changed if place.key not in self._guarded]
         if not new and not drawn:
             self._take_back_tensors(changed)
-            return Settled()
-        settled = Settled()
+            return StateChanges()
+        settled = StateChanges()
         try:
             told = self._random(drawn, after, again) if drawn else ()
             if new:
@@ -110,7 +110,7 @@ class Settling:
         finally:
             after.restore()
         lost = self._take_back_tensors(changed)
-        return Settled(settled.guards, (*told, *settled.warnings, *lost))
+        return StateChanges(settled.guards, (*told, *settled.warnings, *lost))
 
     def _random(self, drawn: Sequence[str], after: Snapshot, again: Callable[[], fx.GraphModule]) -> tuple[str, ...]:
         self._before.restore()
@@ -134,7 +134,7 @@ class Settling:
 
     def _counted(
         self, traced: fx.GraphModule, new: Sequence[Place], after: Snapshot, again: Callable[[], fx.GraphModule]
-    ) -> Settled:
+    ) -> StateChanges:
         after.restore(random=False)
         # As the first trace drew them: then the graphs differ by what the state says.
         for generator in self._before.random.values():
@@ -145,10 +145,10 @@ class Settling:
         changed = after.changed(self._state.snapshot())
         same = alike(traced, second)
         if not changed and same:
-            return Settled()
+            return StateChanges()
         if not changed:
             # The first step is another one than those after it, and no more than that.
-            return Settled(tuple(new))
+            return StateChanges(tuple(new))
         names = ", ".join(dict.fromkeys(place.name for place in changed))
         where = "".join(f"\n  {line}   {code}" for line, code in lines)
         if same and all(place.steps[-1][0] == "len" or place.read() == _TENSOR for place in changed):
@@ -161,8 +161,8 @@ class Settling:
                 "It runs only while a step is compiled: other steps add nothing. Return from build() what is to "
                 "be collected."
             )
-            return Settled((), (message,) if collected else ())
-        return Settled(
+            return StateChanges((), (message,) if collected else ())
+        return StateChanges(
             tuple(new),
             (
                 f"build() changes Python state that differs after each step: {names}{where}\n"

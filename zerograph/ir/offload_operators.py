@@ -1,0 +1,46 @@
+"""Operators that move offloaded tensors between a device, the CPU and files.
+
+``fetch`` reads from a file, ``write_back`` writes to one, and ``transfer`` copies to another device and dtype. They
+only start a transfer: ``wait_transfer`` waits for it. A placeholder whose values are in a file is a *handle*, a 0-d
+int64 tensor that names a part of the file. The kernels are in ``zerograph.runtime.offload``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+library = torch.library.Library("zerograph", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+# Two schemas declare a write, so that no pass moves the node past a reader or takes it for dead code. ``write_back``
+# changes the file behind its handle. The argument of ``wait_transfer`` is empty until then, or its memory is being
+# written to the disk.
+library.define("fetch(Tensor handle, int[] size, ScalarType dtype) -> Tensor", tags=_TAGS)
+library.define("write_back(Tensor(a!) handle, Tensor value) -> ()", tags=_TAGS)
+library.define("transfer(Tensor value, ScalarType dtype, Device device) -> Tensor", tags=_TAGS)
+library.define("wait_transfer(Tensor(a!) value) -> ()", tags=_TAGS)
+
+FETCH = torch.ops.zerograph.fetch.default
+WRITE_BACK = torch.ops.zerograph.write_back.default
+TRANSFER = torch.ops.zerograph.transfer.default
+WAIT_TRANSFER = torch.ops.zerograph.wait_transfer.default
+
+
+def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=handle.device)
+
+
+def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=dtype, device=device)
+
+
+def _write(*_: Tensor) -> None:
+    return None
+
+
+torch.library.register_fake("zerograph::fetch", _fetch, lib=library)
+torch.library.register_fake("zerograph::transfer", _transfer, lib=library)
+torch.library.register_fake("zerograph::write_back", _write, lib=library)
+torch.library.register_fake("zerograph::wait_transfer", _write, lib=library)
