@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration: what it asks of a training step, as options of a graph."""
+"""Translate DeepSpeed's JSON configuration into settings of a training step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 import torch
 
 from zerograph.compat.notices import say
-from zerograph.compat.optimizers import ADAMS, adam, torchs
+from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
-from zerograph.compat.sections import bucket_bytes, number, say_without_effect, section, switch, whole
-from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings
+from zerograph.compat.sections import not_auto, number, section, switch, warn_without_effect, whole, without_effect
+from zerograph.compat.settings import (
+    MakeOptimizer,
+    MakeScheduler,
+    Settings,
+    loss_scaler,
+    offload,
+    precision_options,
+    zero_options,
+)
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
 from zerograph.ir.offload import Offload
@@ -29,8 +37,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# Other things than the training step: other tools' business, or a matter of DeepSpeed's own kernels. True: nobody would
-# miss it, nothing to be said.
+# Keys of other tools, or of DeepSpeed's own kernels. True: the key is ignored without a warning.
 _WITHOUT_EFFECT = {
     "activation_checkpointing": False,
     "aio": False,
@@ -61,7 +68,7 @@ _WITHOUT_EFFECT = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": True,
 }
-# These would change what is computed.
+# Keys that would change what is computed, with advice.
 _REFUSED = {
     "amp": "NVIDIA's Apex is not supported: use 'fp16' or 'bf16'",
     "compression_training": "not supported",
@@ -124,7 +131,7 @@ _ZERO_READ = (
     "cpu_offload_param",
     "cpu_offload_params",
 )
-# Nothing to be said of the value that is what a graph does anyway, and of any (...) that nobody would miss.
+# The value that describes what a graph does anyway (see without_effect); ...: any value is ignored without a warning.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "allgather_bucket_size": ...,
     "allgather_partitions": True,
@@ -155,7 +162,7 @@ _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "stage3_use_all_reduce_for_fetch_params": None,
     "use_multi_rank_bucket_allreduce": ...,
 }
-# Field names that DeepSpeed also takes.
+# Names that DeepSpeed takes too.
 _ZERO_ALIASES = {
     name: f"stage3_{name}"
     for name in (
@@ -171,7 +178,7 @@ _ZERO_ALIASES = {
     )
 }
 _ZERO_REFUSED = {
-    "leaf_module": "give zg.local(module) what must not be looked into",
+    "leaf_module": "pass modules that must not be captured operator by operator to zg.local(module)",
     "mics_hierarchical_params_gather": "set config.placement to a grid of ranks for hybrid sharding",
     "mics_shard_size": "set config.placement to a grid of ranks for hybrid sharding",
     "zenflow": "not supported",
@@ -183,50 +190,59 @@ _ZERO_REFUSED = {
 
 
 def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
-    """Translate a DeepSpeed configuration, a dict or a JSON file, into settings of a training step.
+    """Translate a DeepSpeed configuration into settings of a training step.
 
-    ``settings.set_up(self, model.parameters())`` in a graph's ``__init__`` does all of it; ``settings.configure()``
-    only sets options. ``gradient_accumulation_steps`` = k makes one call of the graph take the k micro-batches at once:
-    ``settings.samples`` per rank. Sizes of buckets are upper bounds, in elements.
+    Call ``settings.set_up(self, model.parameters())`` in a graph's ``__init__`` to apply all of them, or
+    ``settings.configure()`` to set options only. With ``gradient_accumulation_steps`` = k, one call of the graph takes
+    all k micro-batches of an update: ``settings.samples`` samples per rank. Bucket sizes are upper bounds, in elements.
+
+    Args:
+        config: a dict, or the path of a JSON file.
+
+    Returns:
+        The settings.
 
     Raises:
-        ConfigError: an unknown key, one that would change what is computed and is not supported, a value left to
-            ``"auto"``, or batch sizes that contradict each other.
+        ConfigError: a key is unknown or not supported, a value is ``"auto"``, or batch sizes contradict each other.
     """
     if not isinstance(config, (Mapping, str, os.PathLike)):
         raise ConfigError(f"from_deepspeed({config!r:.60}): give a dict, or the path of a JSON file")
-    read = config if isinstance(config, Mapping) else _file(config)
-    given = section(
-        # Comments, for want of better ones in JSON.
-        {key: value for key, value in read.items() if not str(key).startswith(("_", "//", "#"))},
-        "the DeepSpeed configuration",
+    values = config if isinstance(config, Mapping) else _file(config)
+    top = section(
+        # Keys that begin so are comments, which JSON lacks.
+        {key: value for key, value in values.items() if not str(key).startswith(("_", "//", "#"))},
+        _NAME,
         sorted([*_READ, *_WITHOUT_EFFECT, *_REFUSED]),
     )
-    if given.get("gradient_allreduce_op", "mean") != "mean":
+    if top.get("gradient_allreduce_op", "mean") != "mean":
         raise ConfigError("gradient_allreduce_op: gradients are those of the whole batch's loss; leave it out")
     for key, advice in _REFUSED.items():
-        if _is_on(given.get(key), key):
+        if _is_on(top.get(key), key):
             raise ConfigError(f"{key}: {advice}")
     zero = section(
-        _unaliased(given.get("zero_optimization", {})),
+        _unaliased(top.get("zero_optimization", {})),
         "zero_optimization",
         sorted([*_ZERO_READ, *_ZERO_WITHOUT_EFFECT, *_ZERO_REFUSED]),
     )
     for key, advice in _ZERO_REFUSED.items():
         if _is_on(zero.get(key), key):
             raise ConfigError(f"zero_optimization.{key}: {advice}")
-    options = {**_precision(given), **_zero(zero)}
-    clip = number(_known(given, "gradient_clipping", 0), "gradient_clipping")
-    if "gradient_clipping" not in given:
+    options = {**_precision(top), **_zero(zero)}
+    clip = number(not_auto(top.get("gradient_clipping", 0), "gradient_clipping"), "gradient_clipping")
+    if "gradient_clipping" not in top:
         say(
-            "the DeepSpeed configuration has no gradient_clipping: gradients are not clipped here, where DeepSpeed "
-            "clips to 1.0 from version 0.19 on\nGive it, 0.0 for none."
+            f"{_NAME} has no gradient_clipping: gradients are not clipped here, where DeepSpeed clips to 1.0 from "
+            "version 0.19 on\nAdd it, as 0.0 for no clipping."
         )
     options["clip_grad_norm"] = clip or None
-    options["gradient_accumulation_steps"], samples = _batch(given)
-    settings = Settings(options, _optimizer(given.get("optimizer")), _scheduler(given.get("scheduler")), samples)
-    say_without_effect([*_unused(given), *_unused_of_zero(zero)], "the DeepSpeed configuration")
+    options["gradient_accumulation_steps"], samples = _batch(top)
+    settings = Settings(options, _optimizer(top.get("optimizer")), _scheduler(top.get("scheduler")), samples)
+    unused = [key for key, ignored in _WITHOUT_EFFECT.items() if not ignored and _is_on(top.get(key))]
+    warn_without_effect([*unused, *without_effect(zero, "zero_optimization", _ZERO_WITHOUT_EFFECT)], _NAME)
     return settings
+
+
+_NAME = "the DeepSpeed configuration"
 
 
 def _unaliased(zero: Any) -> Any:
@@ -238,29 +254,21 @@ def _unaliased(zero: Any) -> Any:
 def _file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+            values = json.load(file)
     except OSError as error:
-        raise ConfigError(f"the DeepSpeed configuration {os.fspath(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"{_NAME} {os.fspath(path)!r}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"the DeepSpeed configuration {os.fspath(path)!r} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"the DeepSpeed configuration {os.fspath(path)!r} is no JSON object")
-    return found
+        raise ConfigError(f"{_NAME} {os.fspath(path)!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{_NAME} {os.fspath(path)!r} is not a JSON object")
+    return values
 
 
-def _known(given: Mapping[str, Any], key: str, default: Any, where: str = "") -> Any:
-    """Return a value, refusing ``"auto"``."""
-    value = given.get(key, default)
-    if value == "auto":
-        raise ConfigError(f"{where}{key} is 'auto', which transformers' Trainer fills in: give a value")
-    return value
-
-
-def _batch(given: Mapping[str, Any]) -> tuple[int, int | None]:
+def _batch(top: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return micro-batches and samples per rank of an update: ``train_batch_size`` = micro * k * ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    # Trainers that fill these in give the batches as well.
-    total, micro, steps = (None if given.get(k) in (None, "auto") else whole(given[k], k, 1) for k in keys)
+    # "auto" counts as absent: trainers that replace it pass the batches themselves.
+    total, micro, steps = (None if top.get(key) in (None, "auto") else whole(top[key], key, 1) for key in keys)
     if total is None:
         return steps or 1, None if micro is None else micro * (steps or 1)
     ranks = world_size()
@@ -277,62 +285,63 @@ def _batch(given: Mapping[str, Any]) -> tuple[int, int | None]:
     return steps, micro * steps
 
 
-def _precision(given: Mapping[str, Any]) -> dict[str, Any]:
-    half = section(given.get("fp16", {}), "fp16", _FP16)
-    brain = section(given.get("bf16", given.get("bfloat16", {})), "bf16", _BF16)
-    auto = section(
-        given.get("torch_autocast", {}), "torch_autocast", ("enabled", "dtype", "lower_precision_safe_modules")
+def _precision(top: Mapping[str, Any]) -> dict[str, Any]:
+    fp16 = section(top.get("fp16", {}), "fp16", _FP16)
+    bf16 = section(top.get("bf16", top.get("bfloat16", {})), "bf16", _BF16)
+    autocast = section(
+        top.get("torch_autocast", {}), "torch_autocast", ("enabled", "dtype", "lower_precision_safe_modules")
     )
-    wanted = [
+    sections = {"fp16": fp16, "bf16": bf16, "torch_autocast": autocast}
+    enabled = [
         name
-        for name, one in (("fp16", half), ("bf16", brain), ("torch_autocast", auto))
-        if switch(_known(one, "enabled", False, f"{name}."), f"{name}.enabled")
+        for name, values in sections.items()
+        if switch(not_auto(values.get("enabled", False), f"{name}.enabled"), f"{name}.enabled")
     ]
-    if len(wanted) > 1:
-        raise ConfigError(f"{' and '.join(wanted)} are enabled: choose one")
-    low = {
-        "fp16.fp16_master_weights_and_grads": half.get("fp16_master_weights_and_grads"),
-        "bf16.bf16_master_weights_and_grads": brain.get("bf16_master_weights_and_grads"),
-        "bf16.bf16_optimizer_states": brain.get("bf16_optimizer_states"),
-    }
-    for key, value in low.items():
-        if value:
-            raise ConfigError(f"{key}: not supported, masters and optimizer state are fp32")
-    options: dict[str, Any] = {"amp_dtype": None, "grad_scaler": None}
-    if wanted == ["fp16"]:
-        options = {"amp_dtype": torch.float16, "grad_scaler": _scaler(half)}
-    elif wanted == ["bf16"]:
-        options["amp_dtype"] = torch.bfloat16
-    elif wanted == ["torch_autocast"]:
-        options["amp_dtype"] = _dtype(auto.get("dtype", "bfloat16"), "torch_autocast.dtype")
-        if auto.get("lower_precision_safe_modules") is not None:
+    if len(enabled) > 1:
+        raise ConfigError(f"{' and '.join(enabled)} are enabled: choose one")
+    for name in (
+        "fp16.fp16_master_weights_and_grads",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+    ):
+        prefix, key = name.split(".")
+        if sections[prefix].get(key):
+            raise ConfigError(f"{name}: not supported, masters and optimizer state are fp32")
+    options = precision_options(None)
+    if enabled == ["fp16"]:
+        options = precision_options(torch.float16, _scaler(fp16))
+    elif enabled == ["bf16"]:
+        options = precision_options(torch.bfloat16)
+    elif enabled == ["torch_autocast"]:
+        options = precision_options(_dtype(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"))
+        if autocast.get("lower_precision_safe_modules") is not None:
             raise ConfigError("torch_autocast.lower_precision_safe_modules: not supported, torch's lists decide")
-    if (reduced := given.get("communication_data_type")) is not None:
+    if (reduced := top.get("communication_data_type")) is not None:
         options["reduce_dtype"] = _dtype(reduced, "communication_data_type")
-    types = section(given.get("data_types", {}), "data_types", ("grad_accum_dtype",))
+    types = section(top.get("data_types", {}), "data_types", ("grad_accum_dtype",))
     if types.get("grad_accum_dtype") not in (None, "fp32"):
         raise ConfigError("data_types.grad_accum_dtype: gradients are accumulated in fp32; leave it out")
     return options
 
 
-def _scaler(half: Mapping[str, Any]) -> GradScaler:
-    def read(key: str) -> float:
-        return number(_known(half, key, _FP16[key], "fp16."), f"fp16.{key}")
-
-    if read("loss_scale"):
-        return StaticGradScaler(read("loss_scale"))
-    if half.get("consecutive_hysteresis"):
+def _scaler(fp16: Mapping[str, Any]) -> GradScaler:
+    values = {key: not_auto(fp16.get(key, default), f"fp16.{key}") for key, default in _FP16.items()}
+    if scale := number(values["loss_scale"], "fp16.loss_scale"):
+        return StaticGradScaler(scale)
+    if values["consecutive_hysteresis"]:
         raise ConfigError("fp16.consecutive_hysteresis: not supported, overflows count until the scale is next raised")
-    power = read("initial_scale_power")
+    power = number(values["initial_scale_power"], "fp16.initial_scale_power")
     if power >= 128:
         raise ConfigError(f"fp16.initial_scale_power = {power:g}: give less than 128, for the scale is fp32")
-    scale = 2.0**power
-    return GradScaler(
-        init_scale=scale,
-        growth_interval=whole(read("loss_scale_window"), "fp16.loss_scale_window", 1),
-        min_scale=min(scale, read("min_loss_scale")),
-        hysteresis=whole(read("hysteresis"), "fp16.hysteresis", 1),
-    )
+    values["initial_scale"] = 2.0**power
+    values["min_loss_scale"] = min(2.0**power, number(values["min_loss_scale"], "fp16.min_loss_scale"))
+    keys = {
+        "init_scale": "initial_scale",
+        "growth_interval": "loss_scale_window",
+        "min_scale": "min_loss_scale",
+        "hysteresis": "hysteresis",
+    }
+    return loss_scaler(values, "fp16", keys)
 
 
 def _dtype(value: Any, name: str) -> torch.dtype:
@@ -342,98 +351,80 @@ def _dtype(value: Any, name: str) -> torch.dtype:
 
 
 def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
-    stage = whole(_known(zero, "stage", 0, "zero_optimization."), "zero_optimization.stage")
+    name = "zero_optimization"
+    stage = whole(not_auto(zero.get("stage", 0), f"{name}.stage"), f"{name}.stage")
     if stage > 3:
-        raise ConfigError(f"zero_optimization.stage = {stage}: choose 0, 1, 2 or 3")
-    state, parameters = _offload(zero, "offload_optimizer", "cpu_offload"), _offload(zero, "offload_param", *_OLD)
-    if parameters is not None and state is None:
-        raise ConfigError("zero_optimization.offload_param needs offload_optimizer as well: add it")
-    if parameters is not None and stage < 3:
-        raise ConfigError(f"zero_optimization.offload_param needs stage 3, not {stage}: parameters are whole below")
-    options: dict[str, Any] = {
-        "mode": "distributed_split" if stage else "off",
-        "optimizer_offload": state,
-        "parameter_offload": parameters,
+        raise ConfigError(f"{name}.stage = {stage}: choose 0, 1, 2 or 3")
+    offloads = {
+        "offload_optimizer": _offload(zero, "offload_optimizer", _OPTIMIZER_KEYS, ("cpu_offload",)),
+        "offload_param": _offload(zero, "offload_param", _PARAM_KEYS, ("cpu_offload_param", "cpu_offload_params")),
     }
-    if stage:
-        options["stage"] = stage
-    sizes = ["reduce_bucket_size"]
-    if stage == 3:
-        sizes.insert(0, "stage3_prefetch_bucket_size")
-        if (least := zero.get("stage3_param_persistence_threshold", "auto")) != "auto":
-            # Those of so many elements stay whole there, smaller ones here.
-            name = "zero_optimization.stage3_param_persistence_threshold"
-            options["shard_min_size"] = whole(least, name) + 1
-    if state is not None:
-        sizes.append("sub_group_size")
-    elements = [whole(zero[one], f"zero_optimization.{one}") for one in sizes if zero.get(one, "auto") != "auto"]
-    options["bucket_size"] = bucket_bytes(filter(None, elements))
-    return options
-
-
-_OLD = ("cpu_offload_param", "cpu_offload_params")
-
-
-def _offload(zero: Mapping[str, Any], name: str, *older: str) -> Offload | None:
-    where = f"zero_optimization.{name}"
-    if any(zero.get(one) for one in older):
-        return Offload("cpu")
-    keys = ["device", "nvme_path", "pin_memory", "buffer_count", "buffer_size"]
-    keys += ["max_in_cpu"] if name == "offload_param" else ["pipeline_read", "pipeline_write", "pipeline", "fast_init"]
-    keys += [] if name == "offload_param" else ["ratio", "super_offload", "cpuadam_cores_perc"]
-    given = section(zero.get(name) or {}, where, keys)
-    if given.get("ratio", 1) != 1:
-        raise ConfigError(f"{where}.ratio: not supported, all of the state is offloaded")
-    device = given.get("device", "none")
-    if device in (None, "none"):
-        return None
-    if device not in ("cpu", "nvme"):
-        raise ConfigError(f"{where}.device = {device!r}: choose 'cpu', 'nvme' or 'none'")
-    if device == "nvme" and not given.get("nvme_path"):
-        raise ConfigError(f"{where} lacks nvme_path, a directory on the disk to store the state in")
-    return Offload(
-        device,
-        os.fspath(given["nvme_path"]) if device == "nvme" else None,
-        switch(given.get("pin_memory", True), f"{where}.pin_memory"),
-        switch(given.get("fast_init", False), f"{where}.fast_init"),
-        # Elements there, bytes of fp32 here; of files only.
-        4 * whole(given.get("max_in_cpu", 1e9), f"{where}.max_in_cpu") if name == "offload_param" else 0,
+    return zero_options(
+        zero,
+        name,
+        stage,
+        stage_key="stage",
+        bucket_keys=[
+            "reduce_bucket_size",
+            *(["stage3_prefetch_bucket_size"] if stage == 3 else []),
+            *(["sub_group_size"] if offloads["offload_optimizer"] is not None else []),
+        ],
+        whole_key="stage3_param_persistence_threshold",
+        offloads=offloads,
     )
 
 
-def _optimizer(given: Any) -> MakeOptimizer | None:
-    if given is None:
+_PARAM_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+_OPTIMIZER_KEYS = (
+    *_PARAM_KEYS[:-1],
+    *("pipeline_read", "pipeline_write", "pipeline", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
+)
+
+
+def _offload(zero: Mapping[str, Any], key: str, keys: tuple[str, ...], older_keys: tuple[str, ...]) -> Offload | None:
+    name = f"zero_optimization.{key}"
+    if any(zero.get(older) for older in older_keys):
+        return Offload("cpu")
+    values = section(zero.get(key) or {}, name, keys)
+    if values.get("ratio", 1) != 1:
+        raise ConfigError(f"{name}.ratio: not supported, all of the state is offloaded")
+    # DeepSpeed counts elements of fp32, Offload bytes.
+    in_cpu = 4 * whole(values.get("max_in_cpu", 1e9), f"{name}.max_in_cpu") if "max_in_cpu" in keys else 0
+    return offload(values, name, "'cpu', 'nvme' or 'none'", in_cpu)
+
+
+def _optimizer(value: Any) -> MakeOptimizer | None:
+    if value is None:
         return None
-    found = section(given, "optimizer", ("type", "params", "legacy_fusion"))
-    if "type" not in found:
+    values = section(value, "optimizer", ("type", "params", "legacy_fusion"))
+    if "type" not in values:
         raise ConfigError("optimizer lacks 'type', such as 'AdamW'")
-    name = str(found["type"])
-    params = dict(found.get("params") or {})
+    name = str(values["type"])
+    params = dict(values.get("params") or {})
     if params.pop("max_grad_norm", 0):
         raise ConfigError("optimizer.params.max_grad_norm: set 'gradient_clipping' instead, as DeepSpeed asks for")
-    if any(value == "auto" for value in params.values()):
-        key = next(key for key, value in params.items() if value == "auto")
-        raise ConfigError(f"optimizer.params.{key} is 'auto', which transformers' Trainer fills in: give a value")
+    for key, parameter in params.items():
+        not_auto(parameter, f"optimizer.params.{key}")
     torch_adam = params.pop("torch_adam", False)
-    if name.lower() in ("adam", "adamw"):
-        if name.lower() == "adamw":
-            params["adam_w_mode"] = True
-        if torch_adam:
-            decoupled = params.pop("adam_w_mode", True)
-            return torchs("AdamW" if decoupled else "Adam", params, name)
-        return adam(name, params)
-    return adam(name, params) if name in ADAMS else torchs(name, params)
+    if name.lower() not in ("adam", "adamw"):
+        return by_name(name, params)
+    if name.lower() == "adamw":
+        params["adam_w_mode"] = True
+    if torch_adam:
+        decoupled = params.pop("adam_w_mode", True)
+        return of_torch("AdamW" if decoupled else "Adam", params, name)
+    return adam(name, params)
 
 
-def _scheduler(given: Any) -> MakeScheduler | None:
-    if given is None:
+def _scheduler(value: Any) -> MakeScheduler | None:
+    if value is None:
         return None
-    found = section(given, "scheduler", ("type", "params"))
-    kind, params = found.get("type"), found.get("params") or {}
+    values = section(value, "scheduler", ("type", "params"))
+    kind, params = values.get("type"), values.get("params") or {}
     if not isinstance(kind, str) or kind not in SCHEDULES:
         raise ConfigError(f"scheduler.type = {kind!r}: choose one of {', '.join(SCHEDULES)}")
     make = SCHEDULES[kind]
-    # What is wrong with it is said here, not when there is an optimizer.
+    # Report a wrong parameter now, not when the optimizer is created.
     make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v for k, v in params.items() if not isinstance(v, list)})
     return lambda optimizer: make(optimizer, params)
 
@@ -443,18 +434,6 @@ def _is_on(value: Any, key: str = "") -> bool:
     if key.endswith("_size") and value == 1:
         return False
     if isinstance(value, Mapping):
-        sizes = [one for key, one in value.items() if key.endswith("size")]
+        sizes = [size for name, size in value.items() if name.endswith("size")]
         return bool(value) and value.get("enabled", True) is not False and sizes != [1]
     return value not in (None, False, 0, -1, "none")
-
-
-def _unused(given: Mapping[str, Any]) -> list[str]:
-    return [key for key, same in _WITHOUT_EFFECT.items() if not same and _is_on(given.get(key))]
-
-
-def _unused_of_zero(zero: Mapping[str, Any]) -> list[str]:
-    return [
-        f"zero_optimization.{key}"
-        for key, same in _ZERO_WITHOUT_EFFECT.items()
-        if key in zero and same is not ... and zero[key] != same and zero[key] not in ("auto", None)
-    ]

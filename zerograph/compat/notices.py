@@ -1,4 +1,4 @@
-"""Warnings of what a configuration says: once for the job, on the user's line."""
+"""Warn about a script or configuration of another system: on rank 0 only, at the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from zerograph.base import source
 from zerograph.runtime.job.environment import number_of
 
-_rank: ContextVar[int | None] = ContextVar("rank of this process, where it has not joined the job yet", default=None)
+# The rank of a process that has not joined the job yet, if it is not in the environment.
+_rank: ContextVar[int | None] = ContextVar("_rank", default=None)
+_warned_calls: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -26,7 +28,14 @@ def as_rank(number: int) -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Warn, on rank 0."""
-    known = dist.get_rank() if dist.is_initialized() else _rank.get()
-    if (number_of("RANK", 0) if known is None else known) == 0:
+    """Warn on rank 0."""
+    rank = dist.get_rank() if dist.is_initialized() else _rank.get()
+    if (number_of("RANK", 0) if rank is None else rank) == 0:
         warnings.warn(f"zerograph: {message}", stacklevel=source.levels_to_user())
+
+
+def call_without_effect(call: str, reason: str) -> None:
+    """Warn, once per process, that a call of another system's API has no effect."""
+    if call not in _warned_calls:
+        _warned_calls.add(call)
+        say(f"{call} has no effect: {reason}")

@@ -1,4 +1,4 @@
-"""Optimizers by the names that configurations use for them."""
+"""Create optimizers from the names and arguments that configurations use."""
 
 from __future__ import annotations
 
@@ -8,53 +8,71 @@ from typing import Any
 
 import torch
 
+from zerograph.compat.sections import not_auto
 from zerograph.errors import ConfigError
 
-# The kernels of Adam that DeepSpeed and ColossalAI bring along: by default they decouple weight decay, of which there
-# is none unless it is asked for.
+# DeepSpeed's and ColossalAI's Adam kernels. Their weight decay is decoupled and 0 by default.
 ADAMS = ("FusedAdam", "CPUAdam", "HybridAdam", "DeepSpeedCPUAdam")
 
 
-def adam(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """Return a factory of Adam as those kernels compute it: ``adam_w_mode`` (default True) is AdamW's decay.
+def by_name(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """Return a factory of the optimizer of this name: one of :data:`ADAMS` or of ``torch.optim``.
 
     Raises:
-        ConfigError: a parameter that the update here does not have.
+        ConfigError: there is no such optimizer, or it has no such parameter.
     """
-    given = {"weight_decay": 0.0, **params}
-    decoupled = given.pop("adam_w_mode", given.pop("adamw_mode", True))
+    return adam(name, params) if name in ADAMS else of_torch(name, params)
+
+
+def adam(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """Return a factory of Adam as DeepSpeed's kernels compute it: AdamW unless ``adam_w_mode`` is False.
+
+    Args:
+        name: the kernel's name, for messages.
+        params: its arguments.
+
+    Raises:
+        ConfigError: an argument is not supported or does not exist.
+    """
+    options = {"weight_decay": 0.0, **params}
+    decoupled = options.pop("adam_w_mode", options.pop("adamw_mode", True))
     for key, default in (("bias_correction", True), ("amsgrad", False), ("fp32_optimizer_states", True)):
-        if given.pop(key, default) is not default:
+        if options.pop(key, default) is not default:
             raise ConfigError(f"optimizer {name}: {key} = {params[key]!r} is not supported; leave it out")
     for key in ("set_grad_none", "torch_adam", "nvme_offload_fraction", "nvme_offload_dir"):
-        given.pop(key, None)
-    return torchs("AdamW" if decoupled else "Adam", {**given, "fused": True}, name)
+        options.pop(key, None)
+    return of_torch("AdamW" if decoupled else "Adam", {**options, "fused": True}, name)
 
 
-def torchs(
-    name: str, params: Mapping[str, Any], called: str | None = None
+def of_torch(
+    name: str, params: Mapping[str, Any], configured_name: str | None = None
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """Return a factory of the optimizer of that name in ``torch.optim``.
+    """Return a factory of an optimizer of ``torch.optim``.
+
+    Args:
+        name: the class's name.
+        params: its arguments; lists become tuples.
+        configured_name: the name in the configuration, for messages. Default: ``name``.
 
     Raises:
-        ConfigError: there is none, or it has no such parameter; the message says what there is.
+        ConfigError: there is no such optimizer, or it has no such parameter; the message lists the choices.
     """
-    found = getattr(torch.optim, name, None)
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
-        choices = sorted(n for n, one in vars(torch.optim).items() if isinstance(one, type) and n != "Optimizer")
-        meant = [one for one in (*choices, *ADAMS) if one.lower() == name.lower()]
-        hint = f"; did you mean {meant[0]!r}?" if meant else ""
+    kind = getattr(torch.optim, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
+        choices = sorted(n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer")
+        alike = [choice for choice in (*choices, *ADAMS) if choice.lower() == name.lower()]
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
         raise ConfigError(
             f"there is no optimizer {name!r}{hint}\nChoose one of torch.optim's ({', '.join(choices)}), "
-            f"{', '.join(ADAMS)}, or make it yourself and leave it out of the configuration."
+            f"{', '.join(ADAMS)}, or create it yourself and leave it out of the configuration."
         )
-    known = [one for one in inspect.signature(found).parameters if one != "params"]
+    parameters = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
     for key, value in params.items():
-        if key not in known:
-            raise ConfigError(f"optimizer {called or name} has no parameter {key!r}; it has {', '.join(known)}")
-        if value == "auto":
-            raise ConfigError(f"optimizer.{key} is 'auto', which transformers' Trainer fills in: give a value")
+        if key not in parameters:
+            message = f"optimizer {configured_name or name} has no parameter {key!r}; it has {', '.join(parameters)}"
+            raise ConfigError(message)
+        not_auto(value, f"optimizer.{key}")
         if isinstance(value, str) and key in ("lr", "eps", "weight_decay", "momentum"):
             raise ConfigError(f"optimizer.{key} = {value!r} is a text: give a number")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    return lambda parameters: found(parameters, **values)
+    return lambda parameters: kind(parameters, **values)

@@ -1,40 +1,57 @@
-"""DeepSpeed's learning-rate schedules, as schedulers of torch; each reads its parameters under DeepSpeed's names.
+"""Learning-rate schedules in closed form, over torch's, and DeepSpeed's schedules under its names of parameters.
 
 DeepSpeed's schedules start counting after the first update, which uses the rate that the constructor set: update n,
-from 0, sees the schedule's step n - 1.
+from 0, uses the schedule's step n - 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph.compat.sections import number, section, switch, whole
+from zerograph.compat.sections import not_auto, number, section, switch, whole
 from zerograph.errors import ConfigError
 
 
-class Schedule(LRScheduler):
-    """A schedule by DeepSpeed's parameters; ``state_dict()`` holds plain numbers only.
+class ClosedSchedule(LRScheduler):
+    """A schedule whose rates depend only on the initial rates and on the number of the update."""
+
+    def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        """Return the learning rate of each group for update number ``step``, from 0.
+
+        Args:
+            base_lrs: the initial rate of each group.
+            step: the number of the update.
+        """
+        raise NotImplementedError
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rate of each group for the next update."""
+        return self.rates(self.base_lrs, self.last_epoch)
+
+
+class Schedule(ClosedSchedule):
+    """A schedule with DeepSpeed's parameters; ``state_dict()`` holds plain numbers only.
+
+    Attributes:
+        defaults: the schedule's parameters, with the value of those that may be left out.
 
     Raises:
-        ConfigError: an unknown parameter, or one that the schedule cannot have.
+        ConfigError: a parameter does not exist, is missing, or cannot have its value.
     """
 
     defaults: Mapping[str, Any] = {}
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> None:
         name = f"scheduler.params of {type(self).__name__}"
-        given = section(params, name, [*self.defaults, "last_batch_iteration"])
-        if given.pop("last_batch_iteration", -1) != -1:
-            raise ConfigError(f"{name}: last_batch_iteration is not read: load a state_dict() to go on")
-        for key, value in given.items():
-            if value == "auto":
-                raise ConfigError(f"{name}.{key} is 'auto', which transformers' Trainer fills in: give a value")
-        self.params = {**self.defaults, **given}
+        values = section(params, name, [*self.defaults, "last_batch_iteration"])
+        if values.pop("last_batch_iteration", -1) != -1:
+            raise ConfigError(f"{name}: last_batch_iteration is not read: load a state_dict() to resume")
+        self.params = {**self.defaults, **{key: not_auto(value, f"{name}.{key}") for key, value in values.items()}}
         for key, value in self.params.items():
             if value is REQUIRED:
                 raise ConfigError(f"{name} lacks {key!r}: give it")
@@ -43,19 +60,19 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def each(self, key: str) -> list[float]:
-        """Return a parameter for every group, given as one number for all or a list of one for each."""
+        """Return a parameter of every group: one number is for all groups, a list has one for each."""
         value, groups = self.params[key], len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [number(value, f"scheduler.params.{key}")] * groups
         if len(value) != groups:
             raise ConfigError(f"scheduler.params.{key} has {len(value)} entries for {groups} parameter groups")
-        return [number(one, f"scheduler.params.{key}") for one in value]
+        return [number(part, f"scheduler.params.{key}") for part in value]
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the learning rate of each group for the next update."""
-        return [*self.rates(self.last_epoch - 1)]
+    def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        """Return the learning rate of each group for update number ``step``, from 0."""
+        return self.rates_at([float(lr) for lr in base_lrs], step - 1)
 
-    def rates(self, step: int) -> list[float]:
+    def rates_at(self, base_lrs: list[float], step: int) -> list[float]:
         """Return the learning rate of each group at DeepSpeed's step ``step``; -1 for the first update."""
         raise NotImplementedError
 
@@ -79,7 +96,7 @@ def _warmup(params: Mapping[str, Any], step: int) -> float | None:
 
 
 class WarmupLR(Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``, which stays; None (the default): the optimizer's own rate."""
+    """A warm-up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's own rate), then a constant rate."""
 
     defaults = {
         "warmup_min_lr": 0.0,
@@ -93,26 +110,26 @@ class WarmupLR(Schedule):
             raise ConfigError(f"warmup_type = {params['warmup_type']!r}: choose 'log' or 'linear'")
         super().__init__(optimizer, params)
 
-    def rates(self, step: int) -> list[float]:
+    def rates_at(self, base_lrs: list[float], step: int) -> list[float]:
         """Return the learning rate of each group."""
-        low = self.each("warmup_min_lr")
-        high = list(map(float, self.base_lrs)) if self.params["warmup_max_lr"] is None else self.each("warmup_max_lr")
+        lows = self.each("warmup_min_lr")
+        highs = base_lrs if self.params["warmup_max_lr"] is None else self.each("warmup_max_lr")
         share = 0.0 if step < 0 else self.share(step)
-        return [one + (other - one) * share for one, other in zip(low, high, strict=True)]
+        return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
 
     def share(self, step: int) -> float:
-        """Return the share of the way from the least to the largest rate, from 0 to 1."""
+        """Return the fraction of the way from the smallest to the largest rate, from 0 to 1."""
         warm = _warmup(self.params, step)
         return 1.0 if warm is None else warm
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then a line down to ``warmup_min_lr`` at ``total_num_steps``."""
+    """A warm-up as :class:`WarmupLR`'s, then a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
 
     defaults = {"total_num_steps": REQUIRED, **WarmupLR.defaults, "warmup_max_lr": 0.001}
 
     def share(self, step: int) -> float:
-        """Return the share of the way from the least to the largest rate, from 0 to 1."""
+        """Return the fraction of the way from the smallest to the largest rate, from 0 to 1."""
         warm, total = _warmup(self.params, step), int(self.params["total_num_steps"])
         if warm is not None:
             return warm
@@ -120,7 +137,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Parts of the optimizer's own rate: up from ``warmup_min_ratio``, then a half cosine to ``cos_min_ratio``."""
+    """A warm-up from ``warmup_min_ratio``, then a half cosine to ``cos_min_ratio``, both times the initial rate."""
 
     defaults = {
         "total_num_steps": REQUIRED,
@@ -130,24 +147,25 @@ class WarmupCosineLR(Schedule):
         "warmup_type": "log",
     }
 
-    def rates(self, step: int) -> list[float]:
+    def rates_at(self, base_lrs: list[float], step: int) -> list[float]:
         """Return the learning rate of each group."""
-        return [float(rate) * self._ratio(step) for rate in self.base_lrs]
+        return [lr * self._ratio(step) for lr in base_lrs]
 
     def _ratio(self, step: int) -> float:
         if step < 0:
             return 0.0
-        warm, least = _warmup(self.params, step), self.params["warmup_min_ratio"]
+        warm, low = _warmup(self.params, step), self.params["warmup_min_ratio"]
         if warm is not None:
-            return float(least + (1 - least) * warm)
-        behind = max(2, int(self.params["warmup_num_steps"]))
-        progress = min(1.0, (step - behind + 1) / max(1, int(self.params["total_num_steps"]) - behind))
-        least = self.params["cos_min_ratio"]
-        return float(max(0.0, least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2))
+            return float(low + (1 - low) * warm)
+        warmup_steps = max(2, int(self.params["warmup_num_steps"]))
+        decay_steps = max(1, int(self.params["total_num_steps"]) - warmup_steps)
+        progress = min(1.0, (step - warmup_steps + 1) / decay_steps)
+        low = self.params["cos_min_ratio"]
+        return float(max(0.0, low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2))
 
 
 class LRRangeTest(Schedule):
-    """Ever larger rates, to find where training breaks (Smith, arXiv 1803.09820)."""
+    """Rates that grow until training diverges, to find the largest usable one (Smith, arXiv 1803.09820)."""
 
     defaults = {
         "lr_range_test_min_lr": 1e-3,
@@ -156,19 +174,19 @@ class LRRangeTest(Schedule):
         "lr_range_test_staircase": False,
     }
 
-    def rates(self, step: int) -> list[float]:
+    def rates_at(self, base_lrs: list[float], step: int) -> list[float]:
         """Return the learning rate of each group."""
         interval = (step + 1) / int(self.params["lr_range_test_step_size"])
         if switch(self.params["lr_range_test_staircase"], "scheduler.params.lr_range_test_staircase"):
             interval = math.floor(interval)
         rate = number(self.params["lr_range_test_step_rate"], "scheduler.params.lr_range_test_step_rate")
-        return [one * (1 + rate * interval) for one in self.each("lr_range_test_min_lr")]
+        return [low * (1 + rate * interval) for low in self.each("lr_range_test_min_lr")]
 
 
 class OneCycle(Schedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and back, then a decay; the first beta goes the other way.
+    """A cycle from ``cycle_min_lr`` to ``cycle_max_lr`` and back, then a decay.
 
-    The second beta is 0.99 then, whatever the optimizer was made with, as in DeepSpeed.
+    The first beta moves in the opposite direction. The second beta is set to 0.99, as in DeepSpeed.
     """
 
     defaults = {
@@ -186,14 +204,14 @@ class OneCycle(Schedule):
         "decay_mom_rate": 0.0,
     }
 
-    def rates(self, step: int) -> list[float]:
-        """Return the learning rate of each group."""
-        low, high = self.each("cycle_min_lr"), self.each("cycle_max_lr")
+    def rates_at(self, base_lrs: list[float], step: int) -> list[float]:
+        """Return the learning rate of each group, and set its betas."""
+        lows, highs = self.each("cycle_min_lr"), self.each("cycle_max_lr")
         self._set_momentum(step)
         if step < self._total:
             height = 0.0 if step < 0 else self._height(step)
-            return [one + (other - one) * height for one, other in zip(low, high, strict=True)]
-        return [one / self._decay("decay_lr_rate", step) for one in low]
+            return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+        return [low / self._decay("decay_lr_rate", step) for low in lows]
 
     @property
     def _total(self) -> int:
@@ -201,7 +219,7 @@ class OneCycle(Schedule):
         return int(first) + int(first if second is None else second)
 
     def _height(self, step: int) -> float:
-        """Return the place in the cycle: 0 at its ends, 1 at its top."""
+        """Return the position in the cycle: 0 at its ends, 1 at its top."""
         first, now = int(self.params["cycle_first_step_size"]), (step + 1) % self._total
         rising = now <= first
         height = now / first if rising else (self._total - now) / (self._total - first)
@@ -217,17 +235,17 @@ class OneCycle(Schedule):
     def _set_momentum(self, step: int) -> None:
         if not self.params["cycle_momentum"] or "betas" not in self.optimizer.defaults:
             return
-        low, high = self.each("cycle_min_mom"), self.each("cycle_max_mom")
-        for group, one, other in zip(self.optimizer.param_groups, low, high, strict=True):
+        lows, highs = self.each("cycle_min_mom"), self.each("cycle_max_mom")
+        for group, low, high in zip(self.optimizer.param_groups, lows, highs, strict=True):
             if step < 0:
-                momentum = one
+                momentum = low
             elif step < self._total:
-                momentum = other - (other - one) * self._height(step)
+                momentum = high - (high - low) * self._height(step)
             else:
-                momentum = other * self._decay("decay_mom_rate", step)
+                momentum = high * self._decay("decay_mom_rate", step)
             group["betas"] = (momentum, 0.99)
 
 
 SCHEDULES: Mapping[str, type[Schedule]] = {
-    one.__name__: one for one in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    schedule.__name__: schedule for schedule in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }

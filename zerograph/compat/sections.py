@@ -1,4 +1,4 @@
-"""Reading sections of a configuration: unknown keys are refused, and what means nothing here is said once."""
+"""Read sections of a configuration: refuse unknown keys, check values, warn of keys without effect."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 
 from zerograph.compat.notices import say
 from zerograph.errors import ConfigError
-from zerograph.ir.buckets import MOST_BYTES
 
 
-def section(value: Any, name: str, known: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of a section whose keys are all known.
+def section(value: Any, name: str, keys: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a section.
+
+    Args:
+        value: the section.
+        name: its name, for messages.
+        keys: the keys that it may have.
 
     Raises:
-        ConfigError: not a dict, or a key that does not exist; the message names it and the choices.
+        ConfigError: ``value`` is not a dict, or has a key that does not exist; the message lists the keys.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} = {value!r:.60}: give a dict")
-    choices = tuple(known)
+    choices = tuple(keys)
     for key in value:
         if key not in choices:
             near = difflib.get_close_matches(str(key), choices, 1)
@@ -33,50 +37,67 @@ def number(value: Any, name: str, low: float = 0) -> float:
     """Return a number from JSON, or from a string such as ``"5e8"``.
 
     Raises:
-        ConfigError: no finite number, or one below ``low``.
+        ConfigError: ``value`` is not a finite number, or is below ``low``.
     """
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        result = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not low <= found < math.inf:
+        result = math.nan
+    if not low <= result < math.inf:
         raise ConfigError(f"{name} = {value!r}: give a number, {low:g} or more")
-    return found
+    return result
 
 
 def whole(value: Any, name: str, low: int = 0) -> int:
     """Return a whole number, which may be written as ``5e8``.
 
     Raises:
-        ConfigError: no whole number, or one below ``low``.
+        ConfigError: ``value`` is not a whole number, or is below ``low``.
     """
-    found = number(value, name, low)
-    if found != int(found):
+    result = number(value, name, low)
+    if result != int(result):
         raise ConfigError(f"{name} = {value!r}: give a whole number")
-    return int(found)
-
-
-def bucket_bytes(elements: Iterable[int]) -> int | None:
-    """Return ``bucket_size``, in bytes, for the least of these upper bounds in fp32 elements; None: the default.
-
-    Published sizes are of hundreds of millions, for single collectives of a large model. Ours are smaller by default.
-    """
-    least = min((4 * one for one in elements), default=MOST_BYTES)
-    return None if least >= MOST_BYTES else least
+    return int(result)
 
 
 def switch(value: Any, name: str) -> bool:
     """Return True or False.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: ``value`` is not a bool.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name} = {value!r}: give true or false")
     return value
 
 
-def say_without_effect(keys: Iterable[str], where: str) -> None:
-    """Warn once of all keys that have no effect here."""
-    if found := tuple(keys):
-        say(f"without effect in {where}: {', '.join(found)}")
+def not_auto(value: Any, name: str) -> Any:
+    """Return a value that is not ``"auto"``.
+
+    Raises:
+        ConfigError: the value is ``"auto"``, which only transformers' Trainer replaces.
+    """
+    if isinstance(value, str) and value == "auto":
+        raise ConfigError(f"{name} is 'auto', which transformers' Trainer fills in: give a value")
+    return value
+
+
+def without_effect(values: Mapping[str, Any], name: str, harmless: Mapping[str, Any]) -> list[str]:
+    """List the keys of a section that ask for something which has no effect here.
+
+    Args:
+        values: the section.
+        name: its name, put before each key.
+        harmless: for each key without effect the value that describes what a graph does anyway; ``...``: any value.
+    """
+    return [
+        f"{name}.{key}"
+        for key, same in harmless.items()
+        if key in values and same is not ... and values[key] not in (same, "auto", None)
+    ]
+
+
+def warn_without_effect(keys: Iterable[str], configuration: str) -> None:
+    """Warn once of all keys that have no effect; ``configuration`` is what the message calls their origin."""
+    if listed := ", ".join(keys):
+        say(f"without effect in {configuration}: {listed}")

@@ -1,8 +1,13 @@
-"""What a configuration of another system says, in zerograph's words."""
+"""Settings of a training step, translated from another system's configuration.
+
+:class:`Settings` is what a translation returns. The functions after it translate what DeepSpeed and ColossalAI describe
+alike: ZeRO with its buckets and offload, precision, and loss scaling.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +16,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zerograph.compat.sections import number, switch, whole
 from zerograph.config import Config, check_name
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
+from zerograph.ir.buckets import MOST_BYTES
 from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.offload import Offload
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -22,16 +30,17 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a configuration says of a training step.
+    """The settings of a training step that a configuration describes.
 
     Attributes:
         options: values of :class:`zerograph.Config`'s options, by name.
-        optimizer: makes the one that the configuration names, of parameters or parameter groups; None: it names none.
-        scheduler: makes the schedule of the learning rate for an optimizer; None: the configuration names none.
-        samples: how many samples each rank gives to one call of the graph; None: the configuration does not say.
+        optimizer: creates the optimizer from parameters or parameter groups; None if the configuration names none.
+        scheduler: creates the learning-rate schedule of an optimizer; None if the configuration names none.
+        samples: number of samples that each rank passes to one call of the graph; None if the configuration does not
+            say.
 
     Raises:
-        ConfigError: an option that cannot have its value.
+        ConfigError: an option does not exist or cannot have its value.
     """
 
     options: Mapping[str, Any]
@@ -45,29 +54,29 @@ class Settings:
         for name in self.options:
             check_name(name)
         Config(**self.options)
-        for name, made in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
-            if made is not None and not callable(made):
-                raise ConfigError(f"Settings({name}={made!r:.60}): give a function that makes one")
+        for name, factory in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            if factory is not None and not callable(factory):
+                raise ConfigError(f"Settings({name}={factory!r:.60}): give a function that creates the {name}")
 
     def configure(self, config: Config) -> None:
-        """Set the options; others stay as they are.
+        """Set the options in ``config``; options that are not in the settings keep their values.
 
         Raises:
-            ConfigError: not a configuration.
+            ConfigError: ``config`` is not a :class:`zerograph.Config`.
         """
         if not isinstance(config, Config):
             raise ConfigError(f"configure() takes a graph's config, not {type(config).__name__}")
         for name, value in self.options.items():
-            # It has a state, and the next graph that is configured so another.
+            # A loss scaler has state: each graph gets its own copy.
             setattr(config, name, copy.deepcopy(value) if isinstance(value, GradScaler) else value)
 
     def set_up(self, graph: ZeroGraph, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Configure the graph and register the optimizer, and the schedule, that the configuration names.
+        """Configure the graph and register the configuration's optimizer and schedule.
 
         Call it in the graph's ``__init__``, as ``settings.set_up(self, model.parameters())``.
 
         Raises:
-            ConfigError: not a graph, or the configuration names no optimizer.
+            ConfigError: ``graph`` is not a graph, or the configuration names no optimizer.
         """
         if not isinstance(graph, ZeroGraph):
             raise ConfigError(f"set_up() takes a graph and its parameters, not {type(graph).__name__}")
@@ -76,14 +85,116 @@ class Settings:
         graph.add_optimizer(optimizer, None if self.scheduler is None else self.scheduler(optimizer))
 
     def make_optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return the optimizer that the configuration names, over these parameters or groups of them.
+        """Create the configuration's optimizer over parameters or parameter groups.
 
         Raises:
-            ConfigError: it names none.
+            ConfigError: the configuration names no optimizer.
         """
         if self.optimizer is None:
             raise ConfigError(
-                "the configuration names no optimizer\nAdd its 'optimizer' section, or make the optimizer yourself and "
-                "call configure() and add_optimizer()."
+                "the configuration names no optimizer\nAdd its 'optimizer' section, or create the optimizer yourself "
+                "and call configure() and add_optimizer()."
             )
         return self.optimizer(parameters)
+
+
+def zero_options(
+    zero: Mapping[str, Any],
+    name: str,
+    stage: int,
+    *,
+    stage_key: str,
+    bucket_keys: Iterable[str],
+    whole_key: str,
+    offloads: Mapping[str, Offload | None],
+) -> dict[str, Any]:
+    """Translate a ZeRO section into options.
+
+    Args:
+        zero: the section.
+        name: the section's name, for messages.
+        stage: 0 (ZeRO is off), 1, 2 or 3.
+        stage_key: the key of the stage, for messages.
+        bucket_keys: keys of upper bounds of a collective's size, in elements; "auto" and 0 are no bound.
+        whole_key: the key of the largest parameter that stage 3 keeps whole, in elements.
+        offloads: the offload of the optimizer and that of parameters, in this order, by their keys.
+
+    Raises:
+        ConfigError: a value is not a number, or parameters are offloaded without the optimizer or below stage 3.
+    """
+    (state_key, state), (parameter_key, parameters) = offloads.items()
+    if parameters is not None and state is None:
+        raise ConfigError(f"{name}.{parameter_key} needs {state_key} as well: add it")
+    if parameters is not None and stage < 3:
+        raise ConfigError(
+            f"{name}.{parameter_key} needs {stage_key} 3, not {stage}: parameters are not sharded below {stage_key} 3"
+        )
+    options: dict[str, Any] = {
+        "mode": "distributed_split" if stage else "off",
+        "optimizer_offload": state,
+        "parameter_offload": parameters,
+    }
+    if stage:
+        options["stage"] = stage
+    if stage == 3 and zero.get(whole_key, "auto") != "auto":
+        # Both systems keep parameters of at most this many elements whole, zerograph those below shard_min_size.
+        options["shard_min_size"] = whole(zero[whole_key], f"{name}.{whole_key}") + 1
+    bounds = [whole(zero[key], f"{name}.{key}") for key in bucket_keys if zero.get(key, "auto") != "auto"]
+    smallest = min((4 * elements for elements in bounds if elements), default=MOST_BYTES)
+    # Published bounds are hundreds of millions of elements: then zerograph's default, which is smaller, stays.
+    options["bucket_size"] = None if smallest >= MOST_BYTES else smallest
+    return options
+
+
+def precision_options(dtype: torch.dtype | None, scaler: GradScaler | None = None) -> dict[str, Any]:
+    """Return the options of mixed precision in ``dtype`` with a loss scaler; ``dtype`` None is fp32."""
+    return {"amp_dtype": dtype, "grad_scaler": scaler}
+
+
+def offload(section: Mapping[str, Any], name: str, choices: str, max_in_cpu: int = 0) -> Offload | None:
+    """Translate a section with a ``device`` and options of it; return None if nothing is offloaded.
+
+    Args:
+        section: the section.
+        name: its name, for messages.
+        choices: the devices that the message lists.
+        max_in_cpu: bytes of parameters that stay in CPU memory when the device is ``"nvme"``.
+
+    Raises:
+        ConfigError: an unknown device, a switch that is not a bool, or ``"nvme"`` without ``nvme_path``.
+    """
+    device, path = section.get("device"), section.get("nvme_path")
+    if device in (None, "none"):
+        return None
+    if device not in ("cpu", "nvme"):
+        raise ConfigError(f"{name}.device = {device!r}: choose {choices}")
+    if device == "nvme" and not path:
+        raise ConfigError(f"{name} lacks nvme_path, a directory on the disk to store the state in")
+    return Offload(
+        device,
+        os.fspath(path) if device == "nvme" and path is not None else None,
+        switch(section.get("pin_memory", True), f"{name}.pin_memory"),
+        switch(section.get("fast_init", False), f"{name}.fast_init"),
+        max_in_cpu,
+    )
+
+
+def loss_scaler(section: Mapping[str, Any], name: str, keys: Mapping[str, str]) -> GradScaler:
+    """Translate a section that describes dynamic loss scaling.
+
+    Args:
+        section: values under the other system's keys.
+        name: the section's name, for messages.
+        keys: the section's key of each argument of :class:`zerograph.GradScaler`; arguments without a key keep their
+            defaults.
+
+    Raises:
+        ConfigError: a value is not a number, or an interval is not a whole number of at least 1.
+    """
+    values: dict[str, Any] = {
+        argument: whole(section[key], f"{name}.{key}", 1)
+        if argument in ("growth_interval", "hysteresis")
+        else number(section[key], f"{name}.{key}")
+        for argument, key in keys.items()
+    }
+    return GradScaler(**values)

@@ -6,6 +6,7 @@ Two calls to an update make two parts of the batch, on one process as two ranks 
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,11 @@ def engine() -> colossalai.Engine:
     return engine_of(make("mlp"), zero={"level": 2, "gradient_accumulation_steps": 2})
 
 
+def unquoted(message: object) -> str:
+    """Return a message without the indented line that quotes this file, patterns included."""
+    return "\n".join(line for line in str(message).splitlines() if not line.startswith("  "))
+
+
 def written(out: Tensor) -> None:
     out[:, 0] = 1
 
@@ -38,8 +44,8 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "some samples": (lambda out: out[:4], "picks samples"),
     "samples by number": (lambda out: out[torch.arange(8), Y], "picks samples"),
     "half the batch": (lambda out: out.chunk(2), "picks samples"),
-    "sample by sample": (lambda out: list(out), "picks samples"),
-    "samples by value": (lambda out: out[out[:, 0] > 0], "multiply by the mask"),
+    "sample by sample": (lambda out: list(out), "different number of results"),
+    "samples by value": (lambda out: out[out[:, 0] > 0], "multiply by a mask"),
     "a size by value": (lambda out: out.nonzero(), "needs values"),
     "two batches": (lambda out: torch.cat([out, out]), "concatenates batches"),
     "copies": (lambda out: out.repeat(2, 1), "repeats the batch"),
@@ -69,9 +75,10 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_an_operator_that_the_step_cannot_repeat_is_refused_with_its_line(engine: colossalai.Engine, name: str) -> None:
     operator, message = OPERATORS[name]
     out = engine(X)
-    with pytest.raises((zg.CaptureError, zg.InputError), match=message) as caught:
+    with pytest.raises((zg.CaptureError, zg.InputError)) as caught:
         operator(out)
     assert "test_mistakes.py:" in str(caught.value)
+    assert re.search(message, unquoted(caught.value))
 
 
 def test_the_loop_goes_on_after_a_mistake(engine: colossalai.Engine) -> None:
@@ -112,9 +119,10 @@ MEANS_BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("message", MEANS_BY_HAND)
 def test_a_sum_over_the_samples_of_one_rank_is_warned_of(engine: colossalai.Engine, message: str) -> None:
-    with pytest.warns(UserWarning, match=message) as seen:
+    with pytest.warns(UserWarning, match="a sum|summed") as seen:
         MEANS_BY_HAND[message](engine(X))
     assert seen[0].filename == __file__
+    assert any(message in unquoted(one.message) for one in seen)
 
 
 def test_means_are_scaled_without_a_warning(engine: colossalai.Engine) -> None:

@@ -13,7 +13,8 @@ import torch
 import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow.samples import Predict, mlp, switches
-from zerograph.compat.oneflow import nn, notices
+from zerograph.compat import notices
+from zerograph.compat.oneflow import nn
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 
@@ -124,7 +125,7 @@ def test_options_that_tune_oneflows_kernels_say_once_that_they_have_no_effect() 
     config = GraphConfig()
     before = config.key()
     for name in TUNING:
-        notices._said.discard(f"config.{name}()")
+        notices._warned_calls.discard(f"config.{name}()")
         with pytest.warns(UserWarning, match=rf"config.{name}\(\) has no effect"):
             getattr(config, name)(True)
         with warnings.catch_warnings():
@@ -134,7 +135,7 @@ def test_options_that_tune_oneflows_kernels_say_once_that_they_have_no_effect() 
 
 
 def test_switches_that_tune_oneflows_runtime_say_once_that_they_have_no_effect() -> None:
-    notices._said.clear()
+    notices._warned_calls.clear()
     with pytest.warns(UserWarning, match="set_fusion_threshold_mbytes"):
         nccl.set_fusion_threshold_mbytes(16)
 

@@ -57,7 +57,7 @@ def check(
     name = name_of(function).removesuffix("()")
     for one in made:
         if isinstance(one, Meta) and not one.parted(parts):
-            _refuse(f"{name}() compares samples of the batch with each other, or counts them")
+            refuse(f"{name}() compares samples of the batch with each other, or counts them")
     args, kwargs = pytree.tree_unflatten(metas, tree)
     first = args[0] if args else next(iter(kwargs.values()), None)
     tensors = [one for one in metas if isinstance(one, Meta) and one.batch_dim is not None]
@@ -73,13 +73,13 @@ def check(
         at, key, default = _PICKS[name]
         dim = args[at] if len(args) > at else kwargs.get(key, default)
         if dim is None or (isinstance(dim, int) and dim % len(first.shape) == along):
-            _refuse(f"{name}() picks samples along the batch")
+            refuse(f"{name}() picks samples along the batch")
     elif name == "take":
-        _refuse("take() picks samples out of the batch")
+        refuse("take() picks samples out of the batch")
     elif name in ("repeat", "tile"):
         times = _numbers(args[1:], kwargs)
         if len(times) >= len(first.shape) - along and times[along - len(first.shape)] != 1:
-            _refuse(f"{name}() repeats the batch")
+            refuse(f"{name}() repeats the batch")
     elif name in _RESHAPES and isinstance(made[0], Meta):
         _check_reshape(name, first, along, made[0])
 
@@ -97,7 +97,7 @@ def _check_join(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     for one in tensors:
         rank = len(one.shape)
         if (0 if name == "hstack" and rank == 1 else dim % rank) == one.batch_dim:
-            _refuse(f"{name}() concatenates batches")
+            refuse(f"{name}() concatenates batches")
 
 
 def _check_index(first: Meta, along: int, index: Any) -> None:
@@ -110,34 +110,31 @@ def _check_index(first: Meta, along: int, index: Any) -> None:
     dim = 0
     for one in entries:
         if dim <= along < dim + _dims(one) and one != slice(None):
-            masked = isinstance(one, Meta) and str(one.dtype) == "torch.bool"
-            _refuse(
-                "[mask] picks samples along the batch: multiply by the mask"
-                if masked
-                else "[...] picks samples along the batch"
-            )
+            refuse("[...] picks samples along the batch")
         dim += _dims(one)
 
 
 def _dims(entry: Any) -> int:
-    """Return the number of dimensions that an entry of an index takes; a mask takes as many as it has."""
-    if entry is None or entry is Ellipsis or isinstance(entry, bool):
-        return 0
-    return len(entry.shape) if isinstance(entry, Meta) and str(entry.dtype) == "torch.bool" else 1
+    """Return the number of dimensions that an entry of an index takes.
+
+    Masks do not get here: a call is refused before if the shape of its result depends on values.
+    """
+    return 0 if entry is None or entry is Ellipsis or isinstance(entry, bool) else 1
 
 
 def _check_reshape(name: str, first: Meta, along: int, made: Meta) -> None:
     """Refuse a reshape that splits the batch's dimension or merges it with a dimension before it."""
     to = made.batch_dim
     if to is None or math.prod(first.shape[:along]) != math.prod(made.shape[:to]):
-        _refuse(f"{name}() splits the batch dimension, or merges it with one before it")
+        refuse(f"{name}() splits the batch dimension, or merges it with one before it")
 
 
 def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     return [one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, int)]
 
 
-def _refuse(what: str) -> NoReturn:
+def refuse(what: str) -> NoReturn:
+    """Raise a CaptureError: a call before ``engine.step()`` would mean something else on the whole batch."""
     raise CaptureError(
         f"{what}, before engine.step(){here()}\n"
         "The step is made of the whole batch, of which this rank sees its part: the same numbers would mean other "

@@ -104,9 +104,7 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
             "Sizes written as numbers are those of a part: use -1, flatten() or mean() instead."
         ) from None
     if whole.tree != part.tree:
-        raise CaptureError(
-            f"{name} returns something else for the whole batch than for this rank's part of it{batchwise.here()}"
-        )
+        batchwise.refuse(f"{name} returns a different number of results for the whole batch than for this rank's part")
     leaves = [
         Meta(tuple(one.shape), tuple(other.shape), one.dtype, one.device, one.requires_grad)
         if isinstance(one, Tensor)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zerograph.base.source import running_line
 from zerograph.capture.trace import original_of
-from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
 from zerograph.compiler.members import was_global
 from zerograph.compiler.placement import from_parts
@@ -60,7 +60,7 @@ def to_global(
         InputError: the tensor wants a gradient, and is to move to other ranks.
     """
     if grad_sbp is not None:
-        without_effect("to_global(grad_sbp=)", "gradients are placed as is cheapest")
+        call_without_effect("to_global(grad_sbp=)", "gradients are placed as is cheapest")
     mesh = None if placement is None else mesh_of(placement)
     if building():
         if sbp is not None:

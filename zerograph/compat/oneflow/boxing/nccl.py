@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.notices import call_without_effect
 from zerograph.errors import ConfigError
 
 _switches = {"use_compute_stream": False, "disable_group_boxing": False}
@@ -51,10 +51,10 @@ def _switch(name: str, call: str, val: object) -> None:
 
 def _tuning(name: str) -> Callable[[object], None]:
     def call(val: object) -> None:
-        without_effect(f"flow.boxing.nccl.{name}()", "it tunes OneFlow's runtime; config.bucket_size is what there is")
+        call_without_effect(f"flow.boxing.nccl.{name}()", "it tunes OneFlow's runtime; see config.bucket_size")
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = "Of OneFlow's runtime: no effect here."
+    call.__doc__ = "Tune OneFlow's runtime. No effect here."
     return call
 
 

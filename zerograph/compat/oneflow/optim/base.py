@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base.source import running_line
-from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.notices import call_without_effect
 from zerograph.errors import CaptureError, ConfigError
 from zerograph.graph import building
 
@@ -132,7 +132,7 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
 def note_contiguous(contiguous_params: bool) -> None:
     """Say that ``contiguous_params=True`` has no effect."""
     if contiguous_params:
-        without_effect("contiguous_params=True", "a bucket is always updated at once")
+        call_without_effect("contiguous_params=True", "a bucket is always updated at once")
 
 
 def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:
@@ -147,6 +147,17 @@ def zeros(state: dict[str, Any], parameter: nn.Parameter, *names: str) -> list[T
         if name not in state:
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return [state[name] for name in names]
+
+
+def moments(
+    state: dict[str, Any], parameter: nn.Parameter, gradient: Tensor, betas: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Update and return Adam's moving averages of the gradient and of its square, each in the parameter's shape."""
+    beta1, beta2 = betas
+    first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
+    first.lerp_(gradient, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    return first, second
 
 
 def counted(state: dict[str, Any]) -> float:

@@ -1,7 +1,7 @@
 """``flow.optim.lr_scheduler``: OneFlow's schedulers, over torch's.
 
-A rate of OneFlow's follows from the initial one and the number of the step. Where torch's class computes the same, it
-is torch's with OneFlow's arguments ``last_step`` and ``verbose``.
+OneFlow computes a rate from the initial rate and the number of the update. A class that computes as torch's is torch's
+with OneFlow's arguments ``last_step`` and ``verbose``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any
 import torch
 
 from zerograph import _torch
-from zerograph.compat.oneflow.notices import without_effect
+from zerograph.compat.notices import call_without_effect
+from zerograph.compat.schedules import ClosedSchedule
 from zerograph.errors import ConfigError
 
 _Plain = torch.optim.lr_scheduler.LRScheduler
 
 
-class LRScheduler(_Plain):
-    """Set each group's learning rate from its initial one and the number of the step: write :meth:`rate`.
+class LRScheduler(ClosedSchedule):
+    """A scheduler whose rates :meth:`rate` computes from the initial rate and the number of the update.
 
     Args:
-        last_step: the step that was done last; -1: none.
+        optimizer: the optimizer.
+        last_step: the number of the last update; -1 before the first.
         verbose: no effect.
     """
 
@@ -34,16 +36,16 @@ class LRScheduler(_Plain):
 
     @property
     def last_step(self) -> int:
-        """The number of the step that the rates are for, from 0."""
+        """Number of the update that the rates are for, from 0."""
         return self.last_epoch
 
     def rate(self, base_lr: float, step: int) -> float:
-        """Return the learning rate of a step, from 0, of a group that started with ``base_lr``."""
+        """Return the learning rate of update ``step``, from 0, of a group whose initial rate is ``base_lr``."""
         raise NotImplementedError
 
-    def get_lr(self) -> list[Any]:
-        """Return the learning rate of each group for the next update."""
-        return [self.rate(float(base_lr), self.last_epoch) for base_lr in self.base_lrs]
+    def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
+        """Return the learning rate of each group for update number ``step``, from 0."""
+        return [self.rate(float(base_lr), step) for base_lr in base_lrs]
 
 
 class ConstantLR(LRScheduler):
@@ -112,10 +114,16 @@ class CosineDecayLR(LRScheduler):
 
 
 class PolynomialLR(LRScheduler):
-    """``(initial - end) * (1 - step / steps) ** power + end``; with ``cycle`` the steps grow by themselves, never end.
+    """``(initial - end) * (1 - step / steps) ** power + end``.
 
     Args:
-        steps: how many (``decay_batch`` is an older name of it).
+        optimizer: the optimizer.
+        steps: number of steps of the decay (``decay_batch`` is an older name).
+        end_learning_rate: the final rate.
+        power: the exponent.
+        cycle: repeat the decay, with ``steps`` multiplied by the number of the cycle.
+        last_step: the number of the last update; -1 before the first.
+        verbose: no effect.
     """
 
     def __init__(
@@ -130,10 +138,10 @@ class PolynomialLR(LRScheduler):
         *,
         decay_batch: int | None = None,
     ) -> None:
-        given = decay_batch if steps is None else steps
-        if given is None or given <= 0 or (steps is not None and decay_batch is not None):
+        total = decay_batch if steps is None else steps
+        if total is None or total <= 0 or (steps is not None and decay_batch is not None):
             raise ConfigError(f"PolynomialLR(steps={steps!r}): give the number of steps, more than 0")
-        self.max_decay_steps, self.end_learning_rate, self.power, self.cycle = given, end_learning_rate, power, cycle
+        self.max_decay_steps, self.end_learning_rate, self.power, self.cycle = total, end_learning_rate, power, cycle
         super().__init__(optimizer, last_step, verbose)
 
     def rate(self, base_lr: float, step: int) -> float:
@@ -147,11 +155,17 @@ class PolynomialLR(LRScheduler):
 
 
 class CosineAnnealingWarmRestarts(LRScheduler):
-    """A half cosine from the initial rate to ``eta_min``, again and again; the n-th takes ``T_0 * T_mult ** n`` steps.
+    """Repeated half cosines from the initial rate to ``eta_min``; number n takes ``T_0 * T_mult ** n`` steps.
 
     Args:
-        decay_rate: what each restart multiplies the initial rate by.
-        restart_limit: after so many of them the rate stays ``eta_min``; 0: never.
+        optimizer: the optimizer.
+        T_0: steps of the first half cosine.
+        T_mult: growth of the number of steps.
+        eta_min: the lowest rate.
+        decay_rate: factor of the initial rate at each restart.
+        restart_limit: number of restarts after which the rate stays at ``eta_min``; 0: no limit.
+        last_step: the number of the last update; -1 before the first.
+        verbose: no effect.
     """
 
     def __init__(
@@ -188,11 +202,16 @@ class CosineAnnealingWarmRestarts(LRScheduler):
 
 
 class SequentialLR(LRScheduler):
-    """One scheduler after the other, from one milestone to the next.
+    """Schedulers in sequence: at each milestone the next one takes over.
 
     Args:
-        interval_rescaling: whether a scheduler counts its steps from its milestone, for each or all; without it, from
-            the start of training, where torch's always counts from the milestone.
+        optimizer: the optimizer of all schedulers.
+        schedulers: one more than milestones.
+        milestones: numbers of updates, ascending.
+        interval_rescaling: whether a scheduler counts from its milestone, one bool for each milestone or for all.
+            Otherwise it counts from the start of training. (Torch's always counts from the milestone.)
+        last_step: the number of the last update; -1 before the first.
+        verbose: no effect.
     """
 
     def __init__(
@@ -211,64 +230,66 @@ class SequentialLR(LRScheduler):
             f"SequentialLR() with {len(schedulers)} schedulers, {len(milestones)} milestones and {len(rescaling)} "
             "interval_rescaling: give one scheduler more than milestones, and one bool for each milestone",
         )
-        for one in schedulers:
-            _check(one.optimizer is optimizer, f"SequentialLR(): {type(one).__name__} is of another optimizer")
-            _check_closed(one)
+        for scheduler in schedulers:
+            kind = type(scheduler).__name__
+            _check(scheduler.optimizer is optimizer, f"SequentialLR(): {kind} belongs to another optimizer")
+            _check_closed(scheduler)
         self._schedulers, self.milestones = list(schedulers), list(milestones)
         self.interval_rescaling = rescaling
         super().__init__(optimizer, last_step, verbose)
 
-    def get_lr(self) -> list[Any]:
-        """Return the learning rate of each group for the next update."""
-        return self.rates(list(self.base_lrs), self.last_epoch)
-
     def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
-        """Return all groups' rates of a step."""
+        """Return the learning rate of each group for update number ``step``, from 0."""
         place = bisect.bisect_right(self.milestones, step)
         if place > 0 and self.interval_rescaling[place - 1]:
             step -= self.milestones[place - 1]
         return rates_at(self._schedulers[place], base_lrs, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with that of the inner schedulers."""
+        """Return the state, including that of the inner schedulers."""
         state = {key: value for key, value in super().state_dict().items() if key != "_schedulers"}
-        return {**state, "_schedulers": [one.state_dict() for one in self._schedulers]}
+        return {**state, "_schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "_schedulers"})
-        for one, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
-            one.load_state_dict(state)
+        for scheduler, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
+            scheduler.load_state_dict(state)
 
 
 class ChainedScheduler(SequentialLR):
-    """Schedulers one on top of the other: the rate of each is the initial one of the next."""
+    """Schedulers composed: the rate of each is the initial rate of the next."""
 
     def __init__(self, schedulers: Sequence[_Plain]) -> None:
         _check(bool(schedulers), "ChainedScheduler([]): give schedulers")
         optimizer = schedulers[0].optimizer
-        for one in schedulers:
-            _check(one.optimizer is optimizer, "ChainedScheduler(): its schedulers are of different optimizers")
-            _check_closed(one)
+        for scheduler in schedulers:
+            _check(scheduler.optimizer is optimizer, "ChainedScheduler(): its schedulers have different optimizers")
+            _check_closed(scheduler)
         self._schedulers, self.milestones, self.interval_rescaling = list(schedulers), [], []
         LRScheduler.__init__(self, optimizer)
 
     def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
         """Return the learning rate of each group."""
         rates = list(base_lrs)
-        for one in self._schedulers:
-            rates = rates_at(one, rates, step)
+        for scheduler in self._schedulers:
+            rates = rates_at(scheduler, rates, step)
         return rates
 
 
 class WarmupLR(SequentialLR):
     """A linear or constant warm-up, then another scheduler, or the initial rate.
 
-    A linear one rises from ``warmup_factor`` times the initial rate to what the scheduler has at step ``warmup_iters``.
+    A linear warm-up rises from ``warmup_factor`` times the initial rate to the scheduler's rate at ``warmup_iters``.
 
     Args:
-        scheduler_or_optimizer: what comes after it; of an optimizer its initial rate.
-        warmup_prefix: the scheduler counts its steps from the end of the warm-up, which rises to the initial rate.
+        scheduler_or_optimizer: the scheduler after the warm-up, or an optimizer: then its initial rate follows.
+        warmup_factor: initial factor of the rate.
+        warmup_iters: number of updates of the warm-up.
+        warmup_method: ``"linear"`` or ``"constant"``.
+        warmup_prefix: the scheduler counts from the end of the warm-up, which rises to the initial rate.
+        last_step: the number of the last update; -1 before the first.
+        verbose: no effect.
     """
 
     def __init__(
@@ -306,9 +327,9 @@ class WarmupLR(SequentialLR):
         end = 1.0
         if after is not None and not self.warmup_prefix:
             _check_closed(after)
-            base_lrs = [float(one) for one in after.base_lrs]
+            base_lrs = [float(lr) for lr in after.base_lrs]
             _check(
-                all(math.isclose(one, base_lrs[0], rel_tol=1e-5, abs_tol=1e-8) for one in base_lrs),
+                all(math.isclose(lr, base_lrs[0], rel_tol=1e-5, abs_tol=1e-8) for lr in base_lrs),
                 f"WarmupLR(): the groups start with the rates {base_lrs}; a linear warm-up needs them equal, or "
                 "warmup_prefix=True: else use several optimizers",
             )
@@ -320,15 +341,13 @@ WarmUpLR = WarmupLR
 
 
 def rates_at(scheduler: _Plain, base_lrs: Sequence[Any], step: int) -> list[Any]:
-    """Return what the scheduler would set at a step, from 0, for groups that started with ``base_lrs``.
+    """Return a scheduler's rates of update ``step``, from 0, for groups whose initial rates are ``base_lrs``.
 
     Raises:
-        ConfigError: its rates follow from more than the number of the step.
+        ConfigError: the scheduler's rates depend on more than the number of the update.
     """
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, ClosedSchedule):
         return scheduler.rates(base_lrs, step)
-    if isinstance(scheduler, LRScheduler):
-        return [scheduler.rate(float(one), step) for one in base_lrs]
     _check_closed(scheduler)
     before = scheduler.base_lrs, scheduler.last_epoch
     scheduler.base_lrs, scheduler.last_epoch = list(base_lrs), step
@@ -339,11 +358,10 @@ def rates_at(scheduler: _Plain, base_lrs: Sequence[Any], step: int) -> list[Any]
 
 
 def _check_closed(scheduler: _Plain) -> None:
-    closed = isinstance(scheduler, LRScheduler) or _torch.has_closed_form_rates(scheduler)
     _check(
-        closed,
-        f"{type(scheduler).__name__} cannot be part of another scheduler: its rates follow from more than the step's "
-        "number",
+        isinstance(scheduler, ClosedSchedule) or _torch.has_closed_form_rates(scheduler),
+        f"{type(scheduler).__name__} cannot be part of another scheduler: its rates depend on more than the number of "
+        "the update",
     )
 
 
@@ -358,7 +376,7 @@ def _check_factor(kind: str, name: str, factor: float) -> None:
 
 def _note_verbose(verbose: bool) -> None:
     if verbose:
-        without_effect("verbose=True of a scheduler", "print scheduler.get_last_lr() for the rates")
+        call_without_effect("verbose=True of a scheduler", "print scheduler.get_last_lr() for the rates")
 
 
 def _of_torch(kind: Any) -> Any:

@@ -16,6 +16,7 @@ from zerograph.compat.oneflow.optim.base import (
     check,
     counted,
     gradient_of,
+    moments,
     note_contiguous,
     zeros,
 )
@@ -73,7 +74,10 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """Adam. With ``do_bias_correction=False`` the moments are taken as they are."""
+    """Adam, without bias correction of the moments if ``do_bias_correction=False``."""
+
+    # The torch optimizer whose step runs when the moments are bias-corrected.
+    _corrected: type[torch.optim.Optimizer] = torch.optim.Adam
 
     def __init__(
         self,
@@ -94,38 +98,30 @@ class Adam(Optimizer, torch.optim.Adam):
 
     def _update(self, group: dict[str, Any]) -> None:
         if group["do_bias_correction"]:
-            self._update_as(torch.optim.Adam, group)
+            self._update_as(self._corrected, group)
         else:
-            self._update_uncorrected(group, l2=group["weight_decay"], decay=0.0)
+            super()._update(group)
 
-    def _update_uncorrected(self, group: dict[str, Any], l2: float, decay: float) -> None:
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            counted(state)
-            first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
-            gradient = gradient_of(parameter, -l2).neg() if group["maximize"] else gradient_of(parameter, l2)
-            first.lerp_(gradient, 1 - beta1)
-            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            if group["amsgrad"]:
-                (largest,) = zeros(state, parameter, "max_exp_avg_sq")
-                largest.copy_(torch.maximum(largest, second))
-                second = largest
-            if decay != 0:
-                parameter.mul_(1 - lr * decay)
-            parameter.sub_(lr * (first / second.sqrt().add_(group["eps"])))
+    def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+        lr, decay = group["lr"], group["weight_decay"]
+        decoupled = self._corrected is torch.optim.AdamW
+        l2 = 0.0 if decoupled else decay
+        counted(state)
+        gradient = gradient_of(parameter, -l2).neg() if group["maximize"] else gradient_of(parameter, l2)
+        first, second = moments(state, parameter, gradient, group["betas"])
+        if group["amsgrad"]:
+            (largest,) = zeros(state, parameter, "max_exp_avg_sq")
+            largest.copy_(torch.maximum(largest, second))
+            second = largest
+        if decoupled and decay != 0:
+            parameter.mul_(1 - lr * decay)
+        parameter.sub_(lr * (first / second.sqrt().add_(group["eps"])))
 
 
 class AdamW(Adam, torch.optim.AdamW):
-    """AdamW. Its weight decay is 0 unless it is given, where torch's is 0.01."""
+    """AdamW with decoupled weight decay, whose default is 0 (torch's: 0.01)."""
 
-    def _update(self, group: dict[str, Any]) -> None:
-        if group["do_bias_correction"]:
-            self._update_as(torch.optim.AdamW, group)
-        else:
-            self._update_uncorrected(group, l2=0.0, decay=group["weight_decay"])
+    _corrected = torch.optim.AdamW
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
@@ -265,9 +261,7 @@ class LAMB(Optimizer):
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         number = counted(state)
         gradient = gradient_of(parameter, 0.0 if group["adam_w_mode"] else decay)
-        first, second = zeros(state, parameter, "exp_avg", "exp_avg_sq")
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first, second = moments(state, parameter, gradient, (beta1, beta2))
         if group["do_bias_correction"]:
             denominator = second.sqrt() / (1 - beta2**number) ** 0.5 + group["eps"]
             update = first / (1 - beta1**number) / denominator

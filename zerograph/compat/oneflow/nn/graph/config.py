@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.boxing import nccl
-from zerograph.compat.oneflow.notices import without_effect
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
 from zerograph.errors import ConfigError
@@ -22,7 +22,7 @@ _MIN_SHARD = 1024
 
 def _tuning(name: str, why: str) -> Callable[..., None]:
     def option(self: GraphConfig, *args: Any, **options: Any) -> None:
-        without_effect(f"config.{name}()", why)
+        call_without_effect(f"config.{name}()", why)
 
     option.__name__, option.__qualname__ = name, f"GraphConfig.{name}"
     option.__doc__ = f"No effect here: {why}."
@@ -136,7 +136,7 @@ class GraphConfig(Config):
         if shard_restore_level not in (0, 1, 2):
             raise ConfigError(f"enable_zero(shard_restore_level={shard_restore_level!r}): give 0, 1 or 2")
         if shard_restore_level != 1:
-            without_effect("enable_zero(shard_restore_level=)", "when gathered parameters go is what the stage says")
+            call_without_effect("enable_zero(shard_restore_level=)", "the stage decides when parameters are resharded")
         least = _whole_number(shard_min_size if min_shard_size is None else min_shard_size, "shard_min_size")
         super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())
 
