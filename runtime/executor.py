@@ -1,4 +1,4 @@
-"""One compiled step: it feeds the graph, runs it, and explains a collective that failed."""
+"""Run a compiled step: bind the graph's inputs to tensors, call it, and explain a failed operator or collective."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
+from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Boxing, Origin, Role, meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, noted
-from zerograph.runtime.lean import lean
-from zerograph.runtime.state import Held, Store, in_memory
+from zerograph.runtime.reduce_overhead import reduce_overhead
+from zerograph.runtime.state import Store, TensorOrExtent, in_memory
 
 Lookup = Callable[[], Tensor]
 
-# What torch's operators refuse values with: an index out of range, a matrix that has no inverse.
-_REFUSALS = (RuntimeError, IndexError, ValueError)
+# Errors of torch's operators for bad values: an index out of range, a matrix without an inverse.
+_OPERATOR_ERRORS = (RuntimeError, IndexError, ValueError)
 
 
 @dataclass(frozen=True, eq=False)
 class Executor:
-    """A step bound to the tensors that it reads and updates in place.
+    """A compiled step with the tensors that it reads and updates in place.
 
     Attributes:
+        job: the ranks that run the step.
         graph: the emitted graph that ``function`` was compiled from.
-        feeds: one for each placeholder: a tensor that stays, a lookup, or the number of a batch tensor.
-        written: places among them of what the user holds and the step writes.
+        function: the compiled graph.
+        feeds: for each placeholder a tensor that stays, a function that returns the tensor, or the index of a batch
+            tensor.
+        written: indices of placeholders that the user holds and the step writes.
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
         seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
-        lean: runs instead of ``function``, which it is made of, where that is an ``fx.GraphModule``'s.
+        low_overhead: a form of ``function`` with cheaper calls, which runs instead; None where there is none.
     """
 
     job: Job
@@ -48,75 +52,81 @@ class Executor:
     function: Compiled
     feeds: Sequence[Tensor | Lookup | int]
     written: Sequence[int]
-    numbers: Mapping[str, Tensor]
-    seed: Tensor
-    lean: Compiled | None = None
+    numbers: Mapping[str, Tensor]  # each [], float64
+    seed: Tensor  # [], int64
+    low_overhead: Compiled | None = None
 
     def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, doing: str) -> list[Tensor]:
-        """Run the step on this rank's part of the batch; ``doing`` names it in messages.
+        """Run the step on this rank's part of the batch.
 
         Args:
+            batch: this rank's input tensors.
             numbers: the value of each of ``self.numbers``.
-            seed: what this step's random numbers follow from.
+            seed: the seed of this step's random numbers.
+            doing: the step's name in messages: ``"step 3"``.
+
+        Returns:
+            The values that the graph returns.
 
         Raises:
-            CommunicationError: a collective failed, which is named.
-            OperatorError: an operator failed on this rank, which is named with the user's line.
+            CommunicationError: a collective failed; the message names it.
+            OperatorError: an operator failed on this rank; the message names it with the user's line.
         """
-        with noted(self.job, doing), self._breaking_off(doing):
+        with noted(self.job, doing), self._marking_break(doing):
             for name, tensor in self.numbers.items():
                 tensor.fill_(numbers[name])
             self.seed.fill_(seed)
-            found = [
+            inputs = [
                 feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
                 for feed in self.feeds
             ]
-            # The graph is made for tensors whose elements lie in order. What the user lays otherwise it has a copy of.
+            # The graph is compiled for contiguous tensors.
             arguments = [
-                one if isinstance(feed, Tensor) else one.contiguous()
-                for feed, one in zip(self.feeds, found, strict=True)
+                value if isinstance(feed, Tensor) else value.contiguous()
+                for feed, value in zip(self.feeds, inputs, strict=True)
             ]
             try:
-                with torch.no_grad(), self._breaking_off(doing):
-                    values = list((self.lean or self.function)(*arguments))
-                    for place in self.written:
-                        if arguments[place] is not found[place]:
-                            found[place].copy_(arguments[place])
-                    return values
+                with torch.no_grad(), self._marking_break(doing):
+                    results = list((self.low_overhead or self.function)(*arguments))
+                    for index in self.written:
+                        if arguments[index] is not inputs[index]:
+                            inputs[index].copy_(arguments[index])
+                    return results
             except (ZeroGraphError, torch.OutOfMemoryError):
                 raise
-            except _REFUSALS as error:
+            except _OPERATOR_ERRORS as error:
                 if "DefaultCPUAllocator" in str(error):
-                    # The CPU's way to be out of memory, which says how much was asked for.
+                    # The CPU is out of memory; the message says how much was asked for.
                     raise
-                told = self._explained(error, doing)
-                if isinstance(told, CommunicationError):
+                explanation = self._explain(error, doing)
+                if isinstance(explanation, CommunicationError):
                     # Each rank may have left another part of the exchange undone.
                     self.job.signs.broke_off += f", rank {self.job.rank}"
-                raise told from error
+                raise explanation from error
 
     @contextlib.contextmanager
-    def _breaking_off(self, doing: str) -> Iterator[None]:
+    def _marking_break(self, doing: str) -> Iterator[None]:
+        """Note where the step broke off, unless an inner context did: outside, the error may have become another."""
         try:
             yield
         except BaseException as error:
-            # Not again further out, where it may have become another.
             if not self.job.signs.broke_off:
-                self.job.signs.broke_off = f"{doing}, at {_place(error.__traceback__)}"
+                self.job.signs.broke_off = f"{doing}, at {_break_point(error.__traceback__)}"
             raise
 
-    def _explained(self, error: Exception, doing: str) -> ZeroGraphError:
+    def _explain(self, error: Exception, doing: str) -> ZeroGraphError:
+        """Return the error of the node that failed, in the user's terms."""
         lines = _failed_lines(error.__traceback__)
         node = _failed_node(self.graph.graph, lines)
-        if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if node is not None and node.target is WAIT:
             node = node.all_input_nodes[0]
-        found = meta(node).get("boxing") if node is not None else None
-        if isinstance(found, Boxing):
-            what = f"in the {found.kind} of {found.tensor} ({found.phase}, node {node})"
-            return communication_error(self.job, f"{what} of {doing}", error)
+        boxing = meta(node).get("boxing") if node is not None else None
+        if isinstance(boxing, Boxing):
+            collective = f"in the {boxing.kind} of {boxing.tensor} ({boxing.phase}, node {node})"
+            return communication_error(self.job, f"{collective} of {doing}", error)
         if self.job.size > 1 and not lines and _looks_like_communication(error):
             return communication_error(self.job, f"in a collective of {doing}", error)
-        return _refused(node, f"{doing} on rank {self.job.rank}", error, _state_behind(self.graph.graph, lines))
+        return _operator_error(node, f"{doing} on rank {self.job.rank}", error, _state_after(self.graph.graph, lines))
 
 
 def bind(
@@ -128,62 +138,69 @@ def bind(
     copied: Collection[fx.Node] | None = None,
     written: Collection[Role] = (),
 ) -> Executor:
-    """Bind a compiled graph's placeholders: buckets and their state to ``stores``, by bucket name in the graph.
+    """Bind the placeholders of a compiled graph to tensors.
 
     Args:
-        lookups: of what rests in no store.
-        copied: for a graph that knows of no files: the placeholders that it reads. They get copies of what rests in
-            files, for each run anew.
+        job: the ranks that run the step.
+        graph: the emitted graph.
+        function: the compiled graph.
+        stores: the store of each bucket, by the bucket's name in the graph.
+        lookups: functions that return the tensors which no store holds.
+        copied: for a graph that does not read files itself: the placeholders that it reads. Those that files hold get
+            copies, new ones in each run.
         written: those of ``lookups`` whose tensors the graph writes.
+
+    Raises:
+        VerificationError: a placeholder has no tensor.
     """
     feeds: list[Tensor | Lookup | int] = []
     numbers: dict[str, Tensor] = {}
     seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
-        found: Role = meta(node)["role"]
-        if found.kind == "bucket":
-            feeds.append(_fed(stores[found.name].flat, node, copied))
-        elif found.kind == "gather_buffer":
-            assert found.bucket is not None
-            room = stores[found.bucket].room
-            assert room is not None
-            feeds.append(room)
-        elif found.kind == "state":
-            bucket, name = found.name.split(".", 1)
-            feeds.append(_fed(stores[bucket].state[name], node, copied))
-        elif found.kind == "hyperparameter":
-            numbers[found.name] = torch.zeros((), dtype=torch.float64)
-            feeds.append(numbers[found.name])
-        elif found.kind == "seed":
+        role: Role = meta(node)["role"]
+        if role.kind == "bucket":
+            feeds.append(_feed_of(stores[role.name].flat, node, copied))
+        elif role.kind == "gather_buffer":
+            assert role.bucket is not None
+            gather_buffer = stores[role.bucket].gather_buffer
+            assert gather_buffer is not None
+            feeds.append(gather_buffer)
+        elif role.kind == "state":
+            bucket, name = role.name.split(".", 1)
+            feeds.append(_feed_of(stores[bucket].state[name], node, copied))
+        elif role.kind == "hyperparameter":
+            numbers[role.name] = torch.zeros((), dtype=torch.float64)
+            feeds.append(numbers[role.name])
+        elif role.kind == "seed":
             feeds.append(seed)
-        elif found.kind == "input":
-            feeds.append(int(found.name))
-        elif found in lookups:
-            feeds.append(lookups[found])
+        elif role.kind == "input":
+            feeds.append(int(role.name))
+        elif role in lookups:
+            feeds.append(lookups[role])
         else:
-            raise VerificationError(f"nothing feeds the graph's {found}")
-    places = tuple(place for place, node in enumerate(placeholders(graph.graph)) if meta(node)["role"] in written)
-    return Executor(job, graph, function, tuple(feeds), places, numbers, seed)
+            raise VerificationError(f"the graph's input {role} has no tensor")
+    indices = tuple(index for index, node in enumerate(placeholders(graph.graph)) if meta(node)["role"] in written)
+    return Executor(job, graph, function, tuple(feeds), indices, numbers, seed)
 
 
-def leaner(executor: Executor) -> Executor:
-    """Return the executor with a leaner form of its function, if that is an ``fx.GraphModule``'s of ours."""
+def with_low_overhead(executor: Executor) -> Executor:
+    """Return the executor with a low-overhead form of its function, if that is an ``fx.GraphModule``'s of ours."""
     module = getattr(executor.function, "__self__", None)
     if not isinstance(module, fx.GraphModule):
         return executor
-    stay = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
-    return replace(executor, lean=lean(module, stay))
+    constant_feeds = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
+    return replace(executor, low_overhead=reduce_overhead(module, constant_feeds))
 
 
-def _fed(held: Held, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:
-    """What rests in a file the graph fetches by its handle."""
-    if isinstance(held, Tensor):
-        return held
-    return functools.partial(in_memory, held) if copied is not None and node in copied else held.handle
+def _feed_of(value: TensorOrExtent, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:
+    """Return the feed of a stored tensor; the graph fetches one that a file holds by its handle."""
+    if isinstance(value, Tensor):
+        return value
+    return functools.partial(in_memory, value) if copied is not None and node in copied else value.handle
 
 
 def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
-    """The node at which a step failed: that of the last name; in a loop's body, of those behind the loop's."""
+    """Return the node at which a step failed: that of the last name, or one in a loop's body, named after the loop."""
     for number, name in enumerate(names):
         node = next((node for node in graph.nodes if node.name == name), None)
         if node is not None and (loop := loop_of(node)) is not None:
@@ -192,37 +209,37 @@ def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
 
 
 def _failed_lines(traceback: TracebackType | None) -> list[str]:
-    """The names of the nodes whose lines of generated code an exception passed through, outermost first."""
+    """Return the names of the nodes whose generated lines an exception passed through, outermost first."""
     return [name for frame, line in walk_tb(traceback) if (name := _node_of_line(frame, line)) is not None]
 
 
 def _node_of_line(frame: FrameType, line: int) -> str | None:
-    """The name of the node that a line of generated code computes; None: the code is not generated."""
+    """Return the name of the node that a line of generated code computes; None for other code."""
     filename = frame.f_code.co_filename
     if not filename.startswith("<eval_with_key>"):
         return None
     return linecache.getline(filename, line).split("=")[0].split(":")[0].strip()
 
 
-def _place(traceback: TracebackType | None) -> str:
-    """Where a step was when an exception came: ranks at the same place have begun and awaited the same exchanges."""
-    found, inside_node, here = [], 0, ""
+def _break_point(traceback: TracebackType | None) -> str:
+    """Return where an exception broke a step off: equal on ranks that have begun and awaited the same exchanges."""
+    places, inside_node, own_line = [], 0, ""
     for frame, line in walk_tb(traceback):
         if frame.f_code.co_filename == __file__:
-            here = f"{Path(__file__).name}:{line}"
+            own_line = f"{Path(__file__).name}:{line}"
             continue
         node = _node_of_line(frame, line)
         if frame.f_code is Loop.forward.__code__:
-            found.append(f"micro-batch {frame.f_locals.get('number', 'none')}")
+            places.append(f"micro-batch {frame.f_locals.get('number', 'none')}")
         else:
-            found.append(node or f"{Path(frame.f_code.co_filename).name}:{line}")
+            places.append(node or f"{Path(frame.f_code.co_filename).name}:{line}")
         if node is not None:
-            inside_node = len(found)
-    return " > ".join(found[: inside_node or None]) or here
+            inside_node = len(places)
+    return " > ".join(places[: inside_node or None]) or own_line
 
 
-def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
-    """What a step that ends at the node of the first name leaves behind, as a sentence."""
+def _state_after(graph: fx.Graph, names: Sequence[str]) -> str:
+    """Return a sentence on the state that a step leaves which ends at the node of the first name."""
     written = False
     for node in graph.nodes:
         if node.name in names[:1]:
@@ -230,36 +247,36 @@ def _state_behind(graph: fx.Graph, names: Sequence[str]) -> str:
         origin = meta(node).get("origin")
         if isinstance(origin, Origin) and origin.phase == "update":
             return "Parameters may have been updated in part: load the last checkpoint."
-        # What is gathered into its room is no change: the shard there is as it was.
-        inputs = [one for one in written_arguments(node) if one.op == "placeholder"]
-        written = written or any(meta(one)["role"].kind != "gather_buffer" for one in inputs)
+        # A gather into its buffer changes no state: the shard in the buffer stays as it is.
+        inputs = [argument for argument in written_arguments(node) if argument.op == "placeholder"]
+        written = written or any(meta(argument)["role"].kind != "gather_buffer" for argument in inputs)
     if written:
         return "Parameters and optimizer state are those before the step, buffers may not be."
     return "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step."
 
 
-def _refused(node: fx.Node | None, where: str, error: Exception, state: str) -> OperatorError:
-    """The error of an operator, in the user's terms; ``node`` is unknown inside what a compiler made."""
+def _operator_error(node: fx.Node | None, where: str, error: Exception, state: str) -> OperatorError:
+    """Return the error of an operator in the user's terms; ``node`` is None inside compiled code."""
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"
     origin = None if node is None else meta(node).get("origin")
     if not isinstance(origin, Origin):
         advice = "config.backend = 'eager' names the operator and its line."
         return OperatorError(f"an operator of {where} failed: {reason}\n{state}\n{advice}")
     assert node is not None
-    what = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
+    operator = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
     return OperatorError(
-        f"{what} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
+        f"{operator} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
         + f"\n{_advice(node)}\n{state}"
     )
 
 
 def _advice(node: fx.Node) -> str:
     """Return where to look for the cause of an operator's error."""
-    values = [given.meta.get("val") for given in node.all_input_nodes]
-    floating = {str(one.dtype) for one in values if isinstance(one, Tensor) and one.dtype.is_floating_point}
-    if len(floating) > 1:
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
+    dtypes = {str(value.dtype) for value in values if isinstance(value, Tensor) and value.dtype.is_floating_point}
+    if len(dtypes) > 1:
         return (
-            f"It got tensors of {' and '.join(sorted(floating))}: give the batch in the dtype of the parameters "
+            f"It got tensors of {' and '.join(sorted(dtypes))}: give the batch in the dtype of the parameters "
             "(x.to(weight.dtype)), or convert the model."
         )
     return "It got the right shapes: look at the values of this rank's part of the batch."

@@ -1,4 +1,4 @@
-"""What a module's parameters look like while their values are split between the ranks."""
+"""Parameters of a module while their values are split between the ranks: shape and metadata, no computation."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from zerograph.errors import SplitParameterError
 
 
 class GradientReader(Protocol):
-    """Answers reads and writes of ``parameter.grad`` while gradients exist inside a step only."""
+    """Handler of reads and writes of ``parameter.grad``, for gradients that exist only inside a step."""
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient, or None where the reader has none for this parameter."""
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Raise if a gradient that is set or deleted would be without effect."""
+        """Raise if setting or deleting the gradient would have no effect."""
 
 
-# The descriptor of torch.
+# torch's own descriptor.
 _STORED: Any = inspect.getattr_static(Tensor, "grad")
 
-# Weakly: a reader refers to the parameters.
+# By parameter. Weak references: a reader refers to its parameters.
 _READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Grad:
-    """``grad`` of a parameter: the tensor that it holds, else the one that a reader has."""
+    """Descriptor of ``parameter.grad``: the stored tensor, else the one of the first reader that has one."""
 
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
         if parameter is None:
@@ -61,19 +61,19 @@ def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
 
 @functools.cache
 def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of a parameter's class whose ``grad`` asks readers."""
+    """Return a subclass of a parameter class whose ``grad`` asks readers."""
     if issubclass(kind, SplitParameter) or isinstance(kind.__dict__.get("grad"), _Grad):
         return kind
     names = {"grad": _Grad(), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     metaclass: Any = type(kind)
-    made: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
-    return made
+    subclass: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
+    return subclass
 
 
 def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
-    """Let ``parameter.grad`` ask ``reader``, of which only a weak reference is kept, where it holds no tensor."""
-    readers = [one for one in _READERS.get(parameter, ()) if one() is not None]
-    if any(one() is reader for one in readers):
+    """Let ``parameter.grad`` ask ``reader`` where no tensor is stored. Keeps a weak reference to the reader."""
+    readers = [reference for reference in _READERS.get(parameter, ()) if reference() is not None]
+    if any(reference() is reader for reference in readers):
         return
     _READERS[parameter] = [*readers, weakref.ref(reader)]
     if isinstance(parameter, SplitParameter):
@@ -84,10 +84,10 @@ def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
 
 
 class SplitParameter(nn.Parameter):
-    """A parameter whose values lie in the shards of all ranks: it has a shape, and refuses to be computed with.
+    """A parameter whose values are split between the ranks. It has a shape, and computing with it is an error.
 
-    A parameter becomes one, and a plain one again, in place (``__class__``), so that modules and optimizers that
-    hold it notice nothing. Its storage is one element, expanded.
+    :func:`hide` and :func:`show` change a parameter in place (``__class__``), so modules and optimizers keep their
+    reference. Its storage is one element, expanded.
     """
 
     grad = _Grad()
@@ -104,7 +104,7 @@ class SplitParameter(nn.Parameter):
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
         raise SplitParameterError(
-            f"{_name(func)} on a parameter whose values are split between the ranks\n{_instead(args)}"
+            f"{_name(func)} on a parameter whose values are split between the ranks\n{_advice(args)}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,9 +125,9 @@ _MOVES = (
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a move leaves the parameter as it is: it is there, or it is another device's.
+    """Return whether a move leaves the parameter as it is; warn if it names another device.
 
-    Libraries call ``module.cpu()`` at their end, to free memory: the graph keeps its shards, and all is as it was.
+    Libraries call ``module.cpu()`` at the end of training to free memory. The graph keeps its shards all the same.
     """
     parameter = args[0]
     sample = torch.empty((), dtype=parameter.dtype, device=parameter.device)
@@ -137,25 +137,26 @@ def _stays(func: Any, args: Any, kwargs: Any) -> bool:
     if moved.device.type in (sample.device.type, "meta") or moved.dtype is not sample.dtype:
         return False
     warnings.warn(
-        f"a split parameter was to go to {moved.device}: it stays on {sample.device}, where the graph holds it\n"
-        "Its values come with step.full_parameters() and step.state_dict(). Move the model before the graph is called.",
+        f"a split parameter cannot move to {moved.device}: it stays on {sample.device}, where the graph keeps it\n"
+        "step.full_parameters() and step.state_dict() give its values. Move the model before the graph is called.",
         stacklevel=source.levels_to_user(),
     )
     return True
 
 
 def _constant_like(parameter: Tensor, value: Any, **options: Any) -> Tensor:
-    """One element, expanded: Adagrad makes its state so when it is built, which nobody has room for whole."""
+    """Return one element, expanded. Adagrad creates its state with ``full_like`` when it is constructed."""
     dtype, device = options.get("dtype") or parameter.dtype, options.get("device") or parameter.device
     return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
 
 
-def _instead(args: Any) -> str:
-    split = next((one for one in args or () if isinstance(one, SplitParameter)), None)
-    if getattr(getattr(split, "_zerograph_store", None), "provisional", False):
+def _advice(args: Any) -> str:
+    """Return what to do instead of computing with a split parameter."""
+    split = next((argument for argument in args or () if isinstance(argument, SplitParameter)), None)
+    if getattr(getattr(split, "_zerograph_store", None), "is_provisional", False):
         return (
-            "No graph trains the model yet: give it to a ZeroGraph. Its state_dict() and load_state_dict() have whole "
-            "states, and 'with step.full_parameters():' whole parameters."
+            "No graph trains the model yet: give it to a ZeroGraph. Its state_dict() and load_state_dict() use whole "
+            "tensors, and 'with step.full_parameters():' gives whole parameters."
         )
     return (
         "Use the module inside 'with step.full_parameters():', take step.state_dict(), load a plain state with "
@@ -173,7 +174,7 @@ def _accessors(accessor: str, *names: str) -> set[Any]:
     return {getattr(getattr(Tensor, name), accessor) for name in names}
 
 
-# What says something about the parameter without reading its values.
+# Functions that do not read the parameter's values.
 METADATA: set[Any] = {
     *_accessors("__get__", "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn"),
     *_accessors("__get__", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_mps", "is_xpu"),
@@ -197,11 +198,11 @@ METADATA: set[Any] = {
 }
 
 
-class Unmade(Tensor):
-    """A tensor without values: it has a shape, and refuses to be computed with.
+class HollowTensor(Tensor):
+    """A tensor without values. It has a shape, and computing with it is an error.
 
-    What somebody still holds of a model whose construction failed, and what shared memory with a parameter that was
-    made split.
+    A tensor becomes one if the construction of its model failed, or if it shares memory with a parameter that was
+    created split.
     """
 
     @classmethod
@@ -210,34 +211,34 @@ class Unmade(Tensor):
             with _torch.without_torch_function():
                 return func(*args, **(kwargs or {}))
         raise SplitParameterError(
-            f"{_name(func)} on a tensor without values: sharded_init() did not end well, or it shares memory with a "
-            "parameter that was made split inside\nMake the model again, or use the parameter itself."
+            f"{_name(func)} on a tensor without values: sharded_init() failed, or the tensor shares memory with a "
+            "parameter that was created split inside it\nCreate the model again, or use the parameter itself."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Unmade(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"HollowTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 def hollow_out(tensor: Tensor) -> None:
-    """Make a tensor refuse computation, and let go of its memory; its shape stays."""
+    """Free the tensor's memory in place. Its shape stays; computing with it is an error from then on."""
     tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    tensor.__class__ = Unmade
+    tensor.__class__ = HollowTensor
 
 
 def hide(parameter: nn.Parameter) -> None:
-    """Free the parameter's values and make it refuse computation; its shape stays."""
+    """Turn a parameter into a split one in place: free its values, keep its shape."""
     if isinstance(parameter, SplitParameter):
         return
     with torch.no_grad():
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    # Past readers, which refuse what the user sets.
+    # Not through the readers, which reject what the user sets.
     _STORED.__set__(parameter, None)
     parameter._plain_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = SplitParameter
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make the parameter an ordinary one again, with ``values`` as its data."""
+    """Turn a split parameter into a plain one in place, with ``values`` as its data."""
     if isinstance(parameter, SplitParameter):
         parameter.__class__ = parameter._plain_class  # type: ignore[attr-defined]
     parameter.data = values

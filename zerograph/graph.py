@@ -227,7 +227,8 @@ class ZeroGraph(Inspected, Stateful):
 
         step, batch = self._ready(args, kwargs, check)
         # The backend is the same on all ranks, and so is what it makes.
-        executor = replace(step.executor, function=tracing.named(step.executor.function, step.emitted), lean=None)
+        named = tracing.named(step.executor.function, step.emitted)
+        executor = replace(step.executor, function=named, low_overhead=None)
         return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
     @one_thread("prepare()", collective=False)
@@ -355,7 +356,9 @@ class ZeroGraph(Inspected, Stateful):
             if self._seed is None:
                 self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
             # Steps that are bound to buckets which are no more would keep their memory.
-            self._steps = {k: s for k, s in self._steps.items() if not any(one.dissolved for one in s.stores.values())}
+            self._steps = {
+                k: s for k, s in self._steps.items() if not any(one.is_released for one in s.stores.values())
+            }
             left = self._compiler.keys_left(step, batch, known, lambda: self._capture_facts(self._members()))
             self._steps |= {(one, layout_facts(members)): step for one in (key, *left)}
             logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
@@ -476,9 +479,9 @@ class ZeroGraph(Inspected, Stateful):
 
     def _check_usable(self, stores: Iterable[Store]) -> None:
         for store in stores:
-            if store.opened:
+            if store.is_unsharded:
                 raise InputError("the graph was called inside full_parameters(): leave it first")
-            store.check_lent()
+            store.check_aliases()
 
     def _compiled(self) -> CompiledStep:
         if self._latest is None:

@@ -1,8 +1,8 @@
-"""Collectives as exchanges between pairs of ranks: faster than gloo's own, which pass pieces on through threads.
+"""Collectives as exchanges between pairs of ranks: faster than gloo's own, which hand pieces on through threads.
 
-All start and return at once; ``_c10d_functional.wait_tensor`` waits for them as for torch's own. What an exchange
-sends stays alive until then; a gather or a sum sends what is in its result already. Ranks of one host read each other's
-memory (``direct``), others send and receive over gloo.
+Each operator starts its exchange and returns at once; ``_c10d_functional.wait_tensor`` waits for it, as for torch's own
+collectives. The memory that an exchange sends stays alive until then; a gather or a sum sends from its result. Ranks of
+one host read each other's memory (``direct``); others send and receive over gloo.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from zerograph.runtime.wire import direct
 from zerograph.runtime.wire.direct import Line
 from zerograph.runtime.wire.peer import INLINE
 
-# Up to so many bytes gloo's own sum is about as fast.
+# Bytes of a sum up to which gloo's all-reduce is about as fast.
 _SMALL = 2**18
-# Number of times per wait that a rank waiting for gloo checks on the others.
-_LOOK_EVERY = timedelta(seconds=1)
+# Time between two checks on the other ranks while this one waits for gloo.
+_CHECK_EVERY = timedelta(seconds=1)
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
 
 
 def _gather_pieces(shard: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Start gathering: the shards of all ranks of the group, end to end along dimension 0."""
+    """Start an all-gather along dimension 0: ``[n, *rest]`` on each rank to ``[ranks * n, *rest]``."""
     whole = _gather_pieces_fake(shard, ranks, group_name)
-    # It is sent from there, so that what was cast for the wire need not live as long as the flight.
+    # Sent from the result: a shard that was cast for the wire can be freed before the exchange ends.
     whole.chunk(ranks)[_torch.process_group(group_name).rank()].copy_(shard)
     return _gather_into(shard, whole, ranks, group_name)
 
@@ -40,25 +40,32 @@ def _gather_pieces_fake(shard: Tensor, ranks: int, group_name: str) -> Tensor:
     return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
 
 
-def _gather_into(shard: Tensor, room: Tensor, ranks: int, group_name: str) -> Tensor:
-    """The same into memory of which the shard is this rank's piece already."""
-    rank = _torch.process_group(group_name).rank()
-    pieces = room.chunk(ranks)
-    _begin(room, [pieces[rank]] * ranks, pieces, group_name)
-    return room
+def _gather_into(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Start an all-gather into a gather buffer, ``[ranks * n, *rest]``, of which the shard is this rank's piece."""
+    pieces = buffer.chunk(ranks)
+    own = pieces[_torch.process_group(group_name).rank()]
+    _exchange(buffer, [own] * ranks, pieces, group_name)
+    return buffer
 
 
-def _gather_into_fake(shard: Tensor, room: Tensor, ranks: int, group_name: str) -> Tensor:
-    return room
+def _gather_into_fake(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
+    return buffer
 
 
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Start sending each other rank its piece along dimension 0: those that the others send, (ranks - 1, *piece)."""
+    """Start an all-to-all of pieces along dimension 0, without the reduction of a reduce-scatter.
+
+    Args:
+        whole: ``[ranks * n, *rest]``; piece r goes to rank r.
+
+    Returns:
+        The pieces of the other ranks, ``[ranks - 1, n, *rest]``, beginning with the rank before this one.
+    """
     rank = _torch.process_group(group_name).rank()
     received = _exchange_pieces_fake(whole, ranks, group_name)
-    # The one behind this rank in the circle comes first; nothing comes from this rank itself.
+    # Nothing comes from this rank itself: the index -1 that it gets is not used.
     incoming = [received[(rank - sender) % ranks - 1] for sender in range(ranks)]
-    _begin(received, whole.chunk(ranks), incoming, group_name)
+    _exchange(received, whole.chunk(ranks), incoming, group_name)
     return received
 
 
@@ -67,7 +74,7 @@ def _exchange_pieces_fake(whole: Tensor, ranks: int, group_name: str) -> Tensor:
 
 
 def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Start summing what the ranks have, of the same bits on each."""
+    """Start an all-reduce by sum. All ranks get the same bits."""
     return _sum_ranks_(part.clone(), ranks, group_name)
 
 
@@ -76,16 +83,16 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 
 
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
-    """The same in the contiguous tensor's own memory."""
+    """Start an all-reduce by sum in the memory of the contiguous tensor."""
     line = direct.line(group_name)
     if line is not None and total.nbytes <= INLINE:
-        work: dist.Work = _SumOfAll(line, total)
+        work: dist.Work = _SmallSum(line, total)
     elif line is not None and total.nbytes > _SMALL:
-        work = _SumOfPieces(line, total.view(-1))
+        work = _LargeSum(line, total.view(-1))
     else:
-        started = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
-        assert started is not None
-        work = started if line is None else _Watched(line, started)
+        all_reduce = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
+        assert all_reduce is not None
+        work = all_reduce if line is None else _CheckedWork(line, all_reduce)
     _torch.register_works(total, [work])
     return total
 
@@ -94,10 +101,15 @@ def _sum_ranks_in_place_fake(total: Tensor, ranks: int, group_name: str) -> Tens
     return total
 
 
-def _begin(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group_name: str) -> None:
-    """Start sending each other rank what there is for it and receiving what it has, both by its place in the group."""
+def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group_name: str) -> None:
+    """Start to send a tensor to each other rank and to receive one from it; ``wait_tensor(result)`` waits for all.
+
+    Args:
+        outgoing: by place in the group the tensor to send there.
+        incoming: by place in the group the tensor that its data fill.
+    """
     if (line := direct.line(group_name)) is not None:
-        _torch.register_works(result, [_Reading(line, outgoing, incoming)])
+        _torch.register_works(result, [_DirectExchange(line, outgoing, incoming)])
         return
     group = _torch.process_group(group_name)
     rank, ranks = group.rank(), group.size()
@@ -109,44 +121,49 @@ def _begin(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
     _torch.register_works(result, [work for work in works if work is not None])
 
 
-class _Reading(dist.Work):
-    """Reads what the others have out of their memory, once it is there; they read what this rank has for them.
+class _DirectExchange(dist.Work):
+    """An exchange in which each rank reads the others' memory.
 
-    Both by place in the group. What comes in fills what there is for it, or adds to it.
+    Args:
+        outgoing, incoming: by place in the group, as in :func:`_exchange`.
+        adds: add what is received to ``incoming``.
     """
 
     def __init__(self, line: Line, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False) -> None:
         super().__init__()
         line.free_places()
-        self._parts = []
+        self._announcements = []
         for place, peer in line.others():
-            # Both announce once in each exchange, so under the same number.
+            # Both ranks announce once per exchange, so under the same number.
             number = peer.announce(outgoing[place])
             peer.expect(number, incoming[place], adds)
-            self._parts.append((peer, number))
+            self._announcements.append((peer, number))
 
     def wait(self, timeout: object = None) -> bool:
-        """Read, and return when the others have, too: what they read may then be freed. Their own time limit holds."""
-        for peer, number in self._parts:
+        """Read, then return when the others have read this rank's memory, which may then change.
+
+        ``timeout`` is ignored: the peers' own limit holds.
+        """
+        for peer, number in self._announcements:
             peer.read(number)
-        # Not before all is read: of three ranks each would wait for the next.
-        for peer, number in self._parts:
+        # All reads come first: with three ranks each would else wait for the next.
+        for peer, number in self._announcements:
             peer.wait_unused(number)
         return True
 
 
-class _SumOfAll(dist.Work):
-    """Each rank gets all that the others have, and sums it in the order of the ranks: the same bits on each."""
+class _SmallSum(dist.Work):
+    """A sum in which each rank receives every rank's tensor and adds them in rank order: the same bits on each."""
 
     def __init__(self, line: Line, total: Tensor) -> None:
         super().__init__()
         self._rank, self._total = line.rank, total
         self._parts = list(total.new_empty((len(line.peers), *total.shape)))  # [ranks][*shape]
-        self._reading = _Reading(line, [total] * len(line.peers), self._parts)
+        self._exchange = _DirectExchange(line, [total] * len(line.peers), self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete."""
-        self._reading.wait()
+        self._exchange.wait()
         self._parts[self._rank].copy_(self._total)
         self._total.copy_(self._parts[0])
         for part in self._parts[1:]:
@@ -154,54 +171,55 @@ class _SumOfAll(dist.Work):
         return True
 
 
-class _SumOfPieces(dist.Work):
-    """Each rank sums its piece, then reads the others' sums."""
+class _LargeSum(dist.Work):
+    """A sum in which each rank sums one piece, then reads the other ranks' sums."""
 
     def __init__(self, line: Line, total: Tensor) -> None:
         super().__init__()
         self._line, self._pieces = line, total.tensor_split(len(line.peers))
         self._own = [self._pieces[line.rank]] * len(line.peers)
-        self._adding = _Reading(line, self._pieces, self._own, adds=True)
+        self._reduction = _DirectExchange(line, self._pieces, self._own, adds=True)
 
     def wait(self, timeout: object = None) -> bool:
-        """Return when the others have read, too."""
-        return self._adding.wait() and _Reading(self._line, self._own, self._pieces).wait()
+        """Return when the sum is complete and the others have read this rank's piece."""
+        return self._reduction.wait() and _DirectExchange(self._line, self._own, self._pieces).wait()
 
 
-class _Watched(dist.Work):
-    """A collective of gloo's, which would wait for a rank that has failed and lives as long as for one that is slow."""
+class _CheckedWork(dist.Work):
+    """A collective of gloo's whose wait checks on the others: gloo waits for a failed rank as for a slow one."""
 
     def __init__(self, line: Line, work: dist.Work) -> None:
         super().__init__()
         self._line, self._work = line, work
 
     def wait(self, timeout: object = None) -> bool:
-        """Return when it is done. Its own time limit holds."""
+        """Return when the collective is complete. ``timeout`` is ignored: the group's own limit holds."""
         while True:
             try:
-                return self._work.wait(_LOOK_EVERY)
+                return self._work.wait(_CHECK_EVERY)
             except RuntimeError:
                 if self._work.is_completed():
-                    # Failed; or done a moment after all.
+                    # It failed, or it completed a moment later after all.
                     return self._work.wait()
             for _, peer in self._line.others():
                 peer.check_going_on()
 
 
-def _defined(
-    name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], takes: str = "Tensor x", gives: str = "Tensor"
+def _define(
+    name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], takes: str = "Tensor x", returns: str = "Tensor"
 ) -> OpOverload:
-    _library.define(f"{name}({takes}, int ranks, str group_name) -> {gives}", tags=(torch.Tag.pt2_compliant_tag,))
+    """Register an operator of the ``zerograph`` namespace and return it."""
+    _library.define(f"{name}({takes}, int ranks, str group_name) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CPU")
     torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
-    found: OpOverload = getattr(torch.ops.zerograph, name).default
-    return found
+    operator: OpOverload = getattr(torch.ops.zerograph, name).default
+    return operator
 
 
-gather_pieces = _defined("gather_pieces", _gather_pieces, _gather_pieces_fake)
-gather_into = _defined(
-    "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) room", gives="Tensor(a!)"
+gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
+gather_into = _define(
+    "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"
 )
-exchange_pieces = _defined("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
-sum_ranks = _defined("sum_ranks", _sum_ranks, _sum_ranks_fake)
-sum_ranks_ = _defined("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", gives="Tensor(a!)")
+exchange_pieces = _define("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
+sum_ranks = _define("sum_ranks", _sum_ranks, _sum_ranks_fake)
+sum_ranks_ = _define("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", returns="Tensor(a!)")

@@ -46,7 +46,7 @@ def by_torch() -> Iterator[None]:
 
 
 def rooms(step: zg.ZeroGraph) -> list[Store]:
-    return [store for store in step._stores() if store.room is not None]
+    return [store for store in step._stores() if store.gather_buffer is not None]
 
 
 class Returning(TrainStep):
@@ -239,21 +239,21 @@ def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     step = TrainStep(model, adamw(model), stage, **SMALL)
     (x, y), (x2, y2) = batches("gpt", 2)
     step(part(x), part(y))
-    before = {store: store.room.data_ptr() for store in rooms(step) if store.room is not None}
+    before = {store: store.gather_buffer.data_ptr() for store in rooms(step) if store.gather_buffer is not None}
     step(part(x2), part(y2))
     within = []
     for store in rooms(step):
-        assert store.room is not None
+        assert store.gather_buffer is not None
         assert isinstance(store.flat, Tensor)
-        at = store.room.data_ptr() + zg.rank() * nbytes(store.flat)
-        within.append(store.flat.data_ptr() == at and nbytes(store.room) == 2 * nbytes(store.flat))
+        at = store.gather_buffer.data_ptr() + zg.rank() * nbytes(store.flat)
+        within.append(store.flat.data_ptr() == at and nbytes(store.gather_buffer) == 2 * nbytes(store.flat))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for store in step._stores()
-        for tensor in (store.flat, store.room, *store.state.values())
+        for tensor in (store.flat, store.gather_buffer, *store.state.values())
         if isinstance(tensor, Tensor)
     }
-    stayed = [store.room.data_ptr() == at for store, at in before.items() if store.room is not None]
+    stayed = [store.gather_buffer.data_ptr() == at for store, at in before.items() if store.gather_buffer is not None]
     return within, stayed, step.state_bytes(), sum(storages.values())
 
 
@@ -283,7 +283,7 @@ def grown(stage: int) -> tuple[int, int, int]:
     x, y = torch.randn(1024, 256), torch.randint(3, (1024,))
     step, plain = Wide(stage), Wide(stage)
     step(x, y)
-    whole = sum(nbytes(store.room) for store in rooms(step) if store.room is not None)
+    whole = sum(nbytes(store.gather_buffer) for store in rooms(step) if store.gather_buffer is not None)
     with without_rooms():
         plain(x, y)
     return most_allocated_bytes(step, x, y), most_allocated_bytes(plain, x, y), whole

@@ -42,10 +42,11 @@ from zerograph.ir.metadata import Role, meta
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
-from zerograph.runtime.executor import Lookup, bind, leaner
+from zerograph.runtime.executor import Lookup, bind, with_low_overhead
 from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.job.process_group import Job, agree, broadcast_from_first, digest, noted
-from zerograph.runtime.state import Places, Store, dissolve, move, settle, store_of, stores_of
+from zerograph.runtime.relayout import create_store, move, release
+from zerograph.runtime.state import Extents, Store, store_of, stores_of
 from zerograph.runtime.wire import wire
 
 
@@ -321,7 +322,7 @@ class Compiler:
             warnings.warn(message, stacklevel=2)
 
     def _apply(
-        self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Places]
+        self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Extents]
     ) -> dict[str, Store]:
         """Bring the state into the planned layout, by bucket name, one new bucket after the other.
 
@@ -339,7 +340,7 @@ class Compiler:
             name, bucket = one.bucket.name, one.bucket
             if one.store is None:
                 kept = one.specs, one.layouts, one.first_differs, one.keeper
-                stores[name] = settle(job, bucket, new[name], *kept, places[name])
+                stores[name] = create_store(job, bucket, new[name], *kept, places[name])
             elif one.store.layout.storage != bucket.storage:
                 stores[name] = move(one.store, bucket, places[name])
             else:
@@ -349,8 +350,8 @@ class Compiler:
                 stores[name].keeps_unused |= one.specs.keys() != one.updates[0].program.state.keys()
         for store in moving:
             # Of parameters that this graph does not have.
-            if not store.dissolved:
-                dissolve(store)
+            if not store.is_released:
+                release(store)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
             broadcast_from_first(job, [*plain, *members.buffers.values()])
@@ -377,7 +378,7 @@ class Compiler:
         written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
         executor = bind(job, graph, function, stores, lookups, written=written)
         if backend in backends.BACKENDS:
-            executor = leaner(executor)
+            executor = with_low_overhead(executor)
         if self.config.keep_freed_memory and all(
             node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
         ):

@@ -103,7 +103,7 @@ def plan_layout(
     for store, names in _by_store(members, order).items():
         if store is None:
             loose += names if train else []
-        elif store.provisional and train:
+        elif store.is_provisional and train:
             loose += names
         elif _usable(store, names, members, config, updates, mesh, zero_dim) and _alike(
             names, edits, copies, train=train
@@ -112,7 +112,7 @@ def plan_layout(
             dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
             layout = replace(store.layout, slots=_named_here(store, members), compute_dtype=dtype)
             found = _updates(layout, updates)
-            kept.append(Planned(layout, store, found, store.specs, store.layouts, store.keeper, store.fresh))
+            kept.append(Planned(layout, store, found, store.specs, store.layouts, store.optimizer, store.fresh))
         else:
             loose += names
     loose.sort(key=order.__getitem__)
@@ -174,7 +174,7 @@ def _usable(
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.storage.device == _rest(store.layout, config).device
         and _has_entries(store, first.program.state)
-        and store.keeper is first.optimizer
+        and store.optimizer is first.optimizer
     )
     if not fits:
         return False
@@ -211,7 +211,7 @@ def _deals(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, 
 
 def _stays_together(store: Store, *, dealt: bool) -> bool:
     """Whether what lies in the store is only taken apart, not laid with others: unless it was laid in another way."""
-    return not store.provisional and store.layout.dealt == dealt
+    return not store.is_provisional and store.layout.dealt == dealt
 
 
 def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
@@ -331,9 +331,9 @@ class _Holding:
 
 def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
     store = store_of(parameter)
-    keeper = update.optimizer if update is not None else store.keeper if store is not None else None
+    keeper = update.optimizer if update is not None else store.optimizer if store is not None else None
     # Another optimizer's state is none of this one's.
-    own = store is not None and not store.provisional and store.keeper is keeper
+    own = store is not None and not store.is_provisional and store.optimizer is keeper
     held: Mapping[str, Any]
     if store is not None and own:
         held = {} if store.fresh else {name: store.state[name] for name in store.specs}

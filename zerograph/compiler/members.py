@@ -25,7 +25,8 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.state import adopt, store_of, stores_of
+from zerograph.runtime.relayout import adopt_shard
+from zerograph.runtime.state import store_of, stores_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -198,7 +199,7 @@ def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -
     if sbp is not None:
         annotate(parameter, sbp=sbp)
         if not whole:
-            adopt(job, name, parameter, local, sbp)
+            adopt_shard(job, name, parameter, local, sbp)
     return parameter
 
 
@@ -295,7 +296,7 @@ def first_updates(members: Members) -> dict[str, str]:
     """
     stores = [store for store in stores_of(members.parameters.values()) if store.first_differs]
     done = {"to come" if store.fresh else "done" for store in stores}
-    kinds = sorted({type(store.keeper).__name__ for store in stores})
+    kinds = sorted({type(store.optimizer).__name__ for store in stores})
     return (
         {f"the first update of {', '.join(kinds)}, which is computed in another way": str(sorted(done))} if done else {}
     )

@@ -17,7 +17,7 @@ from zerograph.ir.metadata import meta
 from zerograph.ir.offload import Offload
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.offload.files import Extent, open_file, reserve
-from zerograph.runtime.state import Places
+from zerograph.runtime.state import Extents
 
 
 def assign(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Planned, ...]:
@@ -85,7 +85,7 @@ def _folder(option: Offload | None) -> Folder | None:
     return None if option is None else option.folder
 
 
-def make_room(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Places]:
+def make_room(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Extents]:
     """Room in this rank's files for all that is to rest there and does not yet, by bucket.
 
     What is not used after all comes back when the result is let go of.
@@ -93,7 +93,7 @@ def make_room(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Pla
     Raises:
         OffloadError: no such directory, it cannot be written to, or the disk is too full.
     """
-    found: dict[str, Places] = {}
+    found: dict[str, Extents] = {}
     for one in layout:
         rest = one.bucket.storage
         before = ShardStorage() if one.store is None else one.store.layout.storage

@@ -23,7 +23,7 @@ from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explained
-from zerograph.runtime.state import Held, in_memory, store_of, stores_of
+from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
 from zerograph.runtime.wire.bits import bytes_of, hashed
 
 # Bytes of each rank that are compared at a time, once two are known to differ.
@@ -41,7 +41,7 @@ class Replica:
     """
 
     name: str
-    held: Held
+    held: TensorOrExtent
     sbp: NdSbp
     layout: Bucket | None = None
 
@@ -82,7 +82,7 @@ def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str
                 )
 
 
-def _hashes(tensors: Sequence[Held]) -> list[int]:
+def _hashes(tensors: Sequence[TensorOrExtent]) -> list[int]:
     """One transfer from each device."""
     found = [hashed(in_memory(one)) for one in tensors]
     by_device: dict[torch.device, list[int]] = {}

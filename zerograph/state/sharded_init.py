@@ -19,7 +19,8 @@ from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks_notes, join
 from zerograph.runtime.parameters import hollow_out
-from zerograph.runtime.state import settle_part, split_part, store_of
+from zerograph.runtime.relayout import create_provisional_store, split_part
+from zerograph.runtime.state import store_of
 from zerograph.state.construction.fingerprint import digest_of, fingerprint
 from zerograph.state.construction.generators import Generators, default_generator
 from zerograph.state.construction.program import Memory, Operation, Ref, ref, tensor_at
@@ -132,7 +133,7 @@ def _finish(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) ->
         for tensor in made.views:
             hollow_out(tensor)
     for parameter, layout, part in parts:
-        settle_part(job, layout, parameter, part)
+        create_provisional_store(job, layout, parameter, part)
 
 
 def _agreed(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:

@@ -14,9 +14,9 @@ from zerograph import _torch
 from zerograph.compiler.layout import held_state
 from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
+from zerograph.runtime.relayout import release
 from zerograph.runtime.state import (
     Store,
-    dissolve,
     load_parameters,
     load_states,
     plain_parameters,
@@ -80,7 +80,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     parameters = list(parameters_of(optimizer))
     states: dict[int, Mapping[str, Tensor]] = {}
     for store in stores_of(parameters):
-        if store.keeper is optimizer:
+        if store.optimizer is optimizer:
             states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
     for parameter in parameters:
         if id(parameter) not in states:
@@ -183,16 +183,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     _update_groups(optimizer, groups)
     # What no step has trained yet has no state: its optimizer keeps it.
     for store in stores_of(parameters):
-        if store.provisional:
+        if store.is_provisional:
             continue
         entries = [held.get(id(parameter), {}) for parameter in store.parameters]
         states = [{name: value for name, value in one.items() if value is not None} for one in entries]
-        if store.keeper is optimizer and _fits(store, states):
+        if store.optimizer is optimizer and _fits(store, states):
             load_states(store, states)
         else:
-            dissolve(store)
+            release(store)
     for parameter in parameters:
-        if (found := store_of(parameter)) is None or found.provisional:
+        if (found := store_of(parameter)) is None or found.is_provisional:
             optimizer.state.pop(parameter, None)
             if held[id(parameter)]:
                 optimizer.state[parameter] = {

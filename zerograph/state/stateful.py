@@ -18,7 +18,7 @@ from zerograph.errors import InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.state import Store, bytes_at_rest, close_whole, open_whole, store_of, stores_of
+from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import checkpoint, state_dict
 from zerograph.state.checkpoint.save import Saver
 from zerograph.state.threads import one_thread
@@ -75,7 +75,7 @@ class Stateful:
         The memory that stages 1 and 2 gather parameters into is there between steps, too.
         """
         plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
-        return bytes_at_rest(self._stores()) + sum(map(nbytes, plain))
+        return stored_bytes(self._stores()) + sum(map(nbytes, plain))
 
     @one_thread("state_dict()")
     @interruptible("reading the state")
@@ -226,16 +226,16 @@ class Stateful:
         """
         with one_thread("full_parameters()"):
             stores = self._stores(self._adopted())
-            opened = [store for store in stores if not store.opened]
+            opened = [store for store in stores if not store.is_unsharded]
             self._agree_to_gather("entering full_parameters()", [store.layout for store in opened])
             for store in opened:
-                open_whole(store)
+                unshard(store)
         try:
             yield
         finally:
             with one_thread("the end of full_parameters()", collective=False):
                 for store in opened:
-                    close_whole(store)
+                    reshard(store)
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
         """Raise on every rank if some ranks gather what is split and others do not."""
@@ -243,7 +243,7 @@ class Stateful:
             agree(self._join(), doing, 0, dict)
 
     def _check_closed(self) -> None:
-        if any(store.opened for store in self._stores()):
+        if any(store.is_unsharded for store in self._stores()):
             raise InputError("state_dict() and load_state_dict() do not work inside full_parameters(): leave it first")
 
     def _stores(self, members: Members | None = None) -> list[Store]:

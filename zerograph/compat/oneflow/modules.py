@@ -14,7 +14,7 @@ from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
 from zerograph.ir.annotate import copy_annotation
 from zerograph.ir.sbp import Sbp, from_dtensor
-from zerograph.runtime.state import Store, close_whole, open_whole, store_of, stores_of
+from zerograph.runtime.state import Store, reshard, store_of, stores_of, unshard
 
 
 def module_to_global(
@@ -35,7 +35,7 @@ def module_to_global(
     for _, name, tensor in held:
         if not isinstance(tensor, nn.Parameter) or (store := store_of(tensor)) is None:
             continue
-        if store.provisional:
+        if store.is_provisional:
             raise ConfigError(
                 f"to_global() on a module whose parameter {name!r} of shape {tuple(tensor.shape)} is split already\n"
                 "Give the module to a graph as it is; a parameter's values: "
@@ -81,16 +81,16 @@ _opened: dict[int, list[Store]] = {}
 def _open(module: nn.Module) -> None:
     # What an earlier call left, that failed halfway.
     _close(module)
-    stores = [store for store in stores_of(module.parameters()) if not store.opened]
+    stores = [store for store in stores_of(module.parameters()) if not store.is_unsharded]
     for store in stores:
-        open_whole(store)
+        unshard(store)
     _opened[id(module)] = stores
 
 
 def _close(module: nn.Module) -> None:
     for store in _opened.pop(id(module), ()):
-        if not store.dissolved:
-            close_whole(store)
+        if not store.is_released:
+            reshard(store)
 
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:

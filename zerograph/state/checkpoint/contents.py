@@ -17,7 +17,7 @@ from zerograph.ir.sbp import Split
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
-from zerograph.runtime.state import Held, Store, in_memory, store_of
+from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
 
 Flat = Callable[[], Tensor]
 
@@ -57,7 +57,7 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(one)) for one in store.parameters]
     _lay(found, store.layout, parameters, store.layout.dtype, read.of(store.flat), mesh)
-    if store.fresh or store.keeper not in named.keepers:
+    if store.fresh or store.optimizer not in named.keepers:
         return found
     for name, spec in store.specs.items():
         held = store.state[name]
@@ -129,7 +129,7 @@ def in_place(
     found: dict[str, Pieces] = {}
     copies: list[tuple[Extent, Tensor]] = []
 
-    def flat(held: Held, names: Sequence[str | None]) -> Flat:
+    def flat(held: TensorOrExtent, names: Sequence[str | None]) -> Flat:
         if isinstance(held, Tensor):
             return _flat(held)
         if not read:
@@ -210,10 +210,10 @@ class _Last:
     """Reads what rests in files: the last one stays, as its boxes are asked for one after the other."""
 
     def __init__(self) -> None:
-        self._held: Held | None = None
+        self._held: TensorOrExtent | None = None
         self._tensor: Tensor | None = None
 
-    def of(self, held: Held) -> Flat:
+    def of(self, held: TensorOrExtent) -> Flat:
         def read() -> Tensor:
             if isinstance(held, Tensor):
                 return held.detach().reshape(-1)

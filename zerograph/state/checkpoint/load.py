@@ -156,15 +156,15 @@ def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> Plan:
     whole = []
     for number, optimizer in enumerate(optimizers):
         saved = _saved_states(reader.index, number)
-        own = [store for store in stores if store.keeper is optimizer]
+        own = [store for store in stores if store.optimizer is optimizer]
         elsewhere = any(
-            (found := store_of(one)) is None or found.provisional or found.keeper not in (None, optimizer)
+            (found := store_of(one)) is None or found.is_provisional or found.optimizer not in (None, optimizer)
             for one in parameters_of(optimizer)
         )
         if elsewhere or not all(_takes(reader, store, optimizer, number, saved) for store in own):
             whole.append(number)
     kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]
-    return Plan([(one, one.keeper in kept) for one in stores], whole)
+    return Plan([(one, one.optimizer in kept) for one in stores], whole)
 
 
 def _takes(

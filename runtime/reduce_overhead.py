@@ -1,8 +1,8 @@
-"""The form of an emitted graph that a step runs: the same operators on the same memory, called with less work.
+"""Reduce the overhead of calling an emitted graph: the same operators on the same memory, with less work per call.
 
-A step on small tensors takes as long as it takes to call its operators. So views of tensors that stay from step to step
-are made once, aliases and views that change no shape are left out, pieces of a fresh tensor are cut by one call, and
-operators are called without Python's wrapper around them. What computes runs as it stands, in the same order.
+A step on small tensors takes as long as its operator calls. Views of tensors that stay from step to step are therefore
+created once; aliases and views that change no shape are left out; pieces of a new tensor are cut by one call; operators
+are called without Python's wrapper. Operators that compute are unchanged, in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerograph.runtime.wire import collectives
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-# Views: what they give follows from shape and strides alone.
+# Views whose result follows from shape and strides alone.
 _VIEWS: frozenset[Any] = frozenset(
     {
         aten.alias.default,
@@ -38,14 +38,14 @@ _VIEWS: frozenset[Any] = frozenset(
         aten.expand.default,
     }
 )
-# They return an argument: its place, or its keyword.
-_PASSED_ON: dict[Any, int | str] = {
+# Operators that return an argument: its index, or its keyword.
+_RETURNED_ARGUMENT: dict[Any, int | str] = {
     c10d.wait_tensor.default: 0,
     c10d.all_gather_into_tensor_out.default: "out",
     collectives.gather_into: 1,
 }
-# Forms of views that Python reaches by a shorter way.
-_SHORTER: dict[Any, Callable[..., Any]] = {
+# Faster spellings of views.
+_FASTER: dict[Any, Callable[..., Any]] = {
     aten.t.default: torch.t,
     aten.transpose.int: torch.transpose,
     aten.permute.default: torch.permute,
@@ -55,18 +55,21 @@ _SHORTER: dict[Any, Callable[..., Any]] = {
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
-def lean(graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> Callable[..., Sequence[Any]]:
-    """Return a function that runs the graph, for inputs of which some are the same tensors in every step.
+def reduce_overhead(graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> Callable[..., Sequence[Any]]:
+    """Return a function that runs the graph with less overhead, given inputs that are the same tensors in every step.
 
     Args:
-        feeds: for each placeholder the tensor that it is always given; None: others come with each step.
+        graph: the emitted graph.
+        feeds: for each placeholder the tensor that it is always given, or None where it changes between steps.
     """
-    leaner = _Leaner(graph, feeds)
-    module = fx.GraphModule(leaner.attributes, leaner.graph)
+    rewritten = _Rewriter(graph, feeds)
+    module = fx.GraphModule(rewritten.attributes, rewritten.graph)
     operators: dict[str, Any] = {}
-    module.graph.on_generate_code(lambda earlier: lambda body: _bound(earlier(body) if earlier else body, operators))
+    module.graph.on_generate_code(
+        lambda earlier: lambda body: _bind_operators(earlier(body) if earlier else body, operators)
+    )
     module.recompile()
-    for name, tensor in leaner.tensors.items():
+    for name, tensor in rewritten.tensors.items():
         # Not as a buffer: torch's modules look those up slowly.
         delattr(module, name)
         vars(module)[name] = tensor
@@ -75,43 +78,44 @@ def lean(graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> Callable[...,
     return function
 
 
-class _Leaner:
-    """Copies a graph node by node; names stay, so that a line that fails leads to the emitted graph's node.
+class _Rewriter:
+    """Copy a graph node by node. Names stay, so a generated line that fails leads to the emitted graph's node.
 
     Attributes:
         graph: the copy.
-        attributes: what it reads of the module that is made of it.
-        tensors: those among them that it reads in every step.
+        attributes: the attributes of the module that ``graph`` reads.
+        tensors: those of ``attributes`` that are the same tensors in every step.
     """
 
     def __init__(self, graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> None:
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = dict(graph.named_children())
         self.tensors: dict[str, Tensor] = {}
-        # By node of the original: its copy, and its tensor where that is the same in every step.
+        # Keys are nodes of the original graph.
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._tensors: dict[fx.Node, Tensor] = {}
+        self._constants: dict[fx.Node, Tensor] = {}
+        # New 1-D tensors of the step.
         self._fresh: set[fx.Node] = set()
         self._returned = set(graph.graph.output_node().all_input_nodes)
         self._original = graph
-        stay = iter(feeds)
+        remaining_feeds = iter(feeds)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
-                feed = next(stay)
+                feed = next(remaining_feeds)
                 if feed is not None:
-                    self._tensors[node] = feed
-            if not self._left_out(node):
+                    self._constants[node] = feed
+            if not self._skip(node):
                 self._copy(node)
 
-    def _left_out(self, node: fx.Node) -> bool:
-        """Return whether the node needs no call of its own in each step; what stands for it is known then."""
+    def _skip(self, node: fx.Node) -> bool:
+        """Return whether the node needs no call in each step: a constant, a copied node or its users replace it."""
         if node.op != "call_function" or node in self._returned:
             return False
         if node.target in _VIEWS:
             (source,) = node.all_input_nodes
-            if source in self._tensors:
+            if source in self._constants:
                 with torch.no_grad():
-                    self._tensors[node] = _called(node, self._tensors[source], *node.args[1:])
+                    self._constants[node] = _evaluate(node, self._constants[source], *node.args[1:])
                 return True
             if source in self._copies and self._is_same(node, source):
                 self._copies[node] = self._copies[source]
@@ -120,7 +124,7 @@ class _Leaner:
                 return True
             return node.target == aten.slice.Tensor and source in self._fresh and all(map(self._is_piece, node.users))
         if node.target == aten.scalar_tensor.default and not any(map(self._may_change, node.users)):
-            self._tensors[node] = _called(node, *node.args)
+            self._constants[node] = _evaluate(node, *node.args)
             return True
         return False
 
@@ -134,20 +138,21 @@ class _Leaner:
                 value = node.meta["val"]
                 target, args, kwargs = torch.as_strided, (source, value.shape, value.stride(), start), {}
         args, kwargs = fx.map_arg((args, kwargs), self._copied)
-        shorter = _SHORTER.get(target, target)
-        self._copies[node] = self.graph.create_node(node.op, shorter, args, kwargs, name=node.name)
+        faster = _FASTER.get(target, target)
+        self._copies[node] = self.graph.create_node(node.op, faster, args, kwargs, name=node.name)
         if node.op == "get_attr":
             self.attributes[str(node.target)] = _attribute(self._original, str(node.target))
-        passed_on = _PASSED_ON.get(target)
-        if passed_on is not None and _input(node, passed_on) in self._tensors:
-            self._tensors[node] = self._tensors[_input(node, passed_on)]
+        returned = _RETURNED_ARGUMENT.get(target)
+        if returned is not None and _argument(node, returned) in self._constants:
+            self._constants[node] = self._constants[_argument(node, returned)]
         if target == aten.empty.memory_format and isinstance(size := node.args[0], (list, tuple)) and len(size) == 1:
             self._fresh.add(node)
 
     def _copied(self, node: fx.Node) -> fx.Node:
+        """Return the copy of a node, or an attribute that holds its constant tensor."""
         if node not in self._copies:
             name = f"{node.name}_of_all_steps"
-            self.attributes[name] = self.tensors[name] = self._tensors[node]
+            self.attributes[name] = self.tensors[name] = self._constants[node]
             self._copies[node] = self.graph.get_attr(name)
         return self._copies[node]
 
@@ -161,7 +166,7 @@ class _Leaner:
         return bool(before.shape == after.shape)
 
     def _is_piece(self, node: fx.Node) -> bool:
-        """Return whether the node only gives a piece of a tensor a shape."""
+        """Return whether the node only reshapes a slice of a 1-D tensor."""
         if node.op != "call_function" or node.target != aten.view.default or node in self._returned:
             return False
         (piece,) = node.all_input_nodes
@@ -169,45 +174,45 @@ class _Leaner:
         return "val" in node.meta and bool(along_first)
 
     def _may_change(self, user: fx.Node) -> bool:
-        """Return whether a user of a tensor may write to it, or give it, or a view of it, to somebody else."""
+        """Return whether a user of a tensor may write to it, or return it or a view of it."""
         target = user.target
         if user.op != "call_function" or not isinstance(target, OpOverload) or user in self._returned:
             return True
         return bool(_torch.written_arguments(user)) or bool(_torch.viewed_arguments(user))
 
 
-def _called(node: fx.Node, *args: Any) -> Tensor:
+def _evaluate(node: fx.Node, *args: Any) -> Tensor:
     operator = node.target
     assert isinstance(operator, OpOverload)
-    found: Tensor = operator(*args, **node.kwargs)
-    return found
+    result: Tensor = operator(*args, **node.kwargs)
+    return result
 
 
-def _input(node: fx.Node, place: int | str) -> fx.Node:
-    """Return an argument of the node, by place or keyword."""
+def _argument(node: fx.Node, place: int | str) -> fx.Node:
+    """Return an argument of the node, by index or keyword."""
     argument = node.kwargs[place] if isinstance(place, str) else node.args[place]
     assert isinstance(argument, fx.Node)
     return argument
 
 
 def _attribute(root: torch.nn.Module, path: str) -> Any:
-    found: Any = root
+    value: Any = root
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
-def _bound(body: list[str], operators: dict[str, Any]) -> list[str]:
-    """Lines of generated code with operators as local names; which are filled into ``operators`` for the module."""
+def _bind_operators(body: list[str], operators: dict[str, Any]) -> list[str]:
+    """Return lines of generated code that call operators by local names; add those to ``operators``."""
 
-    def name(match: re.Match[str]) -> str:
-        space, packet, overload = match.groups()
-        found = getattr(getattr(getattr(torch.ops, space), packet), overload)
-        if not isinstance(found, OpOverload):
+    def bind(match: re.Match[str]) -> str:
+        namespace, packet, overload = match.groups()
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        if not isinstance(operator, OpOverload):
             return match.group()
-        local = f"call_{space}_{packet}_{overload}"
-        operators[local] = _torch.unwrapped(found)
+        local = f"call_{namespace}_{packet}_{overload}"
+        operators[local] = _torch.unwrapped(operator)
         return f"{local}("
 
-    lines = [_CALL.sub(name, line) for line in body]
+    lines = [_CALL.sub(bind, line) for line in body]
     return [*(f"{local} = self.{local}\n" for local in operators), *lines]

@@ -1,4 +1,4 @@
-"""The lean form of a graph computes what the graph does, on the same memory, with fewer calls."""
+"""The low-overhead form of a graph computes what the graph does, on the same memory, with fewer calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.pool import Pool
 from zerograph.runtime.job.messages import Notes
-from zerograph.runtime.lean import lean
+from zerograph.runtime.reduce_overhead import reduce_overhead
 
 aten = torch.ops.aten
 
@@ -38,9 +38,9 @@ def graph() -> fx.GraphModule:
     return traced
 
 
-def test_the_lean_form_computes_the_same_in_every_step(graph: fx.GraphModule) -> None:
+def test_the_low_overhead_form_computes_the_same_in_every_step(graph: fx.GraphModule) -> None:
     plain, bucket = torch.arange(8.0), torch.arange(8.0)
-    run = lean(graph, [bucket, None])
+    run = reduce_overhead(graph, [bucket, None])
     for number in range(3):
         x = torch.full((4, 3), number + 1.0)
         expected, got = graph.forward(plain, x), run(bucket, x)
@@ -49,8 +49,8 @@ def test_the_lean_form_computes_the_same_in_every_step(graph: fx.GraphModule) ->
         assert all(map(torch.equal, got, expected))
 
 
-def test_views_of_what_stays_are_made_once(graph: fx.GraphModule) -> None:
-    module = lean(graph, [torch.arange(8.0), None]).__self__  # type: ignore[attr-defined]
+def test_views_of_constant_feeds_are_created_once(graph: fx.GraphModule) -> None:
+    module = reduce_overhead(graph, [torch.arange(8.0), None]).__self__  # type: ignore[attr-defined]
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     assert aten.slice.Tensor not in targets
     # Pieces of the gradient, which is new in each step, take one call each.
@@ -58,9 +58,9 @@ def test_views_of_what_stays_are_made_once(graph: fx.GraphModule) -> None:
     assert targets.count(aten.scalar_tensor.default) == 1
 
 
-def test_what_a_step_returns_is_a_tensor_of_its_own(graph: fx.GraphModule) -> None:
+def test_each_step_returns_a_new_tensor(graph: fx.GraphModule) -> None:
     bucket = torch.arange(8.0)
-    run = lean(graph, [bucket, None])
+    run = reduce_overhead(graph, [bucket, None])
     (first, _), (second, _) = run(bucket, torch.ones(4, 3)), run(bucket, torch.ones(4, 3))
     assert first is not second
 
