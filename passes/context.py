@@ -108,7 +108,7 @@ class BackendTraits:
     Attributes:
         node_by_node: the backend runs the graph as it is and does not compile it.
         inputs_may_overlap: the backend writes to inputs where the graph does, so an input may be a view of another.
-        exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire.wire``.
+        exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire.selection``.
     """
 
     node_by_node: bool = True

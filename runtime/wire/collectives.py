@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.runtime.wire import direct
-from zerograph.runtime.wire.direct import Line
+from zerograph.runtime.wire.direct import HostGroup
 from zerograph.runtime.wire.peer import INLINE
 
 # Bytes of a sum up to which gloo's all-reduce is about as fast.
@@ -84,15 +84,15 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum in the memory of the contiguous tensor."""
-    line = direct.line(group_name)
-    if line is not None and total.nbytes <= INLINE:
-        work: dist.Work = _SmallSum(line, total)
-    elif line is not None and total.nbytes > _SMALL:
-        work = _LargeSum(line, total.view(-1))
+    host_group = direct.host_group(group_name)
+    if host_group is not None and total.nbytes <= INLINE:
+        work: dist.Work = _SumOfAll(host_group, total)
+    elif host_group is not None and total.nbytes > _SMALL:
+        work = _SumOfPieces(host_group, total.view(-1))
     else:
         all_reduce = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
         assert all_reduce is not None
-        work = all_reduce if line is None else _CheckedWork(line, all_reduce)
+        work = all_reduce if host_group is None else _CheckedWork(host_group, all_reduce)
     _torch.register_works(total, [work])
     return total
 
@@ -108,8 +108,8 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
         outgoing: by place in the group the tensor to send there.
         incoming: by place in the group the tensor that its data fill.
     """
-    if (line := direct.line(group_name)) is not None:
-        _torch.register_works(result, [_DirectExchange(line, outgoing, incoming)])
+    if (host_group := direct.host_group(group_name)) is not None:
+        _torch.register_works(result, [_DirectExchange(host_group, outgoing, incoming)])
         return
     group = _torch.process_group(group_name)
     rank, ranks = group.rank(), group.size()
@@ -129,11 +129,13 @@ class _DirectExchange(dist.Work):
         adds: add what is received to ``incoming``.
     """
 
-    def __init__(self, line: Line, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False) -> None:
+    def __init__(
+        self, host_group: HostGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False
+    ) -> None:
         super().__init__()
-        line.free_places()
+        host_group.free_places()
         self._announcements = []
-        for place, peer in line.others():
+        for place, peer in host_group.others():
             # Both ranks announce once per exchange, so under the same number.
             number = peer.announce(outgoing[place])
             peer.expect(number, incoming[place], adds)
@@ -152,14 +154,14 @@ class _DirectExchange(dist.Work):
         return True
 
 
-class _SmallSum(dist.Work):
+class _SumOfAll(dist.Work):
     """A sum in which each rank receives every rank's tensor and adds them in rank order: the same bits on each."""
 
-    def __init__(self, line: Line, total: Tensor) -> None:
+    def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
-        self._rank, self._total = line.rank, total
-        self._parts = list(total.new_empty((len(line.peers), *total.shape)))  # [ranks][*shape]
-        self._exchange = _DirectExchange(line, [total] * len(line.peers), self._parts)
+        self._rank, self._total = host_group.rank, total
+        self._parts = list(total.new_empty((len(host_group.peers), *total.shape)))  # [ranks][*shape]
+        self._exchange = _DirectExchange(host_group, [total] * len(host_group.peers), self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete."""
@@ -171,26 +173,26 @@ class _SmallSum(dist.Work):
         return True
 
 
-class _LargeSum(dist.Work):
+class _SumOfPieces(dist.Work):
     """A sum in which each rank sums one piece, then reads the other ranks' sums."""
 
-    def __init__(self, line: Line, total: Tensor) -> None:
+    def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
-        self._line, self._pieces = line, total.tensor_split(len(line.peers))
-        self._own = [self._pieces[line.rank]] * len(line.peers)
-        self._reduction = _DirectExchange(line, self._pieces, self._own, adds=True)
+        self._host_group, self._pieces = host_group, total.tensor_split(len(host_group.peers))
+        self._own = [self._pieces[host_group.rank]] * len(host_group.peers)
+        self._reduction = _DirectExchange(host_group, self._pieces, self._own, adds=True)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete and the others have read this rank's piece."""
-        return self._reduction.wait() and _DirectExchange(self._line, self._own, self._pieces).wait()
+        return self._reduction.wait() and _DirectExchange(self._host_group, self._own, self._pieces).wait()
 
 
 class _CheckedWork(dist.Work):
     """A collective of gloo's whose wait checks on the others: gloo waits for a failed rank as for a slow one."""
 
-    def __init__(self, line: Line, work: dist.Work) -> None:
+    def __init__(self, host_group: HostGroup, work: dist.Work) -> None:
         super().__init__()
-        self._line, self._work = line, work
+        self._host_group, self._work = host_group, work
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the collective is complete. ``timeout`` is ignored: the group's own limit holds."""
@@ -201,7 +203,7 @@ class _CheckedWork(dist.Work):
                 if self._work.is_completed():
                     # It failed, or it completed a moment later after all.
                     return self._work.wait()
-            for _, peer in self._line.others():
+            for _, peer in self._host_group.others():
                 peer.check_going_on()
 
 

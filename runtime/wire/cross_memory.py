@@ -1,6 +1,6 @@
-"""One process reads and writes another's memory: Linux's cross memory attach (process_vm_readv(2)).
+"""Read and write the memory of another process with Linux's cross memory attach (process_vm_readv(2)).
 
-The two must be of one user, and kernel and container must allow it: who wants to know tries.
+Both processes must belong to one user, and kernel and container must permit it. Only an attempt tells.
 """
 
 from __future__ import annotations
@@ -10,53 +10,62 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-# One call moves less than two GiB.
-_PIECE = 2**30
+# Bytes per call; the kernel moves less than two GiB.
+_CHUNK = 2**30
 
 _bytes_read = 0
 
 
-class _Extent(ctypes.Structure):
+class _Iovec(ctypes.Structure):
+    """``struct iovec`` of <sys/uio.h>."""
+
     _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
 
 
 def read(pid: int, address: int, into: int, count: int) -> None:
-    """Copy so many bytes from an address in another process to one in this.
+    """Copy bytes from another process.
+
+    Args:
+        pid: the other process.
+        address: the source there.
+        into: the address of the destination here.
+        count: bytes.
 
     Raises:
-        RuntimeError: they cannot be read.
+        RuntimeError: the memory cannot be read.
     """
-    for begin in range(0, count, _PIECE):
-        piece = min(_PIECE, count - begin)
-        near, far = _Extent(into + begin, piece), _Extent(address + begin, piece)
-        moved = _calls()[0](pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)
-        _check(moved, piece, pid, "read")
+    for begin in range(0, count, _CHUNK):
+        chunk = min(_CHUNK, count - begin)
+        local, remote = _Iovec(into + begin, chunk), _Iovec(address + begin, chunk)
+        moved = _calls()[0](pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        _check(moved, chunk, pid, "read")
     count_read(count)
 
 
 def bytes_read() -> int:
-    """Return the number of bytes that this process has got so far from the memory of others."""
+    """Return how many bytes this process has received through memory so far."""
     return _bytes_read
 
 
 def count_read(count: int) -> None:
-    """Count bytes that another process wrote into this one's memory and that have been used."""
+    """Add to :func:`bytes_read` what another process wrote into this one's mailbox."""
     global _bytes_read
     _bytes_read += count
 
 
 def write(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy pieces to another process in one call; who sees a later piece there sees the earlier ones too.
+    """Copy pieces to another process in one call, in order: a reader that sees one piece sees the earlier ones too.
 
     Args:
-        pieces: for each the address there, the address here, and the number of bytes.
+        pid: the other process.
+        pieces: (address there, address here, bytes) of each.
 
     Raises:
-        RuntimeError: they cannot be written.
+        RuntimeError: the memory cannot be written.
     """
-    near = (_Extent * len(pieces))(*(_Extent(here, count) for _, here, count in pieces))
-    far = (_Extent * len(pieces))(*(_Extent(there, count) for there, _, count in pieces))
-    moved = _calls()[1](pid, near, len(pieces), far, len(pieces), 0)
+    local = (_Iovec * len(pieces))(*(_Iovec(here, count) for _, here, count in pieces))
+    remote = (_Iovec * len(pieces))(*(_Iovec(there, count) for there, _, count in pieces))
+    moved = _calls()[1](pid, local, len(pieces), remote, len(pieces), 0)
     _check(moved, sum(count for _, _, count in pieces), pid, "written")
 
 
@@ -68,10 +77,10 @@ def _check(moved: int, count: int, pid: int, done: str) -> None:
 
 @functools.cache
 def _calls() -> tuple[Callable[..., int], Callable[..., int]]:
-    """The C library's process_vm_readv and process_vm_writev."""
+    """Return the C library's process_vm_readv and process_vm_writev."""
     library = ctypes.CDLL(None, use_errno=True)
-    number, extent = ctypes.c_ulong, ctypes.POINTER(_Extent)
+    number, iovec = ctypes.c_ulong, ctypes.POINTER(_Iovec)
     for call in (library.process_vm_readv, library.process_vm_writev):
-        call.argtypes = (ctypes.c_int, extent, number, extent, number, number)
+        call.argtypes = (ctypes.c_int, iovec, number, iovec, number, number)
         call.restype = ctypes.c_ssize_t
     return library.process_vm_readv, library.process_vm_writev

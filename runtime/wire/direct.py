@@ -1,6 +1,6 @@
-"""Which ranks share a host and read each other's memory: one copy by the kernel, where a socket takes two, and its way.
+"""Find the ranks of one host that can read each other's memory: one copy by the kernel, where a socket takes two.
 
-Nothing here overlaps computation: on a CPU the copy takes a core's time on either side.
+Such an exchange does not overlap computation: on a CPU the copy takes a core's time on either side.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ _log = logging.getLogger("zerograph.collectives")
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
-    """The ranks of one group, all on this host.
+class HostGroup:
+    """A process group whose ranks are all on this host.
 
     Attributes:
-        rank: this one's place among them.
-        peers: the others, by their places; at this rank's own it is None.
+        rank: this rank's place in the group.
+        peers: the other ranks by place; None at this rank's own.
     """
 
     rank: int
     peers: tuple[Peer | None, ...]
 
     def free_places(self) -> None:
-        """Return when a further tensor can be announced to each of them.
+        """Wait until another tensor can be announced to each peer.
 
         Raises:
-            RuntimeError: one of them has ended or failed, or does not answer in time.
+            RuntimeError: a peer has ended or failed, or does not answer in time.
         """
         peers = [peer for _, peer in self.others()]
-        # All come here at the same exchange, and each waits for the others to read: so all read first.
+        # All ranks come here at the same exchange and wait for the others to read, so all read first.
         for peer in peers:
             peer.read(peer.place_taken_by())
         for peer in peers:
             peer.wait_read(peer.place_taken_by())
 
     def others(self) -> Iterator[tuple[int, Peer]]:
-        """The others with their places, beginning behind this rank: not all read the same one first."""
+        """Yield the other places and peers, beginning before this rank, so that not all read the same rank first."""
         for step in range(1, len(self.peers)):
             place = (self.rank - step) % len(self.peers)
             peer = self.peers[place]
@@ -65,99 +65,118 @@ class Line:
 
 
 @dataclass(frozen=True, eq=False)
-class _Connected:
-    """What a job has found out.
+class _HostGroups:
+    """The host groups of a job.
 
     Attributes:
-        lines: one for each mesh dimension, None where its ranks are on several hosts or may not read each other's
-            memory.
-        everywhere: none of any rank's is None, but where a mesh dimension is of one rank; equal on all ranks.
+        groups: by mesh dimension; None where its ranks are on several hosts or cannot read each other's memory.
+        everywhere: no rank has None, except along mesh dimensions of size 1. Equal on all ranks.
     """
 
-    lines: tuple[Line | None, ...]
+    groups: tuple[HostGroup | None, ...]
     everywhere: bool
 
 
-_connected: WeakKeyDictionary[Job, _Connected] = WeakKeyDictionary()
-_by_group: WeakValueDictionary[str, Line] = WeakValueDictionary()
+_by_job: WeakKeyDictionary[Job, _HostGroups] = WeakKeyDictionary()
+_by_group_name: WeakValueDictionary[str, HostGroup] = WeakValueDictionary()
 
 
-def line(group_name: str) -> Line | None:
-    """The line that runs over this group, if its ranks read each other's memory."""
-    return _by_group.get(group_name)
+def host_group(group_name: str) -> HostGroup | None:
+    """Return the host group of a process group; None if its ranks do not read each other's memory."""
+    return _by_group_name.get(group_name)
 
 
-def lines(job: Job) -> tuple[Line | None, ...]:
-    """The line of each mesh dimension, if its ranks can read each other's memory. Every rank must call it.
+def host_groups(job: Job) -> tuple[HostGroup | None, ...]:
+    """Return the host group of each mesh dimension, None where its ranks cannot read each other's memory.
+
+    Every rank must call it.
 
     Raises:
         CommunicationError: a rank did not answer.
     """
-    return _found(job).lines
+    return _host_groups(job).groups
 
 
 def everywhere(job: Job) -> bool:
-    """Whether in all lines, those of other ranks too, ranks can read each other's memory. Every rank must call it.
+    """Return whether the ranks of every group, other ranks' groups included, can read each other's memory.
+
+    Every rank must call it.
 
     Raises:
         CommunicationError: a rank did not answer.
     """
-    return _found(job).everywhere
+    return _host_groups(job).everywhere
 
 
-def _found(job: Job) -> _Connected:
-    if job not in _connected:
-        _check_asked()
+def _host_groups(job: Job) -> _HostGroups:
+    if job not in _by_job:
+        _check_variable()
         with explained(job, "finding out which ranks share a host"):
-            _connected[job] = found = _connect(job)
-        for name, one in zip(job.mesh.groups, found.lines, strict=True):
-            # A name may have been that of a group of a world that is gone.
-            _by_group.pop(name, None)
-            if one is not None:
-                _by_group[name] = one
-    return _connected[job]
+            _by_job[job] = _connect(job)
+        for name, group in zip(job.mesh.groups, _by_job[job].groups, strict=True):
+            # A destroyed world may have had a group of this name.
+            _by_group_name.pop(name, None)
+            if group is not None:
+                _by_group_name[name] = group
+    return _by_job[job]
 
 
-def _check_asked() -> None:
-    asked = os.environ.get(_VARIABLE, "")
-    if asked not in ("", "sockets"):
-        raise ConfigError(f"{_VARIABLE} is {asked!r:.60}: there is only 'sockets'; unset, ranks of a host share memory")
+def _check_variable() -> None:
+    value = os.environ.get(_VARIABLE, "")
+    if value not in ("", "sockets"):
+        raise ConfigError(
+            f"{_VARIABLE} is {value!r:.60}: there is only 'sockets'\n"
+            "Without the variable, ranks of one host read each other's memory."
+        )
 
 
-def _connect(job: Job) -> _Connected:
-    hosts = _told(job, _host())
-    groups = [dist.get_process_group_ranks(group) for group in job.lines]
-    near = [len(ranks) > 1 and {hosts[rank] for rank in ranks} == {hosts[job.rank]} != {""} for ranks in groups]
-    shared_hosts = _ranks_by_host(hosts)
-    here = next(ranks for ranks in shared_hosts if job.rank in ranks)
+def _connect(job: Job) -> _HostGroups:
+    """Find the ranks that can read and write each other's memory, and let job notes use their mailboxes."""
+    ranks_by_host = _ranks_by_host(_share(job, _host()))
+    host_ranks = next(ranks for ranks in ranks_by_host if job.rank in ranks)
     peers = {
-        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank)) for rank in here if rank != job.rank
+        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank))
+        for rank in host_ranks
+        if rank != job.rank
     }
-    # What a process that is not the one meant would hardly hold.
+    reached = _reach(job, peers)
+    job.signs.ended |= {rank: peers[rank].has_ended for rank in reached[job.rank]}
+
+    def connected(ranks: Sequence[int]) -> bool:
+        return all(reached[rank] >= set(ranks) - {rank} for rank in ranks)
+
+    groups = tuple(
+        HostGroup(ranks.index(job.rank), tuple(peers.get(rank) for rank in ranks))
+        if len(ranks) > 1 and connected(ranks)
+        else None
+        for ranks in map(dist.get_process_group_ranks, job.lines)
+    )
+    grid = torch.tensor(job.grid, device="cpu")
+    # Of all ranks: a row along each mesh dimension.
+    rows = [row for dim in range(grid.dim()) for row in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()]
+    if all(map(connected, ranks_by_host)) and len(set(map(len, ranks_by_host))) == 1:
+        place = host_ranks.index(job.rank)
+        job.notes.use(peers, host_ranks, sorted(ranks[place] for ranks in ranks_by_host))
+    return _HostGroups(groups, everywhere=all(map(connected, rows)))
+
+
+def _reach(job: Job, peers: Mapping[int, Peer]) -> list[set[int]]:
+    """Return for each rank the ranks whose memory it can read and write. Every rank must call it.
+
+    Args:
+        peers: the other ranks of this host.
+    """
+    # A number that another process is unlikely to hold at this address.
     nonce = torch.tensor([int.from_bytes(os.urandom(7))], device="cpu")
-    # Each of the others writes into a word of its own: who may read need not be allowed to write.
+    # One word for each other rank to write: permission to read does not imply permission to write.
     probes = torch.zeros(job.size, dtype=torch.int64, device="cpu")
-    addresses = {rank: ctypes.addressof(peer.inbox) for rank, peer in peers.items()}
-    told = _told(job, (os.getpid(), nonce.data_ptr(), int(nonce), probes.data_ptr(), addresses))
-    reasons = {rank: _refusal(peer, job.rank, *told[rank]) for rank, peer in peers.items()}
-    reached = {rank for rank, reason in reasons.items() if reason is None}
-    job.signs.ended |= {rank: peers[rank].has_ended for rank in reached}
+    inboxes = {rank: ctypes.addressof(peer.inbox) for rank, peer in peers.items()}
+    addresses = _share(job, (os.getpid(), nonce.data_ptr(), int(nonce), probes.data_ptr(), inboxes))
+    reasons = {rank: _refusal(peer, job.rank, *addresses[rank]) for rank, peer in peers.items()}
     if refused := next(((rank, reason) for rank, reason in reasons.items() if reason is not None), None):
         _log.info("rank %d exchanges tensors over sockets, not through memory: rank %d: %s", job.rank, *refused)
-    mine = [shared and reached >= set(ranks) - {job.rank} for ranks, shared in zip(groups, near, strict=True)]
-    told_mine = _told(job, (mine, reached == set(peers)))
-    everybodys = [lines for lines, _ in told_mine]
-    found = tuple(
-        Line(ranks.index(job.rank), tuple(peers.get(rank) for rank in ranks))
-        if all(everybodys[rank][dim] for rank in ranks)
-        else None
-        for dim, ranks in enumerate(groups)
-    )
-    all_near = all(one or size == 1 for told in everybodys for one, size in zip(told, job.mesh.shape, strict=True))
-    if all(reached_all for _, reached_all in told_mine) and len(set(map(len, shared_hosts))) == 1:
-        place = here.index(job.rank)
-        job.notes.use(peers, here, sorted(ranks[place] for ranks in shared_hosts))
-    return _Connected(found, all_near)
+    # Other ranks use ``nonce`` and ``probes`` until all have come here.
+    return _share(job, {rank for rank, reason in reasons.items() if reason is None})
 
 
 def _ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
@@ -168,17 +187,17 @@ def _ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     return list(ranks.values())
 
 
-def _told(job: Job, mine: T) -> list[T]:
-    """What every rank says; nobody is past this while another may still look at what was said before."""
-    everybodys: list[Any] = [None] * job.size
-    dist.all_gather_object(everybodys, mine, group=job.control)
-    return everybodys
+def _share(job: Job, value: T) -> list[T]:
+    """Return every rank's value. No rank returns before all have called."""
+    values: list[Any] = [None] * job.size
+    dist.all_gather_object(values, value, group=job.control)
+    return values
 
 
 def _host() -> str:
-    """What processes have in common that may be able to read each other's memory; empty where nobody can.
+    """Return a text that is equal for processes that may read each other's memory; empty where that is impossible.
 
-    The words of a mailbox must be seen in the order in which they were written: x86-64 promises that.
+    A mailbox needs its words to be seen in the order in which they were written: x86-64 guarantees that.
     """
     usable = platform.system() == "Linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
     if not usable or os.environ.get(_VARIABLE) == "sockets":
@@ -193,21 +212,26 @@ def _host() -> str:
 def _refusal(
     peer: Peer, rank: int, pid: int, address: int, nonce: int, probes: int, inboxes: Mapping[int, int]
 ) -> str | None:
-    """Return why this process cannot read and write the other's memory: containers and kernels may forbid either.
+    """Return why this process cannot read and write the peer's memory, or None. Containers and kernels may forbid it.
 
     Args:
-        address, nonce: where in the other process this number is. What is found elsewhere is not written to.
-        probes: where in the other process there is a word for each rank.
+        peer: the other rank.
+        rank: this rank.
+        pid: the other process.
+        address: where that process holds ``nonce``. If another number is there, nothing is written.
+        nonce: the number at ``address``.
+        probes: where that process holds an int64 for each rank to write.
+        inboxes: by rank the address of that rank's mailbox in the other process.
     """
-    seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+    word = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         peer.reach(pid, inboxes[rank])
-        peer.copy(address, seen)
-        if int(seen) != nonce:
+        peer.copy(address, word)
+        if int(word) != nonce:
             return f"process {pid} here is another process"
-        word = probes + rank * seen.itemsize
-        cross_memory.write(pid, [(word, seen.data_ptr(), seen.nbytes)])
-        peer.copy(word, seen.zero_())
+        probe = probes + rank * word.itemsize
+        cross_memory.write(pid, [(probe, word.data_ptr(), word.nbytes)])
+        peer.copy(probe, word.zero_())
     except (OSError, RuntimeError) as error:
         return str(error)
-    return None if int(seen) == nonce else f"what was written to process {pid} is not there"
+    return None if int(word) == nonce else f"what was written to process {pid} is not there"

@@ -16,7 +16,7 @@ from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
 from zerograph.ir.memory import profile
-from zerograph.runtime.wire import collectives, wire
+from zerograph.runtime.wire import collectives, selection
 
 RANKS, STEPS = 2, 6
 
@@ -405,7 +405,7 @@ def counted() -> list[dict[str, float]]:
     for stage in range(4):
         step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wire, "exchanges", lambda job: every)
+            patch.setattr(selection, "select_exchanges", lambda job: every)
             step.compile(tokens[:, :-1], tokens[:, 1:])
         with sent() as bytes_sent:
             step(tokens[:, :-1], tokens[:, 1:])

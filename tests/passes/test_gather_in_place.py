@@ -22,7 +22,7 @@ from zerograph.ir.rewrite import emit
 from zerograph.ir.step_graph import nbytes, placeholders
 from zerograph.passes.memory.gather_in_place import gather_in_place
 from zerograph.runtime.state import Store
-from zerograph.runtime.wire import collectives, wire
+from zerograph.runtime.wire import collectives, selection
 
 aten = torch.ops.aten
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -34,14 +34,14 @@ STEPS = 3
 @contextmanager
 def without_rooms() -> Iterator[None]:
     """Nothing gathers into memory that is there."""
-    with patch.object(wire, "exchanges", lambda job: {"all-gather": collectives.gather_pieces}):
+    with patch.object(selection, "select_exchanges", lambda job: {"all-gather": collectives.gather_pieces}):
         yield
 
 
 @contextmanager
 def by_torch() -> Iterator[None]:
     """torch's own collectives."""
-    with patch.object(wire, "exchanges", lambda job: {}):
+    with patch.object(selection, "select_exchanges", lambda job: {}):
         yield
 
 

@@ -1,7 +1,7 @@
 """Bytes on the wire: 2 Psi for data parallel and stages 1 and 2, 3 Psi for stage 3; planned and seen.
 
 With torch's own reductions, which CommDebugMode counts, and with exchanges, whose every message is counted. Torch's
-own gathers are not run: see ``zerograph.runtime.wire.wire``.
+own gathers are not run: see ``zerograph.runtime.wire.selection``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
-from zerograph.runtime.wire import collectives, wire
+from zerograph.runtime.wire import collectives, selection
 
 c10d = torch.ops._c10d_functional
 
@@ -66,7 +66,7 @@ def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
     """(planned collectives, bytes sent by exchanges, messages)."""
     model = make(name)
     every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
-    with patch.object(wire, "exchanges", lambda job: every):
+    with patch.object(selection, "select_exchanges", lambda job: every):
         step = TrainStep(model, adamw(model), stage, bucket_size=8192)
         (x, y), (x2, y2) = batches(name, 2, 12)
         step(part(x), part(y))
@@ -85,7 +85,7 @@ def test_exchanges_send_what_the_collectives_would(pool: Pool, name: str, stage:
 
 def traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str], int]:
     """(planned collectives, bytes seen on the wire, collectives that torch counted, number of buckets)."""
-    with patch.object(wire, "exchanges", lambda job: {"all-gather": collectives.gather_pieces}):
+    with patch.object(selection, "select_exchanges", lambda job: {"all-gather": collectives.gather_pieces}):
         return _traffic(name, stage)
 
 

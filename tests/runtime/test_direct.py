@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.runtime.job.process_group import Job, join
-from zerograph.runtime.wire import collectives, cross_memory, direct, wire
+from zerograph.runtime.wire import collectives, cross_memory, direct, selection
 from zerograph.runtime.wire.cross_memory import bytes_read
 
 c10d = torch.ops._c10d_functional
@@ -29,7 +29,7 @@ MANY = 300
 def connected(timeout: float = 60.0) -> tuple[Job, str]:
     """A job whose ranks read each other's memory, and the name of its group."""
     job = join(timeout)
-    assert direct.lines(job) != (None,), "this machine's ranks cannot read each other's memory"
+    assert direct.host_groups(job) != (None,), "this machine's ranks cannot read each other's memory"
     return job, job.mesh.groups[0]
 
 
@@ -76,9 +76,9 @@ def test_ranks_sum_in_each_others_memory(pool: Pool, ranks: int, shape: tuple[in
 
 
 def kept(job: Job) -> int:
-    (line,) = direct.lines(job)
-    assert line is not None
-    return sum(len(peer._kept) for _, peer in line.others())
+    (group,) = direct.host_groups(job)
+    assert group is not None
+    return sum(len(peer._kept) for _, peer in group.others())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -123,7 +123,7 @@ def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Ten
         before = bytes_read()
         losses = [step(part(x), part(y)) for x, y in batches("gpt_tied", 3, 12)]
         job = join(timeout)
-        assert (direct.lines(job) == (None,)) == sockets
+        assert (direct.host_groups(job) == (None,)) == sockets
     planned = sum(one.bytes for one in step.collectives())
     state = step.state_dict()["modules"]["model"]
     return [*losses, *state.values()], 3 * planned, bytes_read() - before, 0 if sockets else kept(job)
@@ -209,7 +209,7 @@ def over_sockets_where(what: str, error: BaseException | None) -> tuple[bool, li
             step = TrainStep(model, adamw(model), 2, backend="eager", timeout=timeout)
             (data,) = batches("mlp", 1)
             loss = float(step(*map(part, data)))
-            return direct.lines(join(timeout)) == (None,), lines, loss
+            return direct.host_groups(join(timeout)) == (None,), lines, loss
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -234,7 +234,7 @@ def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
 
 def asked_for(value: str) -> str:
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": value}), pytest.raises(zg.ConfigError) as caught:
-        direct.lines(join(62.0))
+        direct.host_groups(join(62.0))
     return str(caught.value)
 
 
@@ -246,9 +246,9 @@ def test_a_wire_that_there_is_not_is_named(pool: Pool) -> None:
 def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: str) -> None:
     file = tmp_path / "wire.json"
     file.write_text(text)
-    assert wire._read(file) is None
+    assert selection._read(file) is None
     file.write_text('["reduce-scatter"]')
-    assert wire._read(file) == ["reduce-scatter"]
+    assert selection._read(file) == ["reduce-scatter"]
 
 
 def hosts_of(size: int) -> Any:
@@ -262,7 +262,7 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
     rank = torch.distributed.get_rank()
     with patch.dict(os.environ, {"RANK": str(rank)}), hosts_of(host):
         job = join(timeout)
-        direct.lines(job)
+        direct.host_groups(job)
     last = job.size - 1
     assert len(job.notes._mailboxes) == (host or job.size) - 1
     equal = [job.notes.compare(number, False) for number in range(MANY)]
@@ -283,7 +283,7 @@ def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int
 def hung_up() -> tuple[str, str]:
     """Return the errors of two comparisons after rank 1 has hung up."""
     job = join(72.5)
-    direct.lines(job)
+    direct.host_groups(job)
     if job.rank == 1:
         job.notes.hang_up()
     told = []

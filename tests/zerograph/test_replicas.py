@@ -13,7 +13,7 @@ import zerograph as zg
 from tests.pool import Pool
 from zerograph.runtime.offload.transfers import write
 from zerograph.runtime.state import Store, in_memory, store_of
-from zerograph.runtime.wire.bits import hashed
+from zerograph.runtime.tensor_hash import hash_bits
 
 
 class Step(zg.ZeroGraph):
@@ -190,22 +190,22 @@ def test_one_bit_changes_a_hash_wherever_it_is(dtype: torch.dtype) -> None:
     size = torch.empty((), dtype=dtype).element_size()
     whole = torch.zeros(13 * size, dtype=torch.uint8)
     tensor = whole.view(dtype)
-    seen = {int(hashed(tensor))}
+    seen = {int(hash_bits(tensor))}
     for at in range(0, len(whole), 3):
         whole[at] = 1
-        seen.add(int(hashed(tensor)))
+        seen.add(int(hash_bits(tensor)))
         whole[at] = 0
     assert len(seen) == 1 + len(range(0, len(whole), 3))
-    assert int(hashed(tensor)) == int(hashed(tensor.clone()))
+    assert int(hash_bits(tensor)) == int(hash_bits(tensor.clone()))
 
 
 def test_a_hash_tells_zeros_and_nans_apart_and_looks_at_values_only() -> None:
     zeros = torch.zeros(4, dtype=torch.float64)
     # Both signs at once: their differences are 2^63 each, which would add up to nothing.
-    assert int(hashed(zeros)) != int(hashed(zeros.copysign(torch.tensor([-1.0, -1.0, 1.0, 1.0]))))
+    assert int(hash_bits(zeros)) != int(hash_bits(zeros.copysign(torch.tensor([-1.0, -1.0, 1.0, 1.0]))))
     quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32).split(1)
-    assert int(hashed(quiet)) != int(hashed(other))
+    assert int(hash_bits(quiet)) != int(hash_bits(other))
     table = torch.arange(12.0).view(3, 4)
-    assert int(hashed(table.t())) == int(hashed(table.t().contiguous()))
-    assert int(hashed(table.view(-1)[1:5])) == int(hashed(torch.arange(1.0, 5.0)))
-    assert int(hashed(torch.empty(0))) == 0
+    assert int(hash_bits(table.t())) == int(hash_bits(table.t().contiguous()))
+    assert int(hash_bits(table.view(-1)[1:5])) == int(hash_bits(torch.arange(1.0, 5.0)))
+    assert int(hash_bits(torch.empty(0))) == 0

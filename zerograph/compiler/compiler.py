@@ -47,7 +47,7 @@ from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.job.process_group import Job, agree, broadcast_from_first, digest, noted
 from zerograph.runtime.relayout import create_store, move, release
 from zerograph.runtime.state import Extents, Store, store_of, stores_of
-from zerograph.runtime.wire import wire
+from zerograph.runtime.wire import selection
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Compiler:
         """
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
-        exchanges = wire.exchanges(job)
+        exchanges = selection.select_exchanges(job)
         compared = compare_inputs(job, batch, doing)
         try:
             with job.signs.busy(f"tracing and rewriting {doing}"):
@@ -118,7 +118,7 @@ class Compiler:
 
         Args:
             batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
-            exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire.wire`.
+            exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire.selection`.
             rank: what ``ZEROGRAPH_DUMP`` files the graphs under; default: its place on the mesh.
             compared: what the ranks know of each other's plain inputs.
 

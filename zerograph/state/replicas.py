@@ -24,7 +24,7 @@ from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explained
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
-from zerograph.runtime.wire.bits import bytes_of, hashed
+from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
 # Bytes of each rank that are compared at a time, once two are known to differ.
 _CHUNK = 1 << 20
@@ -84,7 +84,7 @@ def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str
 
 def _hashes(tensors: Sequence[TensorOrExtent]) -> list[int]:
     """One transfer from each device."""
-    found = [hashed(in_memory(one)) for one in tensors]
+    found = [hash_bits(in_memory(one)) for one in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, one in enumerate(found):
         by_device.setdefault(one.device, []).append(number)
@@ -211,7 +211,7 @@ def host_facts(
 def _words(value: Any) -> str:
     """A value in words that are equal on all ranks for equal ones; of an object no more than its class."""
     if isinstance(value, Tensor):
-        return str(value.tolist()) if value.numel() <= 16 else f"bits {int(hashed(value)):#x}"
+        return str(value.tolist()) if value.numel() <= 16 else f"bits {int(hash_bits(value)):#x}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_words(key)}: {_words(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):

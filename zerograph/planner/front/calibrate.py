@@ -27,7 +27,7 @@ from zerograph.planner.machine import Device, Link, Machine, Rate
 from zerograph.planner.operators import Run
 from zerograph.planner.plan import planned
 from zerograph.runtime.job.process_group import Job, initialise, join
-from zerograph.runtime.wire import wire
+from zerograph.runtime.wire import selection
 
 c10d = torch.ops._c10d_functional
 
@@ -204,7 +204,7 @@ class _Measure:
     def _gather(self, sent: int) -> Callable[..., Any]:
         """What a step gathers with, over all ranks."""
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
-        start = wire.exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
+        start = selection.select_exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
         (group,) = self._job.mesh.groups
 
         def run(wait: bool = True) -> Any:

@@ -1,0 +1,129 @@
+"""Choose between torch's collectives and our exchanges: measured once per machine, cached on disk, decided by rank 0.
+
+Over gloo a gather is always an exchange. With several of ``_c10d_functional``'s all-gathers in flight torch 2.13 writes
+into freed memory: twenty thousand small ones on two ranks end in glibc's "unaligned tcache chunk" or a segmentation
+fault. Its reductions do not, nor does one gather at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph._torch import OpOverload
+from zerograph.base import cache
+from zerograph.runtime.job.process_group import Job, explained
+from zerograph.runtime.wire import collectives, direct
+
+c10d = torch.ops._c10d_functional
+
+# Bytes of the whole tensor: a small bucket and a large one.
+_SIZES = 2**20, 2**23
+# Measured repetitions.
+_REPETITIONS = 4
+
+# Used over gloo in any case.
+_ALWAYS: dict[str, OpOverload] = {
+    "all-gather": collectives.gather_pieces,
+    "all-gather into room": collectives.gather_into,
+}
+# Used where ranks read each other's memory.
+_DIRECT: dict[str, OpOverload] = {
+    "all-reduce": collectives.sum_ranks,
+    "all-reduce in place": collectives.sum_ranks_,
+}
+# Used there too, and elsewhere if measured faster.
+_MEASURED: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
+
+
+def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
+    """Return the exchanges that replace torch's collectives in this job, by kind. Every rank must call it.
+
+    Only gloo's collectives are replaced; NCCL uses the wire better.
+
+    Raises:
+        CommunicationError: measuring failed.
+    """
+    if job.size == 1 or any(group.name() != "gloo" for group in job.lines):
+        return {}
+    # All ranks' groups count: if hosts have differently shaped parts of the mesh, other ranks have other groups.
+    if direct.everywhere(job):
+        return _ALWAYS | _DIRECT | _MEASURED
+    with explained(job, "measuring the wire"):
+        kinds = _faster_kinds(job)
+    return _ALWAYS | {kind: _MEASURED[kind] for kind in kinds}
+
+
+# Shared by the graphs of a process. Weak: a job that has ended frees its groups and their threads.
+_faster_by_job: WeakKeyDictionary[Job, list[str]] = WeakKeyDictionary()
+
+
+def _faster_kinds(job: Job) -> list[str]:
+    """Return the kinds whose exchange is faster, from rank 0's cache file or measured now."""
+    if job not in _faster_by_job:
+        file = _cache_file(job)
+        kinds: list[list[str] | None] = [_read(file) if job.rank == 0 else None]
+        dist.broadcast_object_list(kinds, group_src=0, group=job.control)
+        if kinds[0] is None:
+            kinds = [_measure(job)]
+            dist.broadcast_object_list(kinds, group_src=0, group=job.control)
+            if job.rank == 0:
+                cache.write(file, json.dumps(kinds[0]))
+        assert kinds[0] is not None
+        _faster_by_job[job] = kinds[0]
+    return _faster_by_job[job]
+
+
+def _cache_file(job: Job) -> Path:
+    shape = "x".join(map(str, job.mesh.shape))
+    return cache.folder("wire") / f"{platform.node()}-gloo-{shape}-torch{torch.__version__}.json"
+
+
+def _read(file: Path) -> list[str] | None:
+    """Return the cached kinds; None if there is no file or it is not readable."""
+    try:
+        kinds = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return kinds if isinstance(kinds, list) and all(kind in list(_MEASURED) for kind in kinds) else None
+
+
+def _measure(job: Job) -> list[str]:
+    """Return the kinds whose exchange took less time on this rank, along the longest mesh dimension."""
+    dim = max(range(job.mesh.dims), key=lambda dim: job.mesh.shape[dim])
+    ranks, group = job.mesh.shape[dim], job.mesh.groups[dim]
+    candidates: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "reduce-scatter": (
+            lambda whole: c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
+            lambda whole: collectives.exchange_pieces(whole, ranks, group),
+        ),
+    }
+    faster = []
+    for kind, (collective, exchange) in candidates.items():
+        seconds = [0.0, 0.0]
+        for size in _SIZES:
+            whole = torch.ones(size // 4 // ranks * ranks)
+            for which, run in enumerate((collective, exchange)):
+                seconds[which] += _fastest(job, run, whole)
+        if seconds[1] < seconds[0]:
+            faster.append(kind)
+    return faster
+
+
+def _fastest(job: Job, run: Callable[[Tensor], Tensor], whole: Tensor) -> float:
+    """Return the seconds of the fastest of some runs, after one that is not counted."""
+    seconds = []
+    for _ in range(1 + _REPETITIONS):
+        dist.barrier(job.control)
+        began = time.perf_counter()
+        c10d.wait_tensor(run(whole))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
