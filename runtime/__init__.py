@@ -1,8 +1,14 @@
-"""What runs the step graph. Ships as ``zerograph.runtime``; knows the graph and SBP, never ``ZeroGraph``.
+"""Run the step graph. Ships as ``zerograph.runtime``; knows the graph and SBP, never ``ZeroGraph``.
 
-``process_group``  the processes of a job: joining, leaving, agreeing before anything happens
-``state``          what a rank holds between steps: shards of buckets and of optimizer state
-``parameters``     what a module's parameters look like while their values are split
-``backends``       from a local graph to a callable
-``executor``       one compiled step: feeds it, runs it, explains a collective that failed
+``job``              the processes of a job: joining, comparing notes, liveness
+``wire``             collectives and transports
+``backends``         compile the local graph to a callable
+``executor``         bind a compiled step to tensors, run it, explain failures
+``reduce_overhead``  a form of the graph that is cheaper to call
+``state``            shards of buckets and of optimizer state between steps
+``relayout``         move state between buckets
+``parameters``       parameters whose values are split
+``offload``          tensors in CPU memory or in files
+``checkpoint``       files of a checkpoint
+``find_nonfinite``   find the node that produced a NaN or an infinity
 """

@@ -1,7 +1,8 @@
 """Whether loss and gradients are finite, as one number of the step graph: its *residue*.
 
 The residue is 0 where all of them are finite, and not a number where one is not. It is made by arithmetic alone, so
-that what is not finite can be followed back from it through the graph, operator by operator (``runtime.trace``).
+that what is not finite can be followed back from it through the graph, operator by operator
+(``runtime.find_nonfinite``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.metadata import Role
 from zerograph.ir.step_graph import output_with_role
 from zerograph.runtime.executor import bind
+from zerograph.runtime.find_nonfinite import Cause, NonFiniteSearch
 from zerograph.runtime.job.process_group import explained as exchange_explained
-from zerograph.runtime.trace import Cause, Trace
 
 # The last pass whose graph makes values only: no memory is written twice, and none rests in files.
 _LAST = "loop"
@@ -39,10 +39,10 @@ def explained(
     graph = next(record for record in step.passes if record.name == _LAST).graph
     wanted = output_with_role(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
     assert wanted is not None
-    trace = Trace(graph.graph, wanted)
-    again = bind(job, graph, trace, step.stores, step.lookups, trace.needed)
+    search = NonFiniteSearch(graph.graph, wanted)
+    again = bind(job, graph, search, step.stores, step.lookups, search.needed)
     again(tensors, numbers, seed, f"{doing}, run again to find what is not finite")
-    mine = None if trace.cause is None else (trace.cause, _named(step, names, trace.cause))
+    mine = None if search.cause is None else (search.cause, _named(step, names, search.cause))
     found: list[tuple[Cause, str] | None] = [mine]
     if job.size > 1:
         found = [None] * job.size
@@ -53,7 +53,7 @@ def explained(
 
 def _named(step: CompiledStep, names: Sequence[str], cause: Cause) -> str:
     """The operator, or the parameter, buffer or tensor of the batch, and where in it."""
-    what = cause.what
+    what = cause.source
     if not isinstance(what, Role):
         return what
     if what.kind == "input":
@@ -81,13 +81,14 @@ def _message(found: Sequence[tuple[Cause, str] | None], doing: str, micro_batche
         )
     first = {rank: one for rank, one in enumerate(found) if one is not None and one[0].order == min(orders)}
     cause, name = next(iter(first.values()))
-    if isinstance(cause.what, Role):
+    if isinstance(cause.source, Role):
         lines = [f"{head}: what it is computed from is not"]
         lines += [f"  {one} is {_kind(c)} on rank {rank} ({_counted(c)})" for rank, (c, one) in first.items()]
         return "\n".join([*lines, tail])
-    where, turn = cause.origin, "" if cause.turn is None else f" in micro-batch {cause.turn + 1} of {micro_batches}"
+    where, number = cause.origin, cause.micro_batch
+    micro_batch = "" if number is None else f" in micro-batch {number + 1} of {micro_batches}"
     lines = [
-        f"{head}, first in the {where.phase} of {where.module or 'build()'}{turn}",
+        f"{head}, first in the {where.phase} of {where.module or 'build()'}{micro_batch}",
         f"  {where.source}   {where.code}".rstrip(),
         *(f"  {name} made {_counted(c)} on rank {rank}{_of(c)}" for rank, (c, _) in first.items()),
     ]
@@ -104,8 +105,8 @@ def _counted(cause: Cause) -> str:
 
 
 def _of(cause: Cause) -> str:
-    if cause.of is None:
+    if cause.infinities_from is None:
         return ", of finite ones"
-    of = cause.of
-    what = f"of {of.what}" if isinstance(of.what, Role) else f"of {of.what}, {of.origin.source}"
+    of = cause.infinities_from
+    what = f"of {of.source}" if isinstance(of.source, Role) else f"of {of.source}, {of.origin.source}"
     return f", with the infinities {what}"
