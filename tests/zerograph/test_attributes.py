@@ -168,7 +168,7 @@ def test_what_is_stored_and_read_in_one_step_is_lost_with_a_warning() -> None:
         made.penalty = made(x).square().mean()
         return made(x).mean() + made.penalty
 
-    with pytest.warns(UserWarning, match="stores tensors in model.penalty: behind the step they are not there"):
+    with pytest.warns(UserWarning, match="stores tensors in model.penalty: after the step they are not there"):
         step = as_plain_pytorch(model(), body, [4, 4])
     assert not hasattr(step.model, "penalty")
 

@@ -14,12 +14,16 @@ from zerograph.ir.region import Region
 
 @dataclass
 class Captured:
-    """A traced ``build()``: its graph and how its flat outputs become what the user returned.
+    """A traced ``build()``: its graph, and how the graph's flat outputs become what the user returned.
 
-    ``graph`` takes the roles on its placeholders and returns the user's outputs, then one gradient for each
-    name in ``gradients``; in-place changes of buffers stand at its end as ``copy_`` nodes. ``returned`` has one
-    entry for each leaf of ``output_spec``: the class ``Tensor`` where a tensor goes, else the Python value itself.
-    ``regions`` are what its nodes ``local`` stand for. ``state_changes`` is what it depends on in Python's state.
+    Attributes:
+        graph: its placeholders have roles. It returns the user's outputs, then one gradient for each name in
+            ``gradients``. In-place changes of buffers are ``copy_`` nodes at its end.
+        output_spec: structure of what ``build()`` returned.
+        returned: one entry for each leaf of ``output_spec``: the class ``Tensor`` for a tensor, else the Python value.
+        gradients: names of the parameters that have a gradient.
+        regions: the local regions that the nodes ``local`` refer to.
+        state_changes: what follows from the Python state that ``build()`` changed.
     """
 
     graph: fx.GraphModule

@@ -1,8 +1,8 @@
-"""Operators rewritten during capture because their global meaning hides in a local kernel.
+"""Decompose operators during capture whose kernel on a shard does not compute their global meaning.
 
-A mean over a split dimension is not a mean of means, and a batch norm's statistics are those of the whole
-batch. Written as sums and divisions, such operators need no rule of their own: the sums become partial, and
-the numbers divide by the global count.
+A mean over a split dimension is not a mean of means, and a batch norm's statistics are those of the whole batch. As
+sums and divisions such operators need no rule of their own: the sums become partial, and the divisor is the global
+count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
-    """Decompositions for capture: torch's own where they exist, ours for what they would leave whole.
+    """Return the decompositions for capture: torch's where they exist, ours for what torch does not decompose.
 
     Args:
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
@@ -57,7 +57,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
         aten.multilabel_margin_loss_backward.default: _multilabel_margin_loss_backward,
         aten.rrelu_with_noise_functional.default: _rrelu,
-        # It only reads the status that the kernel returned, and raises.
+        # The operator only reads the kernel's status and raises.
         aten._linalg_check_errors.default: lambda *_, **__: None,
         aten.empty.memory_format: lambda size, *, dtype=None, device=None, **_: torch.full(
             size, 0, dtype=dtype or torch.get_default_dtype(), device=device
@@ -69,7 +69,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.full_like.default: lambda x, fill, **options: _filled_like(fill)(x, **options),
         aten.new_zeros.default: _new_filled(0),
         aten.new_ones.default: _new_filled(1),
-        # Memory that a copy is about to fill: full of something, it needs no rule of its own.
+        # Memory that a copy fills later: as a full tensor it needs no rule of its own.
         aten.new_empty_strided.default: lambda x, size, stride, **options: _new_filled(0)(x, size, **options),
         aten.repeat.default: _repeat,
         aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
@@ -119,7 +119,7 @@ def _mean(x: Tensor, dim: Sequence[int] | int | None, keepdim: bool, dtype: torc
 
 
 def _var_mean(x: Tensor, dim: Sequence[int] | int | None, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Two passes (mean first): the mean of squares minus the squared mean cancels in fp32."""
+    """Compute in two passes: the mean of squares minus the squared mean would cancel in fp32."""
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = _mean(x, dims, True, None)
@@ -135,7 +135,7 @@ def _nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.d
 
 
 def _nll_loss_backward(
-    weighted: Callable[..., Tensor],
+    fallback: Callable[..., Tensor],
     gradient: Tensor,
     x: Tensor,
     target: Tensor,
@@ -144,14 +144,17 @@ def _nll_loss_backward(
     ignored: int,
     total: Tensor,
 ) -> Tensor:
-    """torch's writes -1 at each target and multiplies all classes by the gradient: here each target gets its own."""
+    """Scatter each sample's gradient to its target.
+
+    The decomposition of torch writes -1 at each target and multiplies all classes by the gradient.
+    """
     if weight is not None or x.dim() < 2:
-        return weighted(gradient, x, target, weight, reduction, ignored, total)
-    at = target.unsqueeze(1)
-    valid = at != ignored
+        return fallback(gradient, x, target, weight, reduction, ignored, total)
+    index = target.unsqueeze(1)
+    valid = index != ignored
     each = gradient / total if reduction == _MEAN else gradient.unsqueeze(1) if gradient.dim() else gradient
     values = -torch.where(valid, each, 0)
-    return torch.zeros_like(x).scatter(1, torch.where(valid, at, 0), values)
+    return torch.zeros_like(x).scatter(1, torch.where(valid, index, 0), values)
 
 
 def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
@@ -168,7 +171,7 @@ def _reduced(each: Tensor, reduction: int) -> Tensor:
 
 
 def _unreduced(gradient: Tensor, samples: int, reduction: int) -> Tensor:
-    """The gradient of each sample's loss, from that of their mean or sum."""
+    """Return the gradient of each sample's loss [samples] from the gradient of their mean or sum."""
     return (gradient / samples if reduction == _MEAN else gradient).expand(samples)
 
 
@@ -206,7 +209,7 @@ def _multilabel_margin_loss_backward(
 
 
 def _rrelu(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Any:
-    """In evaluation mode a leaky relu, though the operator is tagged as random."""
+    """Decompose evaluation mode into a leaky relu: the operator is tagged as random."""
     return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise)
 
 
@@ -231,8 +234,8 @@ def _new_filled(fill: float) -> Callable[..., Tensor]:
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
-    """As an expansion, whose dimensions have names."""
+    """Repeat by expanding dimensions of size 1, for which there are rules."""
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
     sizes = list(zip(repeats, shape, strict=True))
-    once = x.reshape([part for _, size in sizes for part in (1, size)])
-    return once.expand([part for pair in sizes for part in pair]).reshape([times * size for times, size in sizes])
+    paired = x.reshape([part for _, size in sizes for part in (1, size)])
+    return paired.expand([part for pair in sizes for part in pair]).reshape([times * size for times, size in sizes])

@@ -1,4 +1,7 @@
-"""What Python code in ``build()`` may branch on or compute with: attributes that a captured graph depends on."""
+"""Guards: values of attributes that Python code in ``build()`` may branch on or compute with.
+
+A captured graph is valid while its guards are equal.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +20,58 @@ _NUMBERS = (bool, int, float, str)
 
 
 class Identity:
-    """An object that equals itself alone, and is alive as long as this; reads alike on all ranks."""
+    """A guard on an object's identity: equal to guards on the same object, which it keeps alive.
 
-    def __init__(self, one: object) -> None:
-        self._one = one
+    Its text is the same on all ranks.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other._one is self._one
+        return isinstance(other, Identity) and other._value is self._value
 
     def __hash__(self) -> int:
-        return id(self._one)
+        return id(self._value)
 
     def __repr__(self) -> str:
-        if isinstance(self._one, Tensor):
-            return f"tensor of shape {tuple(self._one.shape)} and {self._one.dtype}"
-        return str(getattr(self._one, "__qualname__", type(self._one).__qualname__))
+        if isinstance(self._value, Tensor):
+            return f"tensor of shape {tuple(self._value.shape)} and {self._value.dtype}"
+        return str(getattr(self._value, "__qualname__", type(self._value).__qualname__))
 
 
 def module_guards(root: nn.Module) -> tuple[Any, ...]:
-    """Of a module and those inside: classes, modes, numbers and flags, plain tensors, functions, and hooks."""
+    """Return the guards of a module and its submodules: class, mode, numbers, flags, tensors, functions and hooks."""
     return tuple(
-        (name, type(module).__qualname__, (*_own(module), *map(Identity, module_hooks(module))))
+        (name, type(module).__qualname__, (*_attributes_of(module), *map(Identity, module_hooks(module))))
         for name, module in root.named_modules()
     )
 
 
 def build_guards(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
-    """Return the facts of the modules, and of the graph whose ``build`` it is."""
+    """Return the guards of the modules, and of the graph that ``build`` is a method of."""
     owner = getattr(build, "__self__", None)
     return module_guards(root), () if owner is None else attribute_guards(vars(owner))
 
 
-def _own(module: nn.Module) -> Guards:
-    """Return a module's own facts; of a wrapper that tracing sees through none, for they differ between ranks."""
+def _attributes_of(module: nn.Module) -> Guards:
+    """Return a module's guards; none of a wrapper that tracing sees through, whose attributes differ between ranks."""
     return () if is_seen_through(module) else attribute_guards(vars(module), private=True)
 
 
 def attribute_guards(attributes: Mapping[str, Any], *, private: bool = False) -> Guards:
-    """Numbers, flags and tuples of them; tensors and functions, which are others once they are replaced.
+    """Return the guards of attributes: numbers, flags, tuples of them, and the identity of tensors and functions.
 
-    What is in lists, dicts and other objects is left out: those may grow with every step. ``private``: numbers and
-    flags in attributes that begin with an underscore count, too.
+    The contents of lists, dicts and other objects are no guards: they may grow with every step.
+
+    Args:
+        attributes: values by name.
+        private: include numbers and flags in attributes that begin with an underscore.
     """
-    return tuple(_found(attributes, private=private))
+    return tuple(_guards(attributes, private=private))
 
 
-def _found(attributes: Mapping[str, Any], *, private: bool) -> Iterator[tuple[str, Any]]:
+def _guards(attributes: Mapping[str, Any], *, private: bool) -> Iterator[tuple[str, Any]]:
     for name, value in attributes.items():
         if isinstance(value, _NUMBERS):
             if private or name[0] != "_":
@@ -76,4 +85,6 @@ def _found(attributes: Mapping[str, Any], *, private: bool) -> Iterator[tuple[st
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, tuple) and all(one is None or isinstance(one, _NUMBERS) or _is_plain(one) for one in value)
+    return isinstance(value, tuple) and all(
+        entry is None or isinstance(entry, _NUMBERS) or _is_plain(entry) for entry in value
+    )

@@ -1,4 +1,4 @@
-"""What watches ``build()`` while it is traced: an operator learns where it comes from, or is refused."""
+"""Modes around ``build()`` while it is traced: they record where operators come from, and refuse some of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_GRAPH = (
 
 
 class Recorder(_torch.TorchDispatchMode):
-    """Notes each operator's phase, module and source line, and refuses to read values."""
+    """A mode that records each operator's phase, module and source line, and refuses operators that read values."""
 
     def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
         super().__init__()
@@ -37,8 +37,14 @@ class Recorder(_torch.TorchDispatchMode):
         self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and annotate its nodes.
+
+        Raises:
+            CaptureError: it reads values, is a collective, changes a tensor outside the step, or has a result whose
+                shape depends on values.
+        """
         if func is torch.ops.prim.device.default:
-            # Autograd asks twice for each operator: answered here, it does not travel through every mode.
+            # Autograd asks twice for each operator. This answer saves the way through every mode.
             return args[0].device
         if func in _READS_VALUES:
             line, code = source.running_line()
@@ -47,9 +53,9 @@ class Recorder(_torch.TorchDispatchMode):
             raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
         if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
             _refuse_writes_outside(func, args, kwargs or {})
-        with _torch.annotated(self._noted(func)):
+        with _torch.annotated(self._annotations(func)):
             result = func(*args, **(kwargs or {}))
-        if any(isinstance(one, Tensor) and not _is_static(one) for one in pytree.tree_leaves(result)):
+        if any(isinstance(leaf, Tensor) and not _is_static(leaf) for leaf in pytree.tree_leaves(result)):
             line, code = source.running_line()
             raise CaptureError(
                 f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
@@ -57,41 +63,43 @@ class Recorder(_torch.TorchDispatchMode):
             )
         return result
 
-    def _noted(self, func: Any) -> dict[str, Any]:
-        """What the nodes of the running operator are to carry."""
+    def _annotations(self, func: Any) -> dict[str, Any]:
+        """Return the annotations of the running operator's nodes."""
         backward = _torch.backward_sequence_number()
         if backward is None:
-            here = Origin("forward", self._module_path(None), *source.running_line())
-            self._modules[here.source, func][here.module] = None
-            self._forward.setdefault(_torch.forward_sequence_number(), here)
-            return {"origin": here}
-        # Autograd numbers a node once: its backward belongs to the line that made the forward operator.
+            forward = Origin("forward", self._module_path(None), *source.running_line())
+            self._modules[forward.source, func][forward.module] = None
+            self._forward.setdefault(_torch.forward_sequence_number(), forward)
+            return {"origin": forward}
+        # A backward node has the sequence number of its forward operator, and so belongs to its line.
         forward = self._forward.get(backward, Origin("forward"))
-        again = _torch.recomputing_modules()
-        if again is not None:
+        recomputing = _torch.recomputing_modules()
+        if recomputing is not None:
             line, code = source.running_line()
-            module = self._module_path(again) or self._nearest(line, func, forward.module)
+            module = self._module_path(recomputing) or self._nearest(line, func, forward.module)
             forward = Origin("forward", module, line, code)
-        # With create_graph=True, and in a checkpoint, backward makes nodes of its own, whose backward is of the same
-        # line.
+        # With create_graph=True, and in a checkpoint, backward creates autograd nodes, whose backward belongs to the
+        # same line.
         self._forward.setdefault(_torch.forward_sequence_number(), forward)
-        noted = Origin("backward", forward.module, forward.source, forward.code)
-        return {"origin": noted} if again is None else {"origin": noted, "recomputed": True}
+        backward_origin = Origin("backward", forward.module, forward.source, forward.code)
+        return {"origin": backward_origin} if recomputing is None else {"origin": backward_origin, "recomputed": True}
 
     def _nearest(self, line: str, func: Any, module: str) -> str:
-        """Which of the modules that ran ``func`` on the line is nearest to ``module``: a checkpoint calls functions,
-        and does not enter the modules that they belong to."""
-        wanted = module.split(".")
+        """Return the module nearest to ``module`` among those that ran ``func`` on the line.
 
-        def common(one: str) -> int:
-            pairs = zip(one.split("."), wanted, strict=False)
+        A checkpoint calls functions without entering the modules that they belong to.
+        """
+        parts = module.split(".")
+
+        def common(path: str) -> int:
+            pairs = zip(path.split("."), parts, strict=False)
             return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
         return max(self._modules.get((line, func), ()), key=common, default=module)
 
 
 def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
-    """Before a tensor that is no part of the step is changed, which the trace would do once and the step never."""
+    """Refuse a write to a tensor outside the step, which the trace would do once and the step never."""
     for written in _torch.written_tensors(func, args, kwargs):
         if not isinstance(written, _torch.FakeTensor):
             line, code = source.running_line()
@@ -103,9 +111,14 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
 
 
 class NoDataAssignment(TorchFunctionMode):
-    """Refuses ``parameter.data = ...``, which no tracer sees."""
+    """A mode that refuses ``parameter.data = ...``, which no tracer sees."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function.
+
+        Raises:
+            CaptureError: it assigns to ``data``.
+        """
         if func == _SET_DATA:
             line, code = source.running_line()
             raise CaptureError(
@@ -145,12 +158,14 @@ def _is_static(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | None], str]]:
-    """Yields what tells the qualified name of the module whose forward is running, or of the first known of those
-    given."""
+    """Yield a function that returns the qualified name of the module whose forward is running.
+
+    For a sequence of modules it returns the name of the first one inside ``root``, or ``""``.
+    """
     names = {id(module): name for name, module in root.named_modules()}
     stack: list[str] = []
 
-    # A checkpoint enters modules in backward, and leaves them by an exception, of which no hook hears.
+    # A checkpoint enters modules in backward, and leaves them by an exception, which calls no hook.
     def enter(module: nn.Module, _: Any) -> None:
         if _torch.backward_sequence_number() is None:
             stack.append(names.get(id(module), stack[-1] if stack else ""))
@@ -182,7 +197,7 @@ def explained() -> Iterator[None]:
         raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
     except RuntimeError as error:
         if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
-            # Of torch.distributed.nn, under names that a user's module has imported.
+            # From torch.distributed.nn, under names that a user's module has imported.
             raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None
         if "grad can be implicitly created only for scalar outputs" not in str(error):
             raise

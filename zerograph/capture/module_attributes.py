@@ -1,7 +1,7 @@
 """Attributes of modules while ``build()`` is traced: no tensor of a trace stays in one, and none is lost silently.
 
-A trace runs ``build()`` on fake tensors. What it puts into attributes would be fake in all that is called later, so the
-modules get back what they had. A buffer that gets another tensor keeps its values, as a step of plain PyTorch does.
+A trace runs ``build()`` on fake tensors. The tensors that it assigns to attributes are fake, so modules get their
+former attributes back. A buffer that another tensor is assigned to gets the values of that tensor, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,83 +23,91 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class Attributes:
-    """What a graph and its modules hold, as it was when this was made.
+    """The attributes of a graph and its modules, as they were when this was created.
 
     Args:
-        graph: whose ``build()`` is to be traced; None for no graph.
+        graph: the object whose ``build()`` is traced; None for no object.
         root: holds its modules.
-        mode: makes the fake tensors of the trace.
+        mode: the fake mode of the trace's tensors.
     """
 
     def __init__(self, graph: object, root: nn.Module, mode: _torch.FakeTensorMode) -> None:
         self._mode = mode
         self._modules = {name: vars(module) for name, module in root.named_modules()}
         self._graph = {} if graph is None else vars(graph)
+        # Pairs of an attribute dict and its copy; containers in attributes and their copies, by id.
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
-        for held in (self._graph, *self._modules.values()):
-            self._before.append((held, dict(held)))
-            for value in held.values():
-                self._note(value)
+        for attributes in (self._graph, *self._modules.values()):
+            self._before.append((attributes, dict(attributes)))
+            for value in attributes.values():
+                self._copy_contents(value)
 
-    def _note(self, value: Any) -> None:
+    def _copy_contents(self, value: Any) -> None:
         if isinstance(value, _CONTAINERS) and id(value) not in self._contents:
             self._contents[id(value)] = value, value.copy()
-            for one in value.values() if isinstance(value, dict) else value:
-                self._note(one)
+            for entry in value.values() if isinstance(value, dict) else value:
+                self._copy_contents(entry)
 
     @contextlib.contextmanager
-    def given_back(self) -> Iterator[None]:
-        """At the end no attribute holds a tensor of the trace; behind an error they all are as they were."""
+    def restored(self) -> Iterator[None]:
+        """At the end remove tensors of the trace from attributes; after an error restore all attributes."""
         try:
             yield
         except BaseException:
-            self.give_back(everything=True)
+            self.restore(everything=True)
             raise
-        self.give_back()
+        self.restore()
 
-    def give_back(self, but: Sequence[Tensor] = (), *, everything: bool = False) -> None:
-        """A module that holds tensors of the trace gets back what it had; the graph the attributes that hold them.
+    def restore(self, keep: Sequence[Tensor] = (), *, everything: bool = False) -> None:
+        """Restore all attributes of modules that hold tensors of the trace, and those attributes of the graph.
 
-        All of a module's attributes: how long a table is stands beside the table. Others stay as ``build()`` left them,
-        a count of its calls for instance, unless it is to be ``everything``. What holds one of ``but`` stays.
+        A module gets all its attributes back because they belong together, as a table and its length do. Attributes of
+        other modules stay as ``build()`` left them, a count of its calls for instance.
+
+        Args:
+            keep: attributes that hold one of these tensors stay.
+            everything: restore the attributes of all modules.
         """
-        kept = set(map(id, but))
-        stained = {id(held) for held, _ in self._before if next(self._fakes(held), None) is not None}
+        kept = set(map(id, keep))
+        with_fakes = {
+            id(attributes) for attributes, _ in self._before if next(self._fakes(attributes), None) is not None
+        }
         for container, copy in self._contents.values():
-            if (found := set(map(id, self._fakes(container)))) and kept.isdisjoint(found):
+            fakes = set(map(id, self._fakes(container)))
+            if fakes and kept.isdisjoint(fakes):
                 container.clear()
                 container.extend(copy) if isinstance(container, (list, deque)) else container.update(copy)
-        for held, before in self._before:
-            if everything or id(held) in stained:
-                self._give_back(held, before, kept, whole=held is not self._graph)
+        for attributes, before in self._before:
+            if everything or id(attributes) in with_fakes:
+                self._restore(attributes, before, kept, all_names=attributes is not self._graph)
 
-    def _give_back(self, held: dict[str, Any], before: dict[str, Any], kept: set[int], *, whole: bool) -> None:
-        for name in {**held, **before}:
-            fakes = set(map(id, self._fakes(held.get(name))))
-            if kept.isdisjoint(fakes) and (whole or fakes):
+    def _restore(self, attributes: dict[str, Any], before: dict[str, Any], kept: set[int], *, all_names: bool) -> None:
+        for name in {**attributes, **before}:
+            fakes = set(map(id, self._fakes(attributes.get(name))))
+            if kept.isdisjoint(fakes) and (all_names or fakes):
                 if name in before:
-                    held[name] = before[name]
+                    attributes[name] = before[name]
                 else:
-                    held.pop(name, None)
+                    attributes.pop(name, None)
 
-    def left(self) -> dict[str, Tensor]:
-        """The tensors of the trace that are in attributes now, by where they are."""
-        found: dict[str, Tensor] = {}
-        for path, held in (("", self._graph), *self._modules.items()):
-            for name, value in held.items():
+    def traced_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the trace that attributes hold now, by path."""
+        tensors: dict[str, Tensor] = {}
+        for path, attributes in (("", self._graph), *self._modules.items()):
+            for name, value in attributes.items():
                 if name not in ("_parameters", "_modules"):
-                    for one in self._fakes(value):
-                        found.setdefault(".".join(filter(None, (path, name))), one)
-        return found
+                    for tensor in self._fakes(value):
+                        tensors.setdefault(".".join(filter(None, (path, name))), tensor)
+        return tensors
 
     def _fakes(self, value: Any) -> Iterator[Tensor]:
-        """The tensors of the trace in a value, in lists, tuples, sets and dicts among them."""
+        """Yield the tensors of the trace in a value, through lists, tuples, sets and dicts."""
         if isinstance(value, _torch.FakeTensor) and value.fake_mode is self._mode:
             yield value
         elif isinstance(value, (*_CONTAINERS, tuple)):
-            for one in value.values() if isinstance(value, dict) else value:
-                yield from self._fakes(one)
+            for entry in value.values() if isinstance(value, dict) else value:
+                yield from self._fakes(entry)
 
 
 def keep_assigned(
@@ -107,102 +115,111 @@ def keep_assigned(
     parameters: Collection[str],
     buffers: Collection[str],
     aliases: Mapping[str, str],
-    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
 ) -> None:
-    """Write what ``build()`` assigned to buffers into the tensors that stood for them, ``own``.
+    """Copy the tensors that ``build()`` assigned to buffers into the traced buffers.
+
+    Args:
+        root: holds the modules.
+        parameters: names of the parameters.
+        buffers: names of the buffers.
+        aliases: further names of the same tensors, mapped to the names above.
+        state: the traced parameters and buffers, by name.
 
     Raises:
-        CaptureError: what was assigned is no buffer's value, or takes the place of a parameter.
+        CaptureError: ``build()`` assigned something of another shape or dtype, or replaced a parameter.
     """
     assigned: dict[str, Tensor] = {}
     for name in (*parameters, *buffers, *aliases):
         path, _, attribute = name.rpartition(".")
-        module, first = root.get_submodule(path), aliases.get(name, name)
-        now = getattr(module, attribute, None)
-        if now is own[first]:
+        module, first_name = root.get_submodule(path), aliases.get(name, name)
+        value, traced = getattr(module, attribute, None), state[first_name]
+        if value is traced:
             continue
-        if first in parameters or (name in aliases and assigned.get(first) is not now):
+        if first_name in parameters or (name in aliases and assigned.get(first_name) is not value):
             raise CaptureError(
                 f"build() puts another tensor in the place of {name}\n"
                 "Parameters, and buffers that several modules share, stay the tensors that they are: write to a buffer "
                 "with copy_(), compute with another parameter through torch.func.functional_call."
             )
-        old = own[first]
-        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (old.shape, old.dtype):
-            what = f"a tensor of shape {tuple(now.shape)} and {now.dtype}" if isinstance(now, Tensor) else repr(now)
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (traced.shape, traced.dtype):
+            what = repr(value)
+            if isinstance(value, Tensor):
+                what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
             raise CaptureError(
-                f"build() assigns {what:.120} to the buffer {name} of shape {tuple(old.shape)} and {old.dtype}\n"
+                f"build() assigns {what:.120} to the buffer {name} of shape {tuple(traced.shape)} and {traced.dtype}\n"
                 "A step is compiled for one shape and dtype: keep those, or change the buffer outside build()."
             )
-        assigned[first] = now
+        assigned[first_name] = value
     with torch.no_grad():
-        # One may have been assigned another.
+        # Copies first: one buffer may have been assigned to another.
         values = {name: value.detach().clone() for name, value in assigned.items()}
         for name, value in values.items():
-            own[name].copy_(value)
+            state[name].copy_(value)
 
 
-def computed(graph: fx.GraphModule, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Take what is ``left``, the last of the graph's outputs, out of them; returns what depends on the graph's inputs.
+def take_computed(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the graph's last outputs, which are ``stored`` in attributes; return those that depend on inputs.
 
-    The rest are constants, a table that is made once for instance: the graph makes them in each step.
+    The others are constants, a table that is computed once for instance: the graph computes them in each step.
     """
     output = graph.graph.output_node()
     (nodes,) = output.args
     assert isinstance(nodes, (list, tuple))
-    own = len(nodes) - len(left)
-    found = {}
-    for (name, tensor), node in zip(left.items(), nodes[own:], strict=True):
+    count = len(nodes) - len(stored)
+    computed = {}
+    for (name, tensor), node in zip(stored.items(), nodes[count:], strict=True):
         assert isinstance(node, fx.Node)
-        if any(one.op == "placeholder" for one in (node, *ancestors([node]))):
-            found[name] = tensor
-    output.args = (list(nodes[:own]),)
-    for node in dict.fromkeys(nodes[own:]):
+        if any(source.op == "placeholder" for source in (node, *ancestors([node]))):
+            computed[name] = tensor
+    output.args = (list(nodes[:count]),)
+    for node in dict.fromkeys(nodes[count:]):
         assert isinstance(node, fx.Node)
-        _erase_unread(node)
-    return found
+        _erase_unused(node)
+    return computed
 
 
-def _erase_unread(node: fx.Node) -> None:
-    """What nobody reads is not read of an attribute either."""
+def _erase_unused(node: fx.Node) -> None:
+    """Erase a dead node and the get_attr nodes that only it used."""
     sources = node.all_input_nodes
     if not node.users and node.op != "placeholder":
         node.graph.erase_node(node)
         for source in sources:
             if source.op == "get_attr":
-                _erase_unread(source)
+                _erase_unused(source)
 
 
-def refuse_fakes(graph: fx.GraphModule, kept: Mapping[str, Tensor]) -> None:
-    """A graph that computes with a tensor of an earlier trace would compute with nothing.
+def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> None:
+    """Refuse a graph that reads a tensor of an earlier trace, which has no values.
 
     Args:
-        kept: what an earlier trace left in attributes, by name.
+        graph: the graph.
+        stored: tensors that the earlier trace left in attributes, by path.
 
     Raises:
-        CaptureError: it does.
+        CaptureError: the graph reads one.
     """
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target))
         if isinstance(constant, _torch.FakeTensor):
-            where = next((name for name, one in kept.items() if one is constant), None)
-            raise refused(where, constant)
+            path = next((path for path, tensor in stored.items() if tensor is constant), None)
+            raise stored_tensor_read(path, constant)
 
 
-def refused(where: str | None, tensor: Tensor) -> CaptureError:
-    """What is said of a tensor that is to go from step to step in an attribute."""
-    what = f"a tensor of shape {tuple(tensor.shape)}" if where is None else where
+def stored_tensor_read(path: str | None, tensor: Tensor) -> CaptureError:
+    """Return the error for a tensor that one step stores in an attribute and the next one reads."""
+    what = f"a tensor of shape {tuple(tensor.shape)}" if path is None else path
     return CaptureError(
         f"build() reads {what}, which the step before is to leave there: what is computed stays in buffers only\n"
         "Register a buffer in __init__ and write to it with copy_(), or return the tensor and pass it to the next step."
     )
 
 
-def warn_of_lost(kept: Mapping[str, Tensor]) -> None:
-    """Say that what ``build()`` stored is not there behind the step."""
-    if kept:
+def warn_of_lost(stored: Mapping[str, Tensor]) -> None:
+    """Warn that the tensors that ``build()`` stores in attributes are not there after the step."""
+    if stored:
         warnings.warn(
-            f"build() stores tensors in {', '.join(kept)}: behind the step they are not there\n"
+            f"build() stores tensors in {', '.join(stored)}: after the step they are not there\n"
             "Return from build() what is to be read outside.",
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Python state that ``build()`` can change: values in attributes, containers, closures, globals and random generators.
 
-A compiled step does not run ``build()``, so what ``build()`` changes goes on changing only while it is traced. State is
-found before the trace and compared after it; :mod:`zerograph.capture.state_changes` says what follows.
+A compiled step does not run ``build()``, so such values change only while ``build()`` is traced. State is collected
+before the trace and compared after it (:mod:`zerograph.capture.state_changes`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zerograph.capture.guards import attribute_guards
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _CONTAINERS = (dict, list, deque)
-# Containers longer than this count by their length; what lies deeper than this is not looked at; nor is more than this.
-_LONGEST, _DEEPEST, _MOST = 1000, 6, 50_000
+# Longer containers are compared by length only. Nothing nested deeper, and no more values, are compared.
+_MAX_LENGTH, _MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
 _MISSING = "nothing"
 
 Step = tuple[str, Any]
@@ -38,14 +38,14 @@ Step = tuple[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a value is: the steps that lead to it from a root which stays, whatever objects lie between.
+    """Where a value is: the steps that lead to it from a root object, which stays when objects between are replaced.
 
     Attributes:
         root: an object, a dict or the cell of a closure.
-        title: what messages call the root.
+        title: the name of the root in messages.
         steps: ``("attr", name)``, ``("key", key)``, ``("index", number)``, ``("cell", None)``; a last ``("len", None)``
             is the length of a container.
-        own: the root is the graph, one of its modules or an optimizer's group, whose tensors are dealt with elsewhere.
+        own: the root is the graph, one of its modules or an optimizer's group, whose tensors are handled elsewhere.
     """
 
     root: Any
@@ -55,11 +55,12 @@ class Place:
 
     @property
     def key(self) -> Hashable:
+        """Identity of the place."""
         return id(self.root), self.steps
 
     @property
     def name(self) -> str:
-        """What messages call it, ``self.counts['calls']`` for instance."""
+        """Name of the place in messages, ``self.counts['calls']`` for instance."""
         name = self.title
         for kind, key in self.steps:
             if kind == "attr":
@@ -69,8 +70,8 @@ class Place:
         return name
 
     @property
-    def first(self) -> bool:
-        """Whether the root itself holds the value."""
+    def is_in_root(self) -> bool:
+        """True if the root itself holds the value."""
         return len(self.steps) == 1
 
     def holder(self) -> Any:
@@ -83,7 +84,7 @@ class Place:
         return None
 
     def read(self) -> Hashable:
-        """A token of the value now, which equals that of an equal value."""
+        """Return a token of the present value; equal values have equal tokens."""
         value = self.root
         try:
             for step in self.steps:
@@ -98,41 +99,41 @@ def _child(value: Any, step: Step) -> Any:
     if kind == "cell":
         return value.cell_contents
     if kind == "attr":
-        held = getattr(value, "__dict__", {})
-        return held[key] if key in held else getattr(value, key)
+        attributes = getattr(value, "__dict__", {})
+        return attributes[key] if key in attributes else getattr(value, key)
     return value[key]
 
 
 def token(value: Any) -> Hashable:
-    """Return what tells the value from others, equal on all ranks; of objects and tensors only their kind."""
+    """Return a comparable stand-in for the value, equal on all ranks; for objects and tensors only their kind."""
     if isinstance(value, float) and value != value:
         return "float", "nan"
     if isinstance(value, _PLAIN):
         return type(value).__name__, value
     if isinstance(value, (tuple, frozenset, set)):
-        parts = [token(one) for one in value]
+        parts = [token(entry) for entry in value]
         return type(value).__name__, tuple(parts) if isinstance(value, tuple) else frozenset(parts)
     if isinstance(value, itertools.count):
         return "count", repr(value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.size <= _LONGEST:
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.size <= _MAX_LENGTH:
         return "array", str(value.dtype), value.shape, value.tobytes()
     return "object", "FakeTensor" if isinstance(value, FakeTensor) else type(value).__qualname__
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A random generator of Python or numpy as it was.
+    """A random generator of Python or numpy, and its state at one time.
 
     Attributes:
-        state: compares by ``==``.
-        read: gets the state that it has now.
-        put: sets one.
+        state: the state; compares by ``==``.
+        get_state: returns the present state.
+        set_state: sets the state.
     """
 
     state: Any
-    read: Callable[[], Any]
-    put: Callable[[Any], None]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], None]
 
 
 @dataclass
@@ -141,8 +142,8 @@ class Snapshot:
 
     Attributes:
         values: every place with its token, by key.
-        restores: what puts back the entries of a container, by ``id``, or what a root holds, by the place's key.
-        random: every generator, by what messages call it.
+        restores: functions that restore the entries of a container, by ``id``, or a value in a root, by its key.
+        random: every generator, by its name in messages.
     """
 
     values: dict[Hashable, tuple[Place, Hashable]] = field(default_factory=dict)
@@ -150,26 +151,26 @@ class Snapshot:
     random: dict[str, Generator] = field(default_factory=dict)
 
     def restore(self, *, random: bool = True) -> None:
-        """Put back everything that has changed since."""
-        for one in self.restores.values():
-            one()
+        """Restore everything that has changed since; generators only with ``random``."""
+        for restore in self.restores.values():
+            restore()
         for generator in self.random.values() if random else ():
-            generator.put(generator.state)
+            generator.set_state(generator.state)
 
     def changed(self, later: Snapshot) -> list[Place]:
-        """The places whose values differ in a later snapshot; where a container grew only its length."""
+        """Return the places whose values differ in a later snapshot; of a container that grew only its length."""
         places = [
             place
             for key, (place, before) in self.values.items()
             if key in later.values and later.values[key][1] != before
         ]
-        # An attribute or global that is new or gone; of what is in a container the length tells.
-        for one, other in ((self, later), (later, self)):
-            places += [place for key, (place, _) in one.values.items() if key not in other.values and place.first]
+        # Attributes and globals that are new or gone; new entries of a container change its length.
+        for here, other in ((self, later), (later, self)):
+            places += [place for key, (place, _) in here.values.items() if key not in other.values and place.is_in_root]
         return places
 
     def drawn(self, later: Snapshot) -> list[str]:
-        """The generators that have drawn until a later snapshot."""
+        """Return the names of the generators that have drawn before a later snapshot."""
         both = self.random.keys() & later.random.keys()
         return sorted(name for name in both if self.random[name].state != later.random[name].state)
 
@@ -200,43 +201,45 @@ class PythonState:
         self._roots.setdefault((id(root), step), (root, title, step, own))
 
     def snapshot(self) -> Snapshot:
-        """Return everything as it is now."""
+        """Return the present state."""
         walk = _Walk(self._graph)
         for owner, title, private in self._owners:
-            held = vars(owner)
-            walk.taken.restores[id(held)] = _restorer(held)
+            attributes = vars(owner)
+            walk.taken.restores[id(attributes)] = _restorer(attributes)
             if isinstance(owner, nn.Module):
-                # A flag that says that hooks are there goes back together with them.
+                # A flag that hooks are installed is restored together with the hooks.
                 walk.taken.restores |= {id(hooks): _restorer(hooks) for hooks in hook_tables(owner)}
-            guarded = {name for name, _ in attribute_guards(held, private=private)}
-            for name, value in list(held.items()):
-                # Numbers that every step depends on are compared anyway.
+            guarded = {name for name, _ in attribute_guards(attributes, private=private)}
+            for name, value in list(attributes.items()):
+                # Every step compares its guards anyway.
                 if name not in guarded and name not in _MODULES_OWN and not isinstance(value, nn.Module):
-                    walk.visit(Place(owner, title, (("attr", name),), own=True), value, _DEEPEST)
+                    walk.visit(Place(owner, title, (("attr", name),), own=True), value, _MAX_DEPTH)
         for root, title, step, own in self._roots.values():
             with contextlib.suppress(LookupError, AttributeError, ValueError):
-                walk.root(Place(root, title, (step,), own), _child(root, step))
+                walk.visit_root(Place(root, title, (step,), own), _child(root, step))
         _global_random(walk.taken)
         return walk.taken
 
 
-# Held by every module; torch's.
+# Attributes of torch in every module.
 _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class _Walk:
-    """One pass over all state, which fills a snapshot."""
+    """A walk over all state that fills a snapshot."""
 
     def __init__(self, graph: object) -> None:
         self.taken = Snapshot()
         self._graph = graph
         self._seen: set[int] = set()
 
-    def root(self, place: Place, value: Any) -> None:
+    def visit_root(self, place: Place, value: Any) -> None:
+        """Add a value that a root holds, and how to restore it."""
         _remember(place, value, self.taken)
-        self.visit(place, value, _DEEPEST)
+        self.visit(place, value, _MAX_DEPTH)
 
     def visit(self, place: Place, value: Any, depth: int) -> None:
+        """Add a value and everything inside it, to ``depth`` levels."""
         if place.own and isinstance(value, Tensor):
             return
         if (generator := _generator(value)) is not None:
@@ -247,7 +250,7 @@ class _Walk:
         if not nested:
             self.taken.values[place.key] = place, token(value)
             return
-        if id(value) in self._seen or len(self.taken.values) > _MOST:
+        if id(value) in self._seen or len(self.taken.values) > _MAX_VALUES:
             return
         self._seen.add(id(value))
         if isinstance(value, _CONTAINERS):
@@ -261,32 +264,32 @@ class _Walk:
 
 
 def _counted(value: Any, *, own: bool) -> Sequence[Any]:
-    """The entries of a container that count: tensors that modules collect do not."""
+    """Return the entries of a container to count; tensors that modules collect are left out."""
     entries = list(value.values()) if isinstance(value, dict) else list(value)
-    return [one for one in entries if not isinstance(one, Tensor)] if own else entries
+    return [entry for entry in entries if not isinstance(entry, Tensor)] if own else entries
 
 
 def _children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What is inside a container, a tuple of more than plain values, or an object of a user's class."""
+    """Yield what is inside a container, a tuple of more than plain values, or an object of a user's class."""
     if isinstance(value, dict):
-        if len(value) <= _LONGEST:
-            yield from ((("key", key), one) for key, one in value.items())
+        if len(value) <= _MAX_LENGTH:
+            yield from ((("key", key), entry) for key, entry in value.items())
     elif isinstance(value, (list, deque)):
-        if len(value) <= _LONGEST:
-            yield from ((("index", number), one) for number, one in enumerate(value))
+        if len(value) <= _MAX_LENGTH:
+            yield from ((("index", number), entry) for number, entry in enumerate(value))
     elif isinstance(value, tuple):
-        if any(not isinstance(one, _PLAIN) for one in value):
-            yield from ((("index", number), one) for number, one in enumerate(value))
+        if any(not isinstance(entry, _PLAIN) for entry in value):
+            yield from ((("index", number), entry) for number, entry in enumerate(value))
     elif is_users_object(value):
-        held = dict(getattr(value, "__dict__", {}))
+        attributes = dict(getattr(value, "__dict__", {}))
         slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-        held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        yield from ((("attr", name), one) for name, one in held.items())
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        yield from ((("attr", name), attribute) for name, attribute in attributes.items())
 
 
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else [one for one in slots if not one.startswith("__")]
+    return (slots,) if isinstance(slots, str) else [slot for slot in slots if not slot.startswith("__")]
 
 
 def is_users_object(value: Any) -> bool:
@@ -307,15 +310,15 @@ def is_users_module(module: types.ModuleType | None) -> bool:
 
 
 def _remember(place: Place, value: Any, taken: Snapshot) -> None:
-    """Note how to put ``value`` back where a root holds it: into an attribute, a key or a cell."""
+    """Add to the snapshot how to restore ``value`` in a root: in an attribute, a key or a cell."""
     root, (kind, key) = place.root, place.steps[0]
 
     def restore() -> None:
         try:
-            now = _child(root, (kind, key))
+            present = _child(root, (kind, key))
         except (LookupError, AttributeError, ValueError):
-            now = _MISSING
-        if now is value:
+            present = _MISSING
+        if present is value:
             return
         if kind == "cell":
             root.cell_contents = value
@@ -330,7 +333,7 @@ def _remember(place: Place, value: Any, taken: Snapshot) -> None:
 
 
 def _restorer(container: Any) -> Callable[[], None]:
-    """Return what puts back the entries that the dict, list or deque has now."""
+    """Return a function that restores the present entries of the dict, list or deque."""
     entries = dict(container) if isinstance(container, dict) else list(container)
 
     def restore() -> None:
@@ -348,7 +351,7 @@ def _restorer(container: Any) -> Callable[[], None]:
 
 
 class _Reach:
-    """Follows ``build()`` through the functions that it names, and adds their closures, globals and classes."""
+    """A walk from ``build()`` through the functions that it names, which adds their closures, globals and classes."""
 
     def __init__(self, add: Callable[..., None], graph: object, root: nn.Module) -> None:
         self._add = add
@@ -357,25 +360,26 @@ class _Reach:
         self._queue: deque[tuple[types.FunctionType, type | None]] = deque()
 
     def follow(self, build: Callable[..., Any]) -> None:
+        """Walk from ``build``, the modules' ``forward()`` and functions in attributes."""
         self._meet(build, None)
         if self._graph is not None:
             self._meet(getattr(self._graph, "build", None), type(self._graph))
             self._attributes(vars(self._graph))
         for module in self._modules.modules():
             self._meet(vars(module).get("forward"), type(module))
-            # Statically: that of torch.jit's modules is made when it is asked for, of an instance only.
+            # Statically: modules of torch.jit create theirs on access, and only for instances.
             self._meet(inspect.getattr_static(type(module), "forward", None), type(module))
-            self._attributes({name: one for name, one in vars(module).items() if name not in _MODULES_OWN})
+            self._attributes({name: value for name, value in vars(module).items() if name not in _MODULES_OWN})
         while self._queue:
             self._function(*self._queue.popleft())
 
-    def _attributes(self, held: Mapping[str, Any]) -> None:
-        for value in held.values():
+    def _attributes(self, attributes: Mapping[str, Any]) -> None:
+        for value in attributes.values():
             if callable(value) and not isinstance(value, (nn.Module, type)):
                 self._meet(value, None)
 
     def _meet(self, value: Any, owner: type | None) -> None:
-        """Queue the function that is in ``value``, if it is one of the user's."""
+        """Queue the function inside ``value`` if a user wrote it."""
         while not isinstance(value, types.FunctionType):
             if isinstance(value, types.MethodType):
                 value, owner = value.__func__, owner or type(value.__self__)
@@ -415,7 +419,7 @@ class _Reach:
         try:
             value = _child(root, step)
         except ValueError:
-            return  # a cell that is empty yet
+            return  # an empty cell
         if isinstance(value, types.ModuleType):
             if is_users_module(value):
                 for name in names & vars(value).keys():
@@ -430,19 +434,19 @@ class _Reach:
             self._class(type(value), names)
 
     def _class(self, kind: type, names: set[str]) -> None:
-        """Add what the class and those that it derives from hold under one of the names, and follow their methods."""
-        for one in kind.__mro__:
-            if is_users_module(sys.modules.get(one.__module__)):
-                for name in names & vars(one).keys():
-                    value = vars(one)[name]
+        """Add the class attributes, own and inherited, with one of the names, and follow the methods among them."""
+        for base in kind.__mro__:
+            if is_users_module(sys.modules.get(base.__module__)):
+                for name in names & vars(base).keys():
+                    value = vars(base)[name]
                     if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
                         self._meet(value, kind)
                     elif not name.startswith("__") and not isinstance(value, type):
-                        self._add(one, one.__name__, ("attr", name))
+                        self._add(base, base.__name__, ("attr", name))
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes that a function uses, and those inside it."""
+    """Return the names of globals and attributes that a function and the functions inside it use."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -451,34 +455,34 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _generator(value: Any) -> Generator | None:
-    """The state of a random generator of Python or numpy; None of anything else."""
+    """Return a random generator of Python or numpy with its state; None for any other value."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return Generator(value.getstate(), value.getstate, value.setstate)
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.random.RandomState):
-        return _numpys(value.get_state, value.set_state)
+        return _numpy_generator(value.get_state, value.set_state)
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return _numpys(lambda: bits.state, functools.partial(setattr, bits, "state"))
+        return _numpy_generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
     return None
 
 
-def _numpys(read: Callable[[], Any], put: Callable[[Any], None]) -> Generator:
-    return Generator(_comparable(read()), lambda: _comparable(read()), put)
+def _numpy_generator(get_state: Callable[[], Any], set_state: Callable[[Any], None]) -> Generator:
+    return Generator(_comparable(get_state()), lambda: _comparable(get_state()), set_state)
 
 
 def _comparable(state: Any) -> Any:
-    """The same state without arrays, whose ``==`` is an array."""
+    """Return the state with lists for arrays, whose ``==`` is no bool."""
     if isinstance(state, dict):
-        return {key: _comparable(one) for key, one in state.items()}
+        return {key: _comparable(entry) for key, entry in state.items()}
     if isinstance(state, tuple):
-        return tuple(_comparable(one) for one in state)
+        return tuple(_comparable(entry) for entry in state)
     return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _global_random(taken: Snapshot) -> None:
     taken.random["random"] = Generator(random.getstate(), random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
-        taken.random["numpy.random"] = _numpys(numpy.random.get_state, numpy.random.set_state)
+        taken.random["numpy.random"] = _numpy_generator(numpy.random.get_state, numpy.random.set_state)

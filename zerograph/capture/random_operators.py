@@ -1,4 +1,4 @@
-"""Drawing operators rewritten during capture: every random number of a step comes from ``zerograph.ir.random``."""
+"""Rewrite random operators during capture: every random number of a step comes from ``zerograph.ir.random``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ aten = torch.ops.aten
 
 @dataclass
 class Draws:
-    """What one ``build()`` has drawn so far while it is traced.
+    """The random numbers that one trace of ``build()`` has drawn.
 
     Attributes:
-        seed: the graph's input with the seed of the step; known once tracing begins.
-        count: the number that the next drawing operator gets.
+        seed: the graph's input with the seed of the step; None before the trace.
+        count: number of operators that have drawn, and the number of the next one.
     """
 
     seed: Tensor | None = None
     count: int = 0
 
     def uniform(self, size: Sequence[int], device: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers in [0, 1)."""
+        """Draw numbers in [0, 1), a tensor of shape ``size``."""
         assert self.seed is not None
         number, self.count = self.count, self.count + 1
         size, device = list(size), torch.device(device) if device is not None else torch.get_default_device()
@@ -41,26 +41,26 @@ class Draws:
         return drawn
 
     def normal(self, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
-        """Standard normal numbers, after Box and Muller."""
+        """Draw standard normal numbers with the Box-Muller transform."""
         width = torch.float64 if dtype == torch.float64 else torch.float32
         radius = (-2 * torch.log1p(-self.uniform(size, device, width))).sqrt()
         return (radius * (2 * math.pi * self.uniform(size, device, width)).cos()).to(dtype)
 
     def exponential(self, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
-        """Of rate 1, and never 0, whose logarithm a Gumbel softmax would take."""
+        """Draw exponential numbers of rate 1, never 0: a Gumbel softmax takes their logarithm."""
         width, smallest = (torch.float64, 2.0**-54) if dtype == torch.float64 else (torch.float32, 2.0**-25)
         return (-torch.log1p(-self.uniform(size, device, width))).clamp(min=smallest).to(dtype)
 
     def whole_numbers(self, low: int, high: int, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
-        """Each of ``low`` to ``high - 1`` is as likely, up to (high - low) / 2^53."""
+        """Draw integers from ``low`` to ``high - 1``, equally likely up to a relative error of (high - low) / 2^53."""
         if high - low > 2**53:
             refuse("whole numbers from more than 2^53 values", "Draw from a smaller range.")
         drawn = (self.uniform(size, device, torch.float64) * (high - low)).floor()
         return (drawn.to(torch.int64) + low).to(dtype)
 
     @contextmanager
-    def instead_of_torchs(self) -> Iterator[None]:
-        """Inside, the state of torch's generator is ours: ``checkpoint`` restores it before it computes again."""
+    def replacing_torchs(self) -> Iterator[None]:
+        """Replace the state of torch's generator by ``count``: ``checkpoint`` restores it before it recomputes."""
 
         def seeded(seed: Any) -> NoReturn:
             refuse(
@@ -75,7 +75,7 @@ class Draws:
 
 
 def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
-    """For each drawing operator, in the forms that capture meets, what it is in terms of ``draws``."""
+    """Return the decomposition of each random operator into draws, for the overloads that capture meets."""
 
     def bernoulli(x: Tensor, p: float | Tensor) -> Tensor:
         return (draws.uniform(x.shape, x.device) < p).to(x.dtype)
@@ -143,7 +143,7 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
 
     def multinomial(weights: Tensor, count: int, replacement: bool = False) -> Tensor:
         if count == 1 or not replacement:
-            # The first of exponential clocks to ring, as torch does it.
+            # Take the smallest of exponential numbers, as torch does.
             clocks = draws.exponential(weights.shape, weights.device, torch.float64)
             return torch.topk(weights / clocks, count, dim=-1).indices
         sums = weights.double().cumsum(-1)
@@ -157,7 +157,7 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         noise.copy_(slope)
         return x * slope
 
-    found: dict[Any, Callable[..., Any]] = {
+    decompositions: dict[Any, Callable[..., Any]] = {
         aten.bernoulli.default: lambda x: bernoulli(x, x),
         aten.bernoulli.p: bernoulli,
         aten.bernoulli.Tensor: bernoulli,
@@ -190,15 +190,15 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         aten.rrelu_with_noise.default: rrelu,
         aten.rrelu_with_noise_.default: _written(rrelu),
     }
-    for operator, function in list(found.items()):
+    for operator, function in list(decompositions.items()):
         packet, overload = operator.overloadpacket, str(operator).rpartition(".")[2]
         if (name := _WITH_GENERATOR.get(overload, "")) in packet.overloads():
-            found[getattr(packet, name)] = function
-    return {operator: _without_generator(function) for operator, function in found.items()}
+            decompositions[getattr(packet, name)] = function
+    return {operator: _without_generator(function) for operator, function in decompositions.items()}
 
 
 def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The in-place form."""
+    """Return the in-place form."""
 
     def write(x: Tensor, *args: Any) -> Tensor:
         return x.copy_(_laid_out_like(x, function(x, *args)))
@@ -207,7 +207,7 @@ def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _laid_out_like(x: Tensor, value: Tensor) -> Tensor:
-    """``value`` with the strides of ``x`` (transposed, channels last), so that it can stand in its place."""
+    """Return ``value`` with the strides of ``x`` (transposed, channels last), so that it can replace ``x``."""
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     if x.stride() == value.stride() or order == sorted(order):
         return value
@@ -219,8 +219,7 @@ _WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": 
 
 def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        given = generator if generator is not None else next((a for a in args if isinstance(a, torch.Generator)), None)
-        if given is not None:
+        if generator is not None or any(isinstance(argument, torch.Generator) for argument in args):
             refuse("build() draws from a torch.Generator, whose state is no part of the graph", _NO_GENERATOR)
         return function(*args, **kwargs)
 
@@ -244,16 +243,16 @@ _HINTS = {
 
 
 def refuse(what: str, instead: str, where: tuple[str, str] | None = None) -> NoReturn:
-    """Raise about the running line, or the given one."""
+    """Raise a CaptureError with the line ``where``, or the user's running line."""
     line, code = where or source.running_line()
     raise CaptureError(f"{what}\n  {line}   {code}\n{instead}")
 
 
 def refuse_others(graph: fx.Graph) -> None:
-    """Raise if an operator is left that would draw from torch's own generator: ranks and steps would not agree.
+    """Refuse operators that draw from torch's own generator, whose numbers differ between ranks.
 
     Raises:
-        CaptureError: naming the operator and the user's line.
+        CaptureError: there is one; names the operator and the user's line.
     """
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or _draws_nothing(node):
@@ -268,10 +267,10 @@ def refuse_others(graph: fx.Graph) -> None:
 
 
 def _draws_nothing(node: fx.Node) -> bool:
-    """Attention and recurrent kernels are tagged as random, but draw only for their dropout."""
+    """Return True for attention and recurrent kernels without dropout, which are tagged as random."""
     names = [argument.name for argument in _torch.schema_arguments(node.target)]  # type: ignore[arg-type]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    dropout = given.get("dropout_p", given.get("dropout"))
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    dropout = arguments.get("dropout_p", arguments.get("dropout"))
     if "dropout_p" in names or "dropout" in names:
-        return dropout in (None, 0, 0.0) or given.get("train") is False
+        return dropout in (None, 0, 0.0) or arguments.get("train") is False
     return False

@@ -1,13 +1,13 @@
-"""What follows from Python state that ``build()`` changed, and from random numbers of Python and numpy that it drew.
+"""Find what Python state ``build()`` changes, and whether it draws random numbers of Python or numpy.
 
 ``build()`` is traced again, from the state that the first trace left, and the graphs are compared:
 
-* State that the second trace leaves alone was a cache. State that it changes again would go on changing in plain
-  PyTorch: such values become guards, so that the step is compiled again as long as they change, with a warning.
-* Facts of modules and attributes that the first trace changed and the second leaves alone were set up at the first
-  forward: if the graph is the same, the step is kept under the new facts, too.
-* Random numbers are drawn as low, then as high as generators give them. If that makes another graph, the step depends
-  on numbers that would be the same in every step: an error. If not, they serve something else: a warning.
+* State that the second trace does not change is a cache. State that it changes again would go on changing in plain
+  PyTorch: such values become guards, with a warning that the step is compiled again as long as they change.
+* Guards of modules and attributes that only the first trace changed were set up at the first forward. If both graphs
+  are equal, the step is valid under the new guards, too.
+* Random generators are made to yield their lowest, then their highest numbers. If the graphs differ, the step depends
+  on numbers that would be the same in every step, which is an error. If not, the draws only cause a warning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zerograph.errors import CaptureError
 
 @dataclass(frozen=True)
 class StateChanges:
-    """What became of the state that a trace changed.
+    """What follows from the Python state that a trace changed.
 
     Attributes:
         guards: places whose values the graph is valid for; each step compares them.
@@ -48,17 +48,17 @@ class StateChanges:
 
 
 class StateComparison:
-    """Compares the state of Python before and after a trace.
+    """A comparison of Python state before and after a trace.
 
     Args:
-        state: what can be reached.
-        guarded: places that are guards already, by key.
-        facts: reads what every step compares of modules and attributes (:mod:`zerograph.capture.guards`).
+        state: the state that ``build()`` can reach.
+        guarded: places that are guards already.
+        read_guards: returns the guards of modules and attributes (:mod:`zerograph.capture.guards`).
     """
 
-    def __init__(self, state: PythonState, guarded: Iterable[Place], facts: Callable[[], object]) -> None:
-        self._state, self._guarded, self._facts = state, {place.key for place in guarded}, facts
-        self._before, self._facts_before = state.snapshot(), facts()
+    def __init__(self, state: PythonState, guarded: Iterable[Place], read_guards: Callable[[], object]) -> None:
+        self._state, self._guarded, self._read_guards = state, {place.key for place in guarded}, read_guards
+        self._before, self._guards_before = state.snapshot(), read_guards()
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -69,59 +69,66 @@ class StateComparison:
             self._before.restore()
             raise
 
-    def after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> StateChanges:
-        """Find what the trace changed, and what follows.
+    def compare(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> StateChanges:
+        """Return what the trace changed, and what follows.
 
         Args:
             traced: the graph of the trace.
-            again: traces once more, from the state that there is.
+            retrace: traces once more, from the present state.
 
         Raises:
             CaptureError: the graph depends on random numbers of Python or numpy, or on a tensor that a step would
                 leave in a container, closure or global for the next one.
         """
-        settled = self._state_after(traced, again)
-        if settled.guards or self._facts() == self._facts_before:
-            return settled
-        return replace(settled, valid_after_trace=self._valid_after_trace(traced, again))
+        changes = self._state_changes(traced, retrace)
+        if changes.guards or self._read_guards() == self._guards_before:
+            return changes
+        return replace(changes, valid_after_trace=self._is_valid_after_trace(traced, retrace))
 
-    def _valid_after_trace(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> bool:
-        """Return whether the graph is the same for the facts that the trace left, and whether these then stay."""
-        after, left = self._state.snapshot(), self._facts()
+    def _is_valid_after_trace(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> bool:
+        """Return whether a second trace yields the same graph and leaves the guards of the first one unchanged."""
+        after, guards_after = self._state.snapshot(), self._read_guards()
         for generator in self._before.random.values():
-            generator.put(generator.state)
+            generator.set_state(generator.state)
         try:
-            return alike(traced, again()) and self._facts() == left
+            return same_graph(traced, retrace()) and self._read_guards() == guards_after
         finally:
             after.restore()
 
-    def _state_after(self, traced: fx.GraphModule, again: Callable[[], fx.GraphModule]) -> StateChanges:
+    def _state_changes(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> StateChanges:
         after = self._state.snapshot()
         changed, drawn = self._before.changed(after), self._before.drawn(after)
         new = [place for place in changed if place.key not in self._guarded]
         if not new and not drawn:
-            self._take_back_tensors(changed)
+            self._remove_tensors(changed)
             return StateChanges()
-        settled = StateChanges()
+        changes = StateChanges()
         try:
-            told = self._random(drawn, after, again) if drawn else ()
+            draw_warnings = self._check_draws(drawn, after, retrace) if drawn else ()
             if new:
-                settled = self._counted(traced, new, after, again)
+                changes = self._compare_with_retrace(traced, new, after, retrace)
         finally:
             after.restore()
-        lost = self._take_back_tensors(changed)
-        return StateChanges(settled.guards, (*told, *settled.warnings, *lost))
+        lost_warnings = self._remove_tensors(changed)
+        return StateChanges(changes.guards, (*draw_warnings, *changes.warnings, *lost_warnings))
 
-    def _random(self, drawn: Sequence[str], after: Snapshot, again: Callable[[], fx.GraphModule]) -> tuple[str, ...]:
+    def _check_draws(
+        self, drawn: Sequence[str], after: Snapshot, retrace: Callable[[], fx.GraphModule]
+    ) -> tuple[str, ...]:
+        """Return a warning about the generators that the trace drew from.
+
+        Raises:
+            CaptureError: the graph depends on their numbers.
+        """
         self._before.restore()
-        _draw(drawn, self._before, low=True)
-        with lines_that_change(lambda: [self._before.random[name].read() for name in drawn]) as lines:
-            low = again()
+        _set_extreme(drawn, self._before, low=True)
+        with lines_that_change(lambda: [self._before.random[name].get_state() for name in drawn]) as lines:
+            low = retrace()
         self._before.restore()
-        _draw(drawn, after, low=False)
-        high = again()
+        _set_extreme(drawn, after, low=False)
+        high = retrace()
         where = "".join(f"\n  {line}   {code}" for line, code in lines) or f"\n  of {', '.join(drawn)}"
-        if not alike(low, high):
+        if not same_graph(low, high):
             raise CaptureError(
                 f"the step depends on random numbers of Python or numpy that build() draws{where}\n"
                 "They would be drawn once, while the step is traced, and stay the same in every step. Use torch.rand() "
@@ -132,22 +139,23 @@ class StateComparison:
             "They are drawn when the step is compiled, not in every step.",
         )
 
-    def _counted(
-        self, traced: fx.GraphModule, new: Sequence[Place], after: Snapshot, again: Callable[[], fx.GraphModule]
+    def _compare_with_retrace(
+        self, traced: fx.GraphModule, new: Sequence[Place], after: Snapshot, retrace: Callable[[], fx.GraphModule]
     ) -> StateChanges:
+        """Trace again from the state after the first trace, and return what the differences mean."""
         after.restore(random=False)
-        # As the first trace drew them: then the graphs differ by what the state says.
+        # Both traces draw the same random numbers, so that only the state makes the graphs differ.
         for generator in self._before.random.values():
-            generator.put(generator.state)
+            generator.set_state(generator.state)
         with lines_that_change(lambda: [place.read() for place in new]) as lines:
-            second = again()
+            second = retrace()
         _refuse_tensors(second, new)
         changed = after.changed(self._state.snapshot())
-        same = alike(traced, second)
+        same = same_graph(traced, second)
         if not changed and same:
             return StateChanges()
         if not changed:
-            # The first step is another one than those after it, and no more than that.
+            # Only the first step differs from the later ones.
             return StateChanges(tuple(new))
         names = ", ".join(dict.fromkeys(place.name for place in changed))
         where = "".join(f"\n  {line}   {code}" for line, code in lines)
@@ -171,20 +179,20 @@ class StateComparison:
             ),
         )
 
-    def _take_back_tensors(self, changed: Sequence[Place]) -> tuple[str, ...]:
-        """Put back what holds tensors of the trace, which nobody could read after it."""
-        stained = [
+    def _remove_tensors(self, changed: Sequence[Place]) -> tuple[str, ...]:
+        """Restore the places that hold tensors of the trace, which have no values after it; return a warning."""
+        with_tensors = [
             place
             for place in changed
             if not place.own
             and (place.read() == _TENSOR if place.steps[-1][0] != "len" else _holds_tensors(place.holder()))
         ]
-        for place in stained:
-            key = place.key if place.first else id(place.holder())
+        for place in with_tensors:
+            key = place.key if place.is_in_root else id(place.holder())
             self._before.restores.get(key, lambda: None)()
-        if not stained:
+        if not with_tensors:
             return ()
-        names = ", ".join(dict.fromkeys(map(_container, stained)))
+        names = ", ".join(dict.fromkeys(map(_container, with_tensors)))
         return (
             f"build() stores tensors in {names}: after the step they are not there\n"
             "Return from build() what is to be read outside.",
@@ -195,21 +203,21 @@ _TENSOR = ("object", "FakeTensor")
 
 
 def _container(place: Place) -> str:
-    """The name of the container whose length a place is, or of the place."""
+    """Return the name of the container whose length the place is, or of the place itself."""
     return place.name.removeprefix("len(").removesuffix(")") if place.steps[-1][0] == "len" else place.name
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (dict, list, deque, tuple)) and depth:
-        return any(_holds_tensors(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
+        return any(_holds_tensors(entry, depth - 1) for entry in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, _torch.FakeTensor)
 
 
 def _refuse_tensors(graph: fx.GraphModule, places: Sequence[Place]) -> None:
-    """Raise if a graph reads a tensor that the trace before it left.
+    """Refuse a graph that reads a tensor of the trace before it.
 
     Raises:
-        CaptureError: it does.
+        CaptureError: the graph reads one.
     """
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target))
@@ -223,12 +231,12 @@ def _refuse_tensors(graph: fx.GraphModule, places: Sequence[Place]) -> None:
             )
 
 
-def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+def same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
     """Return whether two traces are the same graph, constants included."""
-    if _code(one) != _code(other):
+    if _code(first) != _code(second):
         return False
-    for node in one.graph.find_nodes(op="get_attr"):
-        a, b = getattr(one, str(node.target), None), getattr(other, str(node.target), None)
+    for node in first.graph.find_nodes(op="get_attr"):
+        a, b = getattr(first, str(node.target), None), getattr(second, str(node.target), None)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             fake = isinstance(a, _torch.FakeTensor)
             if (a.shape, a.dtype, fake) != (b.shape, b.dtype, isinstance(b, _torch.FakeTensor)):
@@ -240,36 +248,38 @@ def alike(one: fx.GraphModule, other: fx.GraphModule) -> bool:
 
 
 def _code(graph: fx.GraphModule) -> str:
-    """Its operators and arguments; each trace numbers its local regions anew."""
+    """Return the graph's code without the numbers of local regions, which differ in each trace."""
     return re.sub(r"(zerograph\.local\.default\(.*), \d+\)", r"\1)", graph.code)
 
 
 @contextlib.contextmanager
 def lines_that_change(fingerprint: Callable[[], Any]) -> Iterator[list[tuple[str, str]]]:
-    """Yield a list that gets the user's lines, with their code, during which ``fingerprint()`` changes.
+    """Yield a list that collects the user's lines, with their code, during which ``fingerprint()`` changes.
 
-    A debugger that follows the program is left alone: then there are no lines.
+    It stays empty under a debugger, whose trace function is not replaced.
     """
     lines: list[tuple[str, str]] = []
     if sys.gettrace() is not None:
         yield lines
         return
-    latest: list[Any] = [fingerprint(), None]
+    value = fingerprint()
+    running: tuple[str, int] | None = None
 
     def follow(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal value, running
         if not source.is_users(frame.f_code.co_filename):
             return None
-        now = fingerprint()
-        if now != latest[0]:
-            latest[0] = now
-            if latest[1] is not None and (line := source.described(*latest[1])) not in lines:
+        present = fingerprint()
+        if present != value:
+            value = present
+            if running is not None and (line := source.described(*running)) not in lines:
                 lines.append(line)
         here: FrameType | None = frame
         if event == "return":
             here = frame.f_back
             while here is not None and not source.is_users(here.f_code.co_filename):
                 here = here.f_back
-        latest[1] = None if here is None else (here.f_code.co_filename, here.f_lineno)
+        running = None if here is None else (here.f_code.co_filename, here.f_lineno)
         return follow
 
     sys.settrace(follow)
@@ -279,19 +289,19 @@ def lines_that_change(fingerprint: Callable[[], Any]) -> Iterator[list[tuple[str
         sys.settrace(None)
 
 
-def _draw(drawn: Sequence[str], other: Snapshot, *, low: bool) -> None:
-    """Let generators give their lowest numbers first, or their highest; those of which that is unknown ``other``'s."""
+def _set_extreme(drawn: Sequence[str], snapshot: Snapshot, *, low: bool) -> None:
+    """Make generators yield their lowest or highest numbers next; unknown kinds get the snapshot's state."""
     for name in drawn:
-        generator = other.random[name]
-        generator.put(_extreme(generator.state, low=low))
+        generator = snapshot.random[name]
+        generator.set_state(_extreme(generator.state, low=low))
 
 
-# All ones, before the generator tempers it.
+# The generator's tempering turns this word into all ones.
 _ALL_ONES = 0x12DD9BB3
 
 
 def _extreme(state: Any, *, low: bool) -> Any:
-    """The state of a Mersenne Twister whose next 64 words are all zeros or all ones; another state as it is."""
+    """Return a Mersenne Twister state whose next 64 words are all zeros or all ones; any other state unchanged."""
     words = [0 if low else _ALL_ONES] * 64 + [random.Random(2 * number + low).getrandbits(32) for number in range(560)]
     if isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], tuple) and len(state[1]) == 625:
         return state[0], (*words, 0), None

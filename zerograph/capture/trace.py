@@ -1,11 +1,11 @@
-"""capture: ``build()`` and its ``backward()`` become one functional graph of ATen operators on global tensors."""
+"""Trace ``build()`` and its ``backward()`` into one functional graph of ATen operators on global tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zerograph._torch import pytree
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
+from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.guards import build_guards
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import NoDataAssignment, Recorder, explained, module_paths
@@ -25,14 +26,13 @@ from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
 from zerograph.errors import CaptureError
 from zerograph.ir import finite_check
-from zerograph.ir.alias import base_of, viewed
 from zerograph.ir.functionalize import without_mutation
-from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits, total_norm
-from zerograph.ir.metadata import Role, meta, origin
+from zerograph.ir.gradient_edits import total_norm
+from zerograph.ir.metadata import Role, meta
 from zerograph.ir.region import Region
-from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, restore_origins, writes
+from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, restore_origins
 
-aten = torch.ops.aten
+ParameterGroups = Sequence[tuple[dict[str, Any], Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -45,258 +45,331 @@ class TensorSpec:
     requires_grad: bool = False
 
     def fake(self) -> Tensor:
+        """Return an empty tensor like this; inside a fake mode, a fake one."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-def capture(
-    build: Callable[..., Any],
-    root: nn.Module,
-    parameters: Mapping[str, TensorSpec],
-    buffers: Mapping[str, TensorSpec],
-    aliases: Mapping[str, str],
-    inputs: Sequence[TensorSpec],
-    arrange: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
-    *,
-    train: bool,
-    ranks: int,
-    groups: Sequence[tuple[dict[str, Any], Sequence[str]]] = (),
-    trained: Mapping[str, Collection[str]] | None = None,
-    clip_grad_norm: float | None = None,
-    batch_norm_groups: int = 1,
-    amp_dtype: torch.dtype | None = None,
-    scaled: bool = False,
-    checked: bool = False,
-    guarded: Sequence[Place] = (),
-) -> Captured:
-    """Trace ``build(*args, **kwargs)`` and the ``backward()`` inside it, touching no weight.
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A capture of ``build(*args, **kwargs)`` and the ``backward()`` inside it. It reads and writes no weight.
 
-    Args:
-        build: called with fake tensors of global shape; once, unless its first trace shows that it takes another.
+    Attributes:
+        build: called with fake tensors of global shape, and called again where its first trace shows a need for it.
         root: holds every module that ``build`` uses.
-        parameters: each distinct parameter of ``root`` by qualified name; the graph's first inputs.
-        buffers: likewise, its next inputs.
-        aliases: further names of the same tensors (tied weights), to the name above.
-        inputs: the flat tensors that ``arrange`` makes ``(args, kwargs)`` of.
+        parameters: each distinct parameter of ``root`` by qualified name; the first inputs of the graph.
+        buffers: each distinct buffer by qualified name; the inputs after the parameters.
+        aliases: further names of the same tensors (tied weights), mapped to the names above.
+        inputs: the flat tensors that ``arrange`` turns into ``(args, kwargs)``.
+        arrange: returns ``(args, kwargs)`` of ``build`` for the flat tensors.
         train: optimizers are registered, so some parameter must get a gradient.
-        ranks: into how many parts the batch is cut, on ranks beside each other or micro-batches one after another;
-            only local regions depend on it.
-        groups: the optimizers' parameter groups, each with the names of its parameters: ``zero_grad()`` acts on them.
+        ranks: number of parts that the batch is split into, over ranks and micro-batches; only local regions depend
+            on it.
+        groups: the optimizers' parameter groups, each with the names of its parameters; ``zero_grad()`` acts on them.
         trained: the names of each optimizer's parameters, by the optimizer's name in the graph.
-        clip_grad_norm: clip all gradients together to this norm after ``build()``.
+        clip_grad_norm: the norm that all gradients together are clipped to after ``build()``; None for no clipping.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
-        amp_dtype: compute under ``torch.autocast`` to this dtype; None for as ``build`` says.
+        amp_dtype: the dtype of ``torch.autocast`` around ``build()``; None for none.
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
-        checked: return besides whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
-        guarded: Python state of which the caller traces again when it changes.
-
-    Raises:
-        CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat, runs
-            ``backward()`` on a non-scalar or, with ``train``, not at all, computes with a parameter that belongs to no
-            module of the graph, with what the step before is to leave in an attribute, or with random numbers of Python
-            or numpy.
+        checked: also return whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
+        guarded: places of Python state that are guards already: the caller captures again when one changes.
     """
-    mode = _torch.fake_mode()
-    with mode:
-        state = {name: _parameter(spec) for name, spec in parameters.items()}
-        state |= {name: spec.fake() for name, spec in buffers.items()}
-        for name, fake in state.items():
-            original = root.get_parameter(name) if name in parameters else root.get_buffer(name)
-            _take_over(original, fake)
-            # Weakly: graphs keep their fakes.
-            fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
-        batch = [spec.fake() for spec in inputs]
-        seed = torch.empty((), dtype=torch.int64)
-        device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
-        scale = [torch.empty((), device=device)] if scaled else []
-    drawn = random_operators.Draws()
-    table = decompositions.table(batch_norm_groups) | random_operators.table(drawn)
-    # A region sees one rank's part already.
-    own_table = decompositions.table() | random_operators.table(drawn)
-    gradients: list[str] = []
-    returned: list[Any] = []
-    output_spec: list[pytree.TreeSpec] = []
-    regions: list[Region] = []
-    checks: list[Role] = []
-    held = module_attributes.Attributes(getattr(build, "__self__", None), root, mode)
 
-    def facts_left() -> object:
-        held.give_back()
-        return build_guards(build, root)
+    build: Callable[..., Any]
+    root: nn.Module
+    parameters: Mapping[str, TensorSpec]
+    buffers: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str]
+    inputs: Sequence[TensorSpec]
+    arrange: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    train: bool
+    ranks: int
+    groups: ParameterGroups = ()
+    trained: Mapping[str, Collection[str]] = field(default_factory=dict)
+    clip_grad_norm: float | None = None
+    batch_norm_groups: int = 1
+    amp_dtype: torch.dtype | None = None
+    scaled: bool = False
+    checked: bool = False
+    guarded: Sequence[Place] = ()
 
-    settling = StateComparison(PythonState(build, root, [group for group, _ in groups]), guarded, facts_left)
-    # By attribute, what the trace left there.
-    left_there: dict[str, Tensor] = {}
-    # How often build() calls backward(): known once it has been traced.
-    backwards = [1]
+    def run(self) -> Captured:
+        """Trace ``build()`` and return its graph.
 
-    def replaced(tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        return _torch.with_tensors(root, dict(tensors) | {alias: tensors[name] for alias, name in aliases.items()})
+        Raises:
+            CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat,
+                runs ``backward()`` on a non-scalar or, with ``train``, not at all. Or it computes with a parameter
+                that belongs to no module of the graph, with a tensor that the previous step should have left in an
+                attribute, or with random numbers of Python or numpy.
+        """
+        tracer = _Tracer(self)
+        with tracer.environment():
+            graph, trace, stored = self._traced(tracer)
+            _refuse_foreign_parameters(graph)
+            module_attributes.refuse_fakes(graph, stored)
+            module_attributes.warn_of_lost(stored)
+            state_changes = tracer.python_state.compare(graph, tracer.trial)
+            strip_profiling(graph.graph)
+            keep_first_writes(graph.graph, len(tracer.state))
+            graph = without_mutation(graph)
+        self._name_roles(graph.graph, trace)
+        clean(graph.graph, self.trained)
+        graph.recompile()
+        return Captured(
+            graph, trace.output_spec, tuple(trace.returned), tuple(trace.gradients), tuple(trace.regions), state_changes
+        )
 
-    def step(*tensors: Tensor) -> list[Tensor]:
-        own = dict(zip(state, tensors, strict=False))
-        drawn.seed, *given = tensors[len(own) :]
-        loss_scale = given.pop(0) if scaled else None
-        backward = Backward(device.type, loss_scale, backwards[-1], {n: own[n] for n in parameters}, trained or {})
-        args, kwargs = arrange(given)
-        with (
-            replaced(own),
-            _swapped_groups(groups, own),
-            _torch.replaced_total_norm(total_norm),
-            NoDataAssignment(),
-            module_paths(root) as path,
-            Recorder(path),
-            inside(Capturing(ranks, mode, own_table, drawn, lambda: Recorder(path), replaced, own, regions)),
-            drawn.instead_of_torchs(),
-            backward.instead_of_torchs(),
-            torch.enable_grad(),
-        ):
-            with autocast():
-                flat, spec = pytree.tree_flatten(build(*args, **kwargs))
-            if clip_grad_norm is not None and any(own[name].grad is not None for name in parameters):
-                nn.utils.clip_grad_norm_([own[name] for name in parameters], clip_grad_norm)
-            module_attributes.keep_assigned(root, parameters, buffers, aliases, own)
-        left_there.update(held.left())
-        backwards.append(backward.count)
-        output_spec.append(spec)
-        returned.extend(Tensor if isinstance(value, Tensor) else value for value in flat)
-        left = {name: gradient for name in parameters if (gradient := own[name].grad) is not None}
-        gradients.extend(left)
-        behind = [(found_inf_role(one.optimizer), one.found) for one in backward.overflows]
-        if checked:
-            scalars = [value for value in flat if isinstance(value, Tensor) and not value.dim()]
-            behind += finite_check.residues([*backward.roots, *scalars], backward.checked(left), backward.overflows)
-        checks.extend(found for found, _ in behind)
-        return [
-            *(value.detach() for value in flat if isinstance(value, Tensor)),
-            *left.values(),
-            *(value for _, value in behind),
-            *(value.detach() for value in left_there.values()),
-        ]
-
-    def traced_anew() -> fx.GraphModule:
-        for noted in (gradients, returned, output_spec, regions, checks, left_there):
-            noted.clear()
-        drawn.count = 0
-        for tensor in state.values():
-            tensor.grad = None
-        return _torch.trace(step, inputs_of_step, table)
-
-    def traced_besides() -> fx.GraphModule:
-        """A further trace, of which nothing is left."""
-        noted: tuple[list[Any], ...] = (gradients, returned, output_spec, regions, checks, backwards)
-        before = [list(one) for one in noted]
-        held.give_back()
-        try:
-            other = traced_anew()
-            module_attributes.computed(other, left_there)
-            return other
-        finally:
-            for one, values in zip(noted, before, strict=True):
-                one[:] = values
-
-    def autocast() -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if amp_dtype is None else torch.autocast(device.type, amp_dtype)
-
-    inputs_of_step = [*state.values(), seed, *scale, *batch]
-    with (
-        settling.restored_on_error(),
-        held.given_back(),
-        mode,
-        # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
-        _torch.without_onednn(),
-        _torch.eager_checkpoint_policies(),
-        substituted(),
-        refused_calls(),
-        _torch.compiling(),
-        _torch.preserved_metadata(),
-        explained(),
-    ):
-        traced = traced_anew()
-        if scaled and gradients and not backwards[-1]:
+    def _traced(self, tracer: _Tracer) -> tuple[fx.GraphModule, _Trace, Mapping[str, Tensor]]:
+        """Return the graph, what its trace noted, and the tensors that ``build()`` stores in attributes, by path."""
+        graph, trace = tracer.trace()
+        if self.scaled and trace.gradients and not trace.backward_calls:
             raise CaptureError(
                 "the loss is to be scaled, but build() makes gradients without calling backward()\n"
                 "Call loss.backward(), or set config.grad_scaler to None."
             )
-        if scaled and backwards[-1] > 1:
-            # Gradients were unscaled behind the first backward() of several.
-            held.give_back()
-            traced = traced_anew()
-        if stored := module_attributes.computed(traced, left_there):
-            # Is it read before it is written? Only a step behind another one shows.
-            held.give_back(but=list(stored.values()))
-            traced = _next_step(traced_anew, stored)
-            module_attributes.computed(traced, left_there)
-        if train and not gradients:
+        if self.scaled and trace.backward_calls > 1:
+            # The first trace unscaled the gradients after the first backward() of several.
+            tracer.attributes.restore()
+            graph, trace = tracer.trace()
+        stored = module_attributes.take_computed(graph, trace.attributes)
+        if stored:
+            # A trace of the next step shows whether build() reads them before it writes them.
+            tracer.attributes.restore(keep=list(stored.values()))
+            graph, trace = _next_step(tracer, stored)
+            module_attributes.take_computed(graph, trace.attributes)
+        if self.train and not trace.gradients:
             raise CaptureError(
                 "an optimizer is registered, but build() gave no parameter a gradient\n"
                 "Call loss.backward() inside build(), on a loss that depends on the model's parameters."
             )
-        _refuse_foreign_parameters(traced)
-        module_attributes.refuse_fakes(traced, stored)
-        module_attributes.warn_of_lost(stored)
-        settled = settling.after(traced, traced_besides)
-        _strip_profiling(traced.graph)
-        _write_once(traced.graph, len(state))
-        graph = without_mutation(traced)
-    roles = [Role("parameter", name) for name in parameters] + [Role("buffer", name) for name in buffers]
-    roles += [Role("seed", "seed"), *([Role("scaler", "scale")] if scaled else [])]
-    _name_roles(graph, roles, [*(Role("gradient", name) for name in gradients), *checks])
-    random_operators.refuse_others(graph.graph)
-    _drop_restored(graph.graph)
-    _refuse_changed_parameters(graph.graph)
-    _strip_detaches(graph.graph)
-    mark_edits(graph.graph)
-    join_mixed_overflows(graph.graph, trained or {})
-    _cancel_views(graph.graph)
-    _strip_copies(graph.graph)
-    _drop_unused_seed(graph.graph)
-    _own_outputs(graph.graph)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return Captured(graph, output_spec[0], tuple(returned), tuple(gradients), tuple(regions), settled)
+        return graph, trace, stored
+
+    def _name_roles(self, graph: fx.Graph, trace: _Trace) -> None:
+        """Set the roles of inputs and outputs, and the origins of all nodes."""
+        inputs = [Role("parameter", name) for name in self.parameters] + [Role("buffer", name) for name in self.buffers]
+        inputs += [Role("seed", "seed"), *([Role("scaler", "scale")] if self.scaled else [])]
+        for index, node in enumerate(placeholders(graph)):
+            meta(node)["role"] = inputs[index] if index < len(inputs) else Role("input", str(index - len(inputs)))
+        last_outputs = [*(Role("gradient", name) for name in trace.gradients), *trace.checks]
+        outputs = len(output_nodes(graph)) - len(last_outputs)
+        meta(graph.output_node())["roles"] = [*(Role("output", str(i)) for i in range(outputs)), *last_outputs]
+        restore_origins(graph)
 
 
-def _next_step(trace: Callable[[], fx.GraphModule], stored: Mapping[str, Tensor]) -> fx.GraphModule:
-    """The graph of a step that finds what the one before has ``stored``.
+@dataclass
+class _Trace:
+    """What one trace of ``build()`` yields besides its graph.
+
+    Attributes:
+        output_spec: structure of what ``build()`` returned.
+        returned: its leaves; the class ``Tensor`` stands for a tensor.
+        gradients: names of the parameters that have a gradient.
+        checks: roles of the outputs after the gradients: overflow flags and residues.
+        regions: local regions that ``build()`` called.
+        attributes: tensors of the trace that ``build()`` left in attributes, by path.
+        backward_calls: number of calls of ``backward()``.
+    """
+
+    output_spec: Any = None
+    returned: list[Any] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    checks: list[Role] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    attributes: dict[str, Tensor] = field(default_factory=dict)
+    backward_calls: int = 1
+
+
+class _Tracer:
+    """The fake tensors of a capture, and traces of ``build()`` on them.
+
+    Attributes:
+        state: the fake parameters and buffers, by name.
+        attributes: what attributes of the graph and its modules held before.
+        python_state: the rest of the Python state that ``build()`` can reach, as it was before.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._mode = _torch.fake_mode()
+        with self._mode:
+            self.state = {name: _parameter(spec) for name, spec in capture.parameters.items()}
+            self.state |= {name: spec.fake() for name, spec in capture.buffers.items()}
+            for name, fake in self.state.items():
+                is_parameter = name in capture.parameters
+                original = capture.root.get_parameter(name) if is_parameter else capture.root.get_buffer(name)
+                _copy_attributes(original, fake)
+                # Weakly: graphs keep their fakes.
+                fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
+            batch = [spec.fake() for spec in capture.inputs]
+            seed = torch.empty((), dtype=torch.int64)
+            self._device = next((tensor.device for tensor in self.state.values()), torch.device("cpu"))
+            scale = [torch.empty((), device=self._device)] if capture.scaled else []
+        self._inputs = [*self.state.values(), seed, *scale, *batch]
+        self._draws = random_operators.Draws()
+        self._table = decompositions.table(capture.batch_norm_groups) | random_operators.table(self._draws)
+        # A local region computes on one rank's part: there batch norm has one group.
+        self._region_table = decompositions.table() | random_operators.table(self._draws)
+        self._backward_calls = 1
+        self.attributes = module_attributes.Attributes(
+            getattr(capture.build, "__self__", None), capture.root, self._mode
+        )
+        self.python_state = StateComparison(
+            PythonState(capture.build, capture.root, [group for group, _ in capture.groups]),
+            capture.guarded,
+            self._read_guards,
+        )
+
+    def _read_guards(self) -> object:
+        self.attributes.restore()
+        return build_guards(self._capture.build, self._capture.root)
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Set up everything that traces need; at the end put back the Python state that must not stay."""
+        with (
+            self.python_state.restored_on_error(),
+            self.attributes.restored(),
+            self._mode,
+            # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
+            _torch.without_onednn(),
+            _torch.eager_checkpoint_policies(),
+            substituted(),
+            refused_calls(),
+            _torch.compiling(),
+            _torch.preserved_metadata(),
+            explained(),
+        ):
+            yield
+
+    def trace(self) -> tuple[fx.GraphModule, _Trace]:
+        """Trace ``build()``; later traces expect as many calls of ``backward()``."""
+        graph, trace = self._trace()
+        self._backward_calls = trace.backward_calls
+        return graph, trace
+
+    def trial(self) -> fx.GraphModule:
+        """Trace ``build()`` from the present Python state, to compare the graph with another one."""
+        self.attributes.restore()
+        graph, trace = self._trace()
+        module_attributes.take_computed(graph, trace.attributes)
+        return graph
+
+    def _trace(self) -> tuple[fx.GraphModule, _Trace]:
+        trace = _Trace()
+        self._draws.count = 0
+        for tensor in self.state.values():
+            tensor.grad = None
+        return _torch.trace(lambda *tensors: self._step(trace, tensors), self._inputs, self._table), trace
+
+    def _step(self, trace: _Trace, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run ``build()`` on the tensors that the tracer follows; return outputs, gradients, checks and attributes."""
+        capture = self._capture
+        state = dict(zip(self.state, tensors, strict=False))
+        self._draws.seed, *inputs = tensors[len(state) :]
+        parameters = {name: state[name] for name in capture.parameters}
+        loss_scale = inputs.pop(0) if capture.scaled else None
+        backward = Backward(self._device.type, loss_scale, self._backward_calls, parameters, capture.trained)
+        args, kwargs = capture.arrange(inputs)
+        with self._inside_build(trace, state, backward):
+            with self._autocast():
+                leaves, trace.output_spec = pytree.tree_flatten(capture.build(*args, **kwargs))
+            if capture.clip_grad_norm is not None and any(tensor.grad is not None for tensor in parameters.values()):
+                nn.utils.clip_grad_norm_(list(parameters.values()), capture.clip_grad_norm)
+            module_attributes.keep_assigned(capture.root, capture.parameters, capture.buffers, capture.aliases, state)
+        trace.attributes = self.attributes.traced_tensors()
+        trace.backward_calls = backward.calls
+        trace.returned = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        gradients = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
+        trace.gradients = list(gradients)
+        checks = [(found_inf_role(overflow.optimizer), overflow.flag) for overflow in backward.overflows]
+        if capture.checked:
+            scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.dim()]
+            losses, updating = [*backward.roots, *scalars], backward.checked_gradients(gradients)
+            checks += finite_check.residues(losses, updating, backward.overflows)
+        trace.checks = [role for role, _ in checks]
+        return [
+            *(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)),
+            *gradients.values(),
+            *(value for _, value in checks),
+            *(tensor.detach() for tensor in trace.attributes.values()),
+        ]
+
+    @contextlib.contextmanager
+    def _inside_build(self, trace: _Trace, state: dict[str, Tensor], backward: Backward) -> Iterator[None]:
+        """Replace parameters, buffers and the parts of torch that a trace handles itself."""
+        capture = self._capture
+        with (
+            self._replaced(state),
+            _swapped_groups(capture.groups, state),
+            _torch.replaced_total_norm(total_norm),
+            NoDataAssignment(),
+            module_paths(capture.root) as path,
+            Recorder(path),
+            inside(
+                Capturing(
+                    capture.ranks,
+                    self._mode,
+                    self._region_table,
+                    self._draws,
+                    lambda: Recorder(path),
+                    self._replaced,
+                    state,
+                    trace.regions,
+                )
+            ),
+            self._draws.replacing_torchs(),
+            backward.replacing_torchs(),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def _replaced(self, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        aliased = {alias: tensors[name] for alias, name in self._capture.aliases.items()}
+        return _torch.with_tensors(self._capture.root, dict(tensors) | aliased)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = self._capture.amp_dtype
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+
+
+def _next_step(tracer: _Tracer, stored: Mapping[str, Tensor]) -> tuple[fx.GraphModule, _Trace]:
+    """Trace a step that finds in attributes what the previous step has ``stored`` there.
 
     Raises:
-        CaptureError: it fails with that.
+        CaptureError: the trace fails.
     """
     try:
-        return trace()
+        return tracer.trace()
     except Exception as error:
-        raise module_attributes.refused(*next(iter(stored.items()))) from error
+        raise module_attributes.stored_tensor_read(*next(iter(stored.items()))) from error
 
 
 def _parameter(spec: TensorSpec) -> Tensor:
     return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
 
 
-def _take_over(original: Tensor, fake: Tensor) -> None:
-    """What users attach to a parameter is on the one that ``build()`` sees: attributes, and hooks on its gradient."""
+def _copy_attributes(original: Tensor, fake: Tensor) -> None:
+    """Copy what users attach to a parameter, attributes and hooks on its gradient, to the one that ``build()`` sees."""
     for name, value in vars(original).items():
         if not name.startswith("_zerograph"):
             vars(fake).setdefault(name, value)
     if fake.requires_grad:
-        ((on_gradient, behind),) = _torch.gradient_hooks([original])
-        for hook in on_gradient:
+        ((gradient_hooks, accumulate_hooks),) = _torch.gradient_hooks([original])
+        for hook in gradient_hooks:
             fake.register_hook(hook)
-        for hook in behind:
+        for hook in accumulate_hooks:
             fake.register_post_accumulate_grad_hook(hook)
 
 
 def original_of(tensor: Tensor) -> Tensor:
-    """The parameter or buffer that a fake one stands for while ``build()`` is traced; of any other tensor itself."""
-    known: Callable[[], Tensor | None] | None = getattr(tensor, "_zerograph_original", None)
-    found = None if known is None else known()
-    return tensor if found is None else found
+    """Return the parameter or buffer that a fake stands for while ``build()`` is traced; any other tensor itself."""
+    reference: Callable[[], Tensor | None] | None = getattr(tensor, "_zerograph_original", None)
+    original = None if reference is None else reference()
+    return tensor if original is None else original
 
 
 @contextlib.contextmanager
-def _swapped_groups(
-    groups: Sequence[tuple[dict[str, Any], Sequence[str]]], tensors: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Optimizers hold the traced parameters: ``zero_grad()`` clears their gradients, and clipping finds them."""
+def _swapped_groups(groups: ParameterGroups, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give optimizers the traced parameters: ``zero_grad()`` clears their gradients, and clipping finds them."""
     before = [group["params"] for group, _ in groups]
     for group, names in groups:
         group["params"] = [tensors[name] for name in names]
@@ -316,174 +389,3 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
                 "graph\nAssign the module that holds it to an attribute of the graph in __init__ (a plain list or dict "
                 "hides modules: use nn.ModuleList or nn.ModuleDict)."
             )
-
-
-def _name_roles(graph: fx.GraphModule, roles: Sequence[Role], behind: Sequence[Role]) -> None:
-    """``roles`` of the first inputs, and of the outputs ``behind`` what ``build()`` returned."""
-    for index, node in enumerate(placeholders(graph.graph)):
-        meta(node)["role"] = roles[index] if index < len(roles) else Role("input", str(index - len(roles)))
-    output = graph.graph.output_node()
-    returned = len(output_nodes(graph.graph)) - len(behind)
-    meta(output)["roles"] = [*(Role("output", str(i)) for i in range(returned)), *behind]
-    restore_origins(graph.graph)
-
-
-def _drop_restored(graph: fx.Graph) -> None:
-    """A parameter that was changed in between, and got its old value back, was not changed."""
-    for write, target, value in list(writes(graph)):
-        if meta(target)["role"].kind != "parameter":
-            continue
-        while value.op == "call_function" and value.target in _SAME_VALUE:
-            given = value.args[_SAME_VALUE[value.target]]
-            if not isinstance(given, fx.Node) or not _alike(given, value):
-                break
-            value = given
-        if value is target:
-            write.replace_all_uses_with(target)
-            graph.erase_node(write)
-
-
-# Operators whose result has the values of one of their arguments, and which.
-_SAME_VALUE: dict[Any, int] = {
-    aten.copy.default: 1,
-    aten.clone.default: 0,
-    aten.detach.default: 0,
-    aten.alias.default: 0,
-    aten.view.default: 0,
-}
-
-
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    a, b = one.meta["val"], other.meta["val"]
-    return bool(a.shape == b.shape and a.dtype == b.dtype)
-
-
-def _refuse_changed_parameters(graph: fx.Graph) -> None:
-    for _, target, _ in writes(graph):
-        if meta(target)["role"].kind == "parameter":
-            raise CaptureError(
-                f"build() changes the {meta(target)['role']} in place\n"
-                "Parameters change through optimizers only. To compute at other values for a while, keep "
-                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
-                "torch.func.functional_call; else make it a buffer, or change it outside build()."
-            )
-
-
-def _strip_profiling(graph: fx.Graph) -> None:
-    """``zero_grad()`` times itself for torch's profiler."""
-    for node in reversed(list(graph.nodes)):
-        if getattr(node.target, "namespace", "") == "profiler":
-            graph.erase_node(node)
-
-
-def _write_once(graph: fx.Graph, state: int) -> None:
-    """What a checkpoint computes again does not change buffers again: batch norm counts a batch once.
-
-    ``state`` counts the inputs that are parameters and buffers.
-    """
-    held = set(placeholders(graph)[:state])
-    for node in graph.nodes:
-        written = _torch.written_arguments(node)
-        if held.isdisjoint(written):
-            if viewed(node) in held:
-                held.add(node)
-        elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
-            node.replace_all_uses_with(written[0])
-            graph.erase_node(node)
-        else:
-            held.add(node)
-
-
-def _only_writes(node: fx.Node) -> bool:
-    """Whether what the operator returns, if anybody reads it, is what it wrote."""
-    assert isinstance(node.target, _torch.OpOverload)
-    return not node.users or all(result.alias_info is not None for result in _torch.returns(node.target))
-
-
-def _strip_detaches(graph: fx.Graph) -> None:
-    """Autograd is over: a detached tensor is the tensor."""
-    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
-        source = node.all_input_nodes[0]
-        if source.op == "call_function":
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-
-
-def _strip_copies(graph: fx.Graph) -> None:
-    """A tensor that was made empty and then filled is what it was filled with."""
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        old_node, source = node.args[:2]
-        assert isinstance(old_node, fx.Node)
-        assert isinstance(source, fx.Node)
-        if old_node.target not in _EMPTY:
-            continue
-        new, old = node.meta["val"], source.meta["val"]
-        if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-
-
-_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
-
-
-def _drop_unused_seed(graph: fx.Graph) -> None:
-    """Only a graph that draws has a seed."""
-    for node in placeholders(graph, "seed"):
-        if not node.users:
-            graph.erase_node(node)
-
-
-def _cancel_views(graph: fx.Graph) -> None:
-    """Views that lead back to the tensor are gone: in-place edits of gradients that are views leave many of them."""
-    for node in list(graph.nodes):
-        if not is_edit(node) or node.target not in _VIEWS:
-            continue
-        chain, source = [node], node.all_input_nodes[0]
-        while True:
-            if has_shape(source, node.meta["val"].shape) and _is_identity(source, chain):
-                node.replace_all_uses_with(source)
-                break
-            if source.target not in _VIEWS:
-                break
-            chain.append(source)
-            source = source.all_input_nodes[0]
-    for node in reversed(list(graph.nodes)):
-        if not node.users and is_edit(node) and node.target in _VIEWS:
-            graph.erase_node(node)
-
-
-_VIEWS: set[Any] = {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.alias.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-}
-
-
-def _is_identity(source: fx.Node, chain: Sequence[fx.Node]) -> bool:
-    """Whether the views, last first, show ``source`` as it is: of a contiguous tensor, they are as contiguous."""
-    whole = torch.empty(source.meta["val"].shape, device="meta")
-    seen = whole
-    for view in reversed(chain):
-        try:
-            seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
-        except RuntimeError:
-            return False
-    return seen.shape == whole.shape and seen.stride() == whole.stride()
-
-
-def _own_outputs(graph: fx.Graph) -> None:
-    """Outputs that are views of a weight or buffer get memory of their own: the step is about to overwrite it."""
-    output = graph.output_node()
-    for node in output.all_input_nodes:
-        if base_of(node).op == "placeholder":
-            with graph.inserting_before(output):
-                clone = graph.call_function(aten.clone.default, (node,))
-            clone.meta.update({"val": node.meta["val"], "origin": origin(node)})
-            output.replace_input_with(node, clone)

@@ -291,7 +291,7 @@ class Compiler:
             def traced(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
                 return [replace(one, device=torch.device("cpu")) if members.on_accelerator else one for one in specs]
 
-            captured = capturing.capture(
+            captured = capturing.Capture(
                 self.build,
                 members.root,
                 dict(zip(members.parameters, traced(members.specs(members.parameters).values()), strict=True)),
@@ -309,7 +309,7 @@ class Compiler:
                 scaled=scaled,
                 checked=checked,
                 guarded=tuple(self._guards.values()),
-            )
+            ).run()
             self._guards |= {place.key: place for place in captured.state_changes.guards}
             if members.on_accelerator:
                 captured = accelerator.moved(captured)

@@ -1,8 +1,7 @@
-"""Whether loss and gradients are finite, as one number of the step graph: its *residue*.
+"""Compute in the step graph whether loss and gradients are finite, as one number: the *residue*.
 
-The residue is 0 where all of them are finite, and not a number where one is not. It is made by arithmetic alone, so
-that what is not finite can be followed back from it through the graph, operator by operator
-(``runtime.find_nonfinite``).
+The residue is 0 if all of them are finite, else NaN. Only arithmetic leads to it, so that ``runtime.find_nonfinite``
+can follow a value that is not finite back through the graph, operator by operator.
 """
 
 from __future__ import annotations
@@ -17,51 +16,52 @@ from torch import Tensor
 from zerograph.ir.gradient_edits import TOTAL_NORM
 from zerograph.ir.metadata import Role
 
-# Outputs of the captured graph; ``skip_overflowed_update`` makes the second part of the first.
+# Outputs of the captured graph; ``skip_overflowed_update`` adds the second to the first.
 NOT_FINITE = Role("check", "not_finite")
 SCALED_GRADIENTS = Role("check", "scaled_gradients")
 
 
 @dataclass(frozen=True, eq=False)
 class Overflow:
-    """Of the scaled gradients of one optimizer, or of the only one, whose name is then ``""``.
+    """Overflow in the scaled gradients of one optimizer.
 
     Attributes:
-        largest: the largest of them; 0-d.
-        found: 1.0 where that is infinite or not a number, else 0.0.
+        optimizer: name of the optimizer; ``""`` if there is only one.
+        largest: largest magnitude among the gradients, 0-d.
+        flag: 1.0 if ``largest`` is infinite or NaN, else 0.0; 0-d.
     """
 
     optimizer: str
     largest: Tensor
-    found: Tensor
+    flag: Tensor
 
 
 @torch.no_grad()
 def residues(
     losses: Sequence[Tensor], gradients: Sequence[Tensor], overflows: Sequence[Overflow]
 ) -> list[tuple[Role, Tensor]]:
-    """What the graph returns besides, 0-d and fp32: nothing if there is nothing to check.
+    """Return the residues as outputs of the graph with their roles, 0-d and fp32; none if there is nothing to check.
 
     Args:
         losses: tensors that must be finite.
-        gradients: as the update reads them.
-        overflows: under loss scaling, of each optimizer. What overflows there is the scaler's business, and comes
-            apart.
+        gradients: the gradients as the update reads them.
+        overflows: the overflow of each optimizer under loss scaling. It is the scaler's to handle, and so has a
+            residue of its own.
     """
-    # Another tensor of the same values must not be reduced once more.
+    # The same tensor must not be reduced twice.
     distinct = {id(loss): loss for loss in losses if has_fractions(loss)}
-    found = [_residue(loss.detach()) for loss in distinct.values()]
+    values = [_residue(loss.detach()) for loss in distinct.values()]
     if gradients:
         gradient = _residue(TOTAL_NORM(list(gradients), float("inf")))
-        for one in overflows:
-            gradient = torch.where(one.found != 0, torch.zeros_like(gradient), gradient)
-        found.append(gradient)
-    if not found:
+        for overflow in overflows:
+            gradient = torch.where(overflow.flag != 0, torch.zeros_like(gradient), gradient)
+        values.append(gradient)
+    if not values:
         return []
-    total = _sum(found)
+    total = _sum(values)
     if not overflows:
         return [(NOT_FINITE, total)]
-    return [(SCALED_GRADIENTS, _sum([_residue(one.largest) for one in overflows])), (NOT_FINITE, total)]
+    return [(SCALED_GRADIENTS, _sum([_residue(overflow.largest) for overflow in overflows])), (NOT_FINITE, total)]
 
 
 def has_fractions(tensor: Tensor) -> bool:
@@ -74,6 +74,6 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 def _residue(value: Tensor) -> Tensor:
-    # Of the magnitude: a partial sum is then summed first, as it is for its other readers.
-    none = value.abs() * 0
-    return (none.sum() if none.dim() else none).float()
+    # The magnitude makes a partial sum be all-reduced first, as for its other readers.
+    zero = value.abs() * 0
+    return (zero.sum() if zero.dim() else zero).float()

@@ -1,4 +1,4 @@
-"""Mesh: the ranks of a step as a grid, and which part of a global tensor one of them holds."""
+"""The mesh of ranks, and the shard of a global tensor that one rank holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zerograph.ir.sbp import NdSbp, Sbp, Split
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks, seen by one of them.
+    """A grid of ranks, from the view of one of them.
 
     Attributes:
         shape: number of ranks along each dimension.
-        position: this rank's place along each.
-        groups: for each dimension the name of the process group of the ranks that differ from this one there only.
+        position: index of this rank along each dimension.
+        groups: name of the process group along each dimension: the ranks that differ from this one there only.
     """
 
     shape: tuple[int, ...]
@@ -25,57 +25,68 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return math.prod(self.shape)
 
     @property
     def dims(self) -> int:
+        """Number of mesh dimensions."""
         return len(self.shape)
 
     @property
     def rank(self) -> int:
-        """This rank's place when all are counted, the last dimension first."""
-        found = 0
+        """Linear index of this rank in row-major order."""
+        index = 0
         for size, position in zip(self.shape, self.position, strict=True):
-            found = found * size + position
-        return found
+            index = index * size + position
+        return index
 
 
 def line(ranks: int, rank: int, group: str) -> Mesh:
-    """A mesh of one dimension."""
+    """Return a mesh of one dimension.
+
+    Args:
+        ranks: number of ranks.
+        rank: index of this rank.
+        group: name of the process group.
+    """
     return Mesh((ranks,), (rank,), (group,))
 
 
 def piece_count(sbp: NdSbp, mesh: Mesh) -> int:
-    """Into how many different pieces a tensor is cut; 1 for one that every rank holds whole."""
-    return math.prod(size for one, size in zip(sbp, mesh.shape, strict=True) if isinstance(one, Split))
+    """Return the number of different shards of a tensor; 1 for a tensor that is broadcast."""
+    return math.prod(size for dim_sbp, size in zip(sbp, mesh.shape, strict=True) if isinstance(dim_sbp, Split))
 
 
 def local_shape(shape: Sequence[int], sbp: Sequence[Sbp], mesh: Mesh) -> tuple[int, ...]:
-    """This rank's shape of a global tensor, cut along the first ``len(sbp)`` mesh dimensions.
+    """Return the shape of a shard.
 
-    Split dimensions divide by the number of ranks.
+    Args:
+        shape: global shape, whose split dimensions are divisible by the number of ranks.
+        sbp: SBP along the first ``len(sbp)`` mesh dimensions.
+        mesh: the mesh.
     """
     local = [int(size) for size in shape]
-    for one, ranks in zip(sbp, mesh.shape, strict=False):
-        if isinstance(one, Split):
-            local[one.dim] //= ranks
+    for dim_sbp, ranks in zip(sbp, mesh.shape, strict=False):
+        if isinstance(dim_sbp, Split):
+            local[dim_sbp.dim] //= ranks
     return tuple(local)
 
 
 def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
-    """Where this rank's part of a global tensor begins, in each dimension of the tensor.
+    """Return the index in the global tensor at which this rank's shard begins.
 
-    Of two mesh dimensions that split the same dimension of the tensor, the first cuts the larger pieces.
+    If two mesh dimensions split the same dimension of the tensor, the first one makes the larger slices.
     """
     start, size = [0] * len(shape), list(shape)
-    for one, ranks, position in zip(sbp, mesh.shape, mesh.position, strict=True):
-        if isinstance(one, Split):
-            size[one.dim] //= ranks
-            start[one.dim] += position * size[one.dim]
+    for dim_sbp, ranks, position in zip(sbp, mesh.shape, mesh.position, strict=True):
+        if isinstance(dim_sbp, Split):
+            size[dim_sbp.dim] //= ranks
+            start[dim_sbp.dim] += position * size[dim_sbp.dim]
     return tuple(start)
 
 
 def local_part(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[slice, ...]:
-    """The index that takes this rank's part out of the whole tensor."""
-    begin, size = local_start(shape, sbp, mesh), local_shape(shape, sbp, mesh)
-    return tuple(slice(a, a + n) for a, n in zip(begin, size, strict=True))
+    """Return the slices of the global tensor that are this rank's shard."""
+    starts, sizes = local_start(shape, sbp, mesh), local_shape(shape, sbp, mesh)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

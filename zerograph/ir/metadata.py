@@ -24,7 +24,7 @@ RoleKind = Literal[
     "parameter",
     "buffer",
     "bucket",
-    # Memory for the whole of a bucket; the shard is this rank's piece of it.
+    # Memory that a bucket is gathered into; the shard is this rank's slice of it.
     "gather_buffer",
     "state",
     "hyperparameter",
@@ -33,7 +33,7 @@ RoleKind = Literal[
     "check",
     "output",
     "gradient",
-    # Of a loop's body: a value computed before the loop, a result of the loop, and the number of the micro-batch.
+    # In the body of a loop: a value computed before the loop, a result of the loop, the number of the micro-batch.
     "value",
     "result",
     "micro_batch",
@@ -43,14 +43,14 @@ TensorKind = Literal["bucket", "gradient", "value"]
 
 @dataclass(frozen=True)
 class Role:
-    """What an input or output of the graph is: ``Role("parameter", "model.fc.weight")``."""
+    """The role of an input or output of the graph: ``Role("parameter", "model.fc.weight")``."""
 
     kind: RoleKind
     name: str
 
     @property
     def bucket(self) -> str | None:
-        """Name of the bucket whose shard, gather buffer or state this is; None for everything else."""
+        """Name of the bucket whose shard, gather buffer or optimizer state this is; None for everything else."""
         return self.name.partition(".")[0] if self.kind in ("bucket", "gather_buffer", "state") else None
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from.
+    """The origin of a node in the user's program.
 
     Attributes:
         phase: phase of the step.
@@ -80,14 +80,14 @@ class TensorRef:
 
     Attributes:
         kind: ``"bucket"`` for parameters, ``"gradient"`` for the gradient of a bucket, ``"value"`` for anything else.
-        name: name of the bucket; for a value, the name of its node or what it is.
+        name: name of the bucket; for a value, the name of its node or a description.
     """
 
     kind: TensorKind
     name: str
 
     def gradient_of(self, bucket: str) -> bool:
-        """Return whether this is the gradient of that bucket."""
+        """Return True if this is the gradient of that bucket."""
         return self.kind == "gradient" and self.name == bucket
 
     def __str__(self) -> str:
@@ -99,7 +99,8 @@ class Boxing:
     """A change of SBP along one mesh dimension.
 
     Attributes:
-        source, target: the SBPs before and after; they differ at ``dim`` only.
+        source: the SBP before.
+        target: the SBP after; it differs from ``source`` at ``dim`` only.
         dim: the mesh dimension.
         ranks: number of ranks along ``dim``.
         tensor: the global tensor that is moved.
@@ -117,7 +118,7 @@ class Boxing:
 
     @property
     def kind(self) -> str:
-        """all-reduce, reduce-scatter, all-gather, all-to-all or slice."""
+        """The collective: all-reduce, reduce-scatter, all-gather, all-to-all or slice."""
         kind = boxing_kind(self.source[self.dim], self.target[self.dim])
         assert kind is not None, self
         return kind
@@ -135,68 +136,68 @@ _Global = TypedDict("_Global", {"global": tuple[int, ...]}, total=False)
 class NodeMeta(_Global, total=False):
     """Every key of ``node.meta`` that one part of zerograph writes and another reads.
 
-    Of every node:
+    Every node:
 
     Attributes:
-        val: fake tensor of the node's value, or a sequence of them; in the global shape until ``localize``, in this
-            rank's shape afterwards.
+        val: fake tensor of the node's value, or a sequence of them. The shape is the global one until ``localize``,
+            this rank's one afterwards.
         origin: phase, module path and source line.
-        sbp: one SBP per mesh dimension, from ``place`` on; of a node with several results a tuple of such tuples.
-        recomputed: backward computes a value of forward again.
+        sbp: one SBP per mesh dimension, from ``place`` on; a tuple of such tuples for a node with several results.
+        recomputed: backward recomputes a value of forward.
         edit: ``build()`` computed the node from gradients, after the last ``backward()``.
-        local: the node is inside a local region, from ``localize`` on: it has no global tensor.
+        local: the node is inside a local region and has no global tensor; from ``localize`` on.
 
-    Of inputs and outputs:
+    Inputs and outputs:
 
     Attributes:
-        role: what a placeholder is.
-        roles: of the output node: what each returned tensor is.
-        needs: of the output node, from ``place`` on: the SBP that each returned tensor must have.
-        shortage: of the output node, from ``fit_memory_budget`` on: bytes that are missing to keep the memory budget;
-            absent where it is kept.
-        update_input: of a placeholder in an update program: ``"param"``, ``"grad"``, ``"lr"``, or the name of a state
+        role: role of a placeholder.
+        roles: on the output node: role of each returned tensor.
+        needs: on the output node, from ``place`` on: the SBP that each returned tensor must have.
+        shortage: on the output node, from ``fit_memory_budget`` on: how far the step exceeds the memory budget; absent
+            if it keeps the budget.
+        update_input: on a placeholder of an update program: ``"param"``, ``"grad"``, ``"lr"``, or the name of a state
             entry or hyperparameter.
 
-    Of placement:
+    Placement:
 
     Attributes:
         signature: the signature chosen along each mesh dimension, for nodes of operators.
         signatures: the only signature that ``place`` may choose along each mesh dimension, for operators without a
             rule.
-        target_sbp: of a boxing node, the SBP that it yields.
-        by_user: of a boxing node: its target was annotated by the user, so its cost counts in placement.
-        tensor: of a boxing node before ``localize``: the tensor that it moves.
-        boxing: of a collective or slice, from ``localize`` on: the change of SBP that it makes.
+        target_sbp: on a boxing node: the SBP of its result.
+        by_user: on a boxing node: the user annotated its target, so its cost counts in placement.
+        tensor: on a boxing node before ``localize``: the tensor that it moves.
+        boxing: on a collective or slice, from ``localize`` on: its change of SBP.
         rank_arguments: positions of the arguments that differ between ranks; all others are equal on all ranks.
 
-    Of parameters, gradients and updates:
+    Parameters, gradients and updates:
 
     Attributes:
-        parameter: of a view of a bucket: qualified name of the parameter.
-        bucket: of the update of a dealt bucket: its name.
-        gradient: of a flat gradient: name of its bucket.
-        gradient_of: of the gradient that a fused update reads: name of its bucket.
-        accumulated: of a flat gradient that a loop accumulated: name of its bucket, if it has one.
+        parameter: on a view of a bucket: qualified name of the parameter.
+        bucket: on the update of a dealt bucket: name of the bucket.
+        gradient: on a flat gradient: name of its bucket.
+        gradient_of: on the gradient that a fused update reads: name of its bucket.
+        accumulated: on a flat gradient that a loop accumulated: name of its bucket, if it has one.
         temporary: bytes that the node allocates and frees while it runs.
 
-    Of embedding tables that stay split by rows:
+    Embedding tables that stay split by rows:
 
     Attributes:
-        looked_up: the node is the result of a lookup that fetched its rows from their owners.
-        indices_split_dim: of the gradient of such a table: the dimension along which the indices are split.
-        sum_dtype: of the gradient of such a table: the dtype that it is summed in.
+        looked_up: the node is the result of a lookup that fetched rows from their owners.
+        indices_split_dim: on the gradient of a table: the dimension along which the indices are split.
+        sum_dtype: on the gradient of a table: the dtype that it is summed in.
 
-    Of micro-batches:
+    Micro-batches:
 
     Attributes:
         global: the global shape, from ``localize`` on.
-        loop: of a node that runs one: the loop, whose body is a graph with the same keys.
-        draw_dim: of a draw of random numbers: the dimension along which each micro-batch draws the next part.
+        loop: on a node that runs a loop: the loop, whose body is a graph with the same keys.
+        draw_dim: on a random operator: the dimension along which each micro-batch draws the next slice.
 
-    Of the backend:
+    The backend:
 
     Attributes:
-        compiled: of a call of a compiled piece: names of the nodes in it.
+        compiled: on a call of a compiled piece: names of the nodes in it.
     """
 
     val: Any
@@ -238,20 +239,20 @@ def meta(node: fx.Node) -> NodeMeta:
 
 def origin(node: fx.Node) -> Origin:
     """Return the node's origin; nodes without one belong to the forward phase."""
-    known = node.meta.get("origin")
-    return known if isinstance(known, Origin) else Origin("forward")
+    node_origin = node.meta.get("origin")
+    return node_origin if isinstance(node_origin, Origin) else Origin("forward")
 
 
 def role(node: fx.Node) -> Role | None:
     """Return the role of a placeholder, or None."""
-    known = node.meta.get("role")
-    return known if isinstance(known, Role) else None
+    node_role = node.meta.get("role")
+    return node_role if isinstance(node_role, Role) else None
 
 
 def boxing_of(node: fx.Node) -> Boxing | None:
-    """Return the change of SBP that a collective or slice makes, or None."""
-    known = node.meta.get("boxing")
-    return known if isinstance(known, Boxing) else None
+    """Return the change of SBP of a collective or slice, or None for any other node."""
+    boxing = node.meta.get("boxing")
+    return boxing if isinstance(boxing, Boxing) else None
 
 
 def value(node: fx.Node) -> Any:

@@ -1,7 +1,7 @@
 """Rewrite a graph: emit nodes with their metadata, walk it, move and erase nodes.
 
-From ``place`` on every tensor of a graph has an SBP. :func:`emit` therefore wants to know the SBP of each node that it
-adds to a placed graph, and says so at once rather than leave it to the verifier.
+From ``place`` on every tensor of a graph has an SBP, so :func:`emit` requires the SBP of each node that it adds to a
+placed graph.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ def emit(
 ) -> fx.Node:
     """Add a ``call_function`` node at the graph's insertion point; compute its value on fake tensors.
 
-    In a placed graph, give one of ``like``, ``sbp`` and ``local`` for a node that yields a tensor.
+    In a placed graph a node with a tensor as its result needs one of ``like``, ``sbp`` and ``local``.
 
     Args:
-        target, args, kwargs: the call.
-        origin: where the node comes from.
-        like: a node of the same global tensor: the new node gets its SBP and global shape.
+        graph: the graph.
+        target: the operator.
+        args: its arguments.
+        origin: origin of the node.
+        like: a node of the same global tensor, whose SBP and global shape the new node gets.
         sbp: SBP of the new node. After ``localize`` its global shape is its local one, unless it is split.
         local: the node is inside a local region and has no global tensor.
+        kwargs: keyword arguments of the operator.
 
     Raises:
-        VerificationError: the graph is placed, and nothing tells the node's SBP.
+        VerificationError: the graph is placed, and the SBP of the node is missing.
     """
     node = graph.call_function(target, args, kwargs)
     meta(node)["origin"] = origin
@@ -56,7 +59,7 @@ def emit(
             copy_placement(node, like)
         elif sbp is not None:
             meta(node)["sbp"] = sbp
-            if is_localized(graph) and not any(isinstance(one, Split) for one in sbp):
+            if is_localized(graph) and not any(isinstance(dim_sbp, Split) for dim_sbp in sbp):
                 meta(node)["global"] = tuple(node.meta["val"].shape)
         elif is_placed(graph):
             raise VerificationError(
@@ -77,22 +80,22 @@ def keywords(node: fx.Node) -> dict[str, Any]:
 
 
 def copy_placement(node: fx.Node, like: fx.Node) -> fx.Node:
-    """Give ``node`` the SBP and global shape of ``like``, as far as ``like`` has them; return ``node``."""
-    known = meta(like)
-    if "sbp" in known:
-        meta(node)["sbp"] = known["sbp"]
-    if "global" in known:
-        meta(node)["global"] = known["global"]
+    """Copy the SBP and global shape of ``like``, as far as it has them, to ``node``; return ``node``."""
+    source = meta(like)
+    if "sbp" in source:
+        meta(node)["sbp"] = source["sbp"]
+    if "global" in source:
+        meta(node)["global"] = source["global"]
     return node
 
 
 def is_placed(graph: fx.Graph) -> bool:
-    """Return whether ``place`` has run: then inputs have an SBP."""
+    """Return True after ``place``, which gives inputs an SBP."""
     return "sbp" in next(iter(graph.nodes)).meta
 
 
 def is_localized(graph: fx.Graph) -> bool:
-    """Return whether ``localize`` has run: then inputs have a global shape besides their local one."""
+    """Return True after ``localize``, which gives inputs a global shape besides their local one."""
     return "global" in next(iter(graph.nodes)).meta
 
 
@@ -106,7 +109,7 @@ def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 def closure(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return the nodes of ``start`` and every node that ``following`` leads to from them."""
+    """Return the nodes of ``start`` and every node that is reached from them through ``following``."""
     reached = set(start)
     stack = list(reached)
     while stack:
@@ -117,7 +120,7 @@ def closure(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return every node that the nodes are computed from, without the nodes themselves."""
+    """Return all ancestors of the nodes; a node itself only if it is an ancestor of another one."""
     return closure((source for node in nodes for source in node.all_input_nodes), lambda node: node.all_input_nodes)
 
 
@@ -128,21 +131,22 @@ def first_computed(graph: fx.Graph) -> fx.Node:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the place of every node in execution order."""
+    """Return the position of every node in execution order."""
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
 def occurrences(node: fx.Node, source: fx.Node) -> int:
-    """Count how many operands of the node are ``source``."""
+    """Return how many operands of the node are ``source``."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
     return operands.count(source)
 
 
 def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
-    """Return the operator that computes ``node`` into ``source``, its first operand.
+    """Return the in-place operator that writes the value of ``node`` to ``source``, its first operand.
 
-    None if ``node`` is not pointwise, or if its shape or dtype differs from that of ``source``.
+    Returns:
+        The operator; None if ``node`` is not pointwise, or if its shape or dtype differs from that of ``source``.
     """
     target, value, old = node.target, node.meta.get("val"), source.meta.get("val")
     if not isinstance(target, OpOverload) or not isinstance(value, Tensor) or not isinstance(old, Tensor):
@@ -156,13 +160,13 @@ def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
 
 
 def move_before(node: fx.Node, place: fx.Node) -> None:
-    """Move a node right before ``place``."""
+    """Move a node directly before ``place``."""
     if node.next is not place:
         place.prepend(node)
 
 
 def move_after(nodes: Sequence[fx.Node], place: fx.Node) -> fx.Node:
-    """Move nodes right after ``place``, in the order given; return the last of them, or ``place``."""
+    """Move nodes directly after ``place``, in their order; return the last of them, or ``place``."""
     for node in nodes:
         if place.next is not node:
             place.append(node)
@@ -173,7 +177,7 @@ def move_after(nodes: Sequence[fx.Node], place: fx.Node) -> fx.Node:
 def drop_unused(graph: fx.Graph) -> None:
     """Erase nodes without users and side effects, then the nodes that only they used.
 
-    Like ``fx.Graph.eliminate_dead_code``, which also asks every node for its effects and lints the graph first.
+    ``fx.Graph.eliminate_dead_code`` does the same and lints the graph first, which takes longer.
     """
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():

@@ -1,6 +1,7 @@
-"""SBP: what each rank holds of a global tensor, one of broadcast, split(d), partial sum per mesh dimension.
+"""SBP: the placement of a global tensor, one of broadcast, split(d) and partial sum per mesh dimension.
 
-After OneFlow (arXiv 2110.15032, section 3.1). Underneath stand the placements of ``torch.distributed.tensor``.
+The terms are those of OneFlow (arXiv 2110.15032, section 3.1). They correspond to the placements of
+``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from zerograph.errors import PlacementError
 
 @dataclass(frozen=True, repr=False)
 class Broadcast:
-    """Every rank holds all of the tensor. ``broadcast()`` is ``broadcast``: OneFlow has both forms."""
+    """Every rank holds the whole tensor. ``broadcast()`` is ``broadcast``: OneFlow has both forms."""
 
     def __call__(self) -> Broadcast:
         return self
@@ -36,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True, repr=False)
 class PartialSum:
-    """The tensor is the sum of what the ranks hold. ``partial_sum()`` is ``partial_sum``."""
+    """The tensor is the sum of the tensors that the ranks hold. ``partial_sum()`` is ``partial_sum``."""
 
     def __call__(self) -> PartialSum:
         return self
@@ -62,12 +63,12 @@ partial_sum = PartialSum()
 
 
 def all_broadcast(mesh_dims: int) -> NdSbp:
-    """Broadcast along every mesh dimension."""
+    """Return broadcast along every mesh dimension."""
     return (broadcast,) * mesh_dims
 
 
 def split(dim: int) -> Split:
-    """``split(d)``: rank r holds slice r of dimension d, counted from the front.
+    """Return ``split(d)``: rank r holds slice r of dimension d.
 
     Raises:
         PlacementError: ``dim`` is not a whole number from 0 up.
@@ -78,22 +79,22 @@ def split(dim: int) -> Split:
 
 
 def nd_sbp(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
-    """One SBP per mesh dimension, from one SBP (for a 1-D mesh) or a sequence of them.
+    """Return one SBP per mesh dimension, from one SBP (for a 1-D mesh) or a sequence of them.
 
     Raises:
         PlacementError: not an SBP, or not as many as the mesh has dimensions.
     """
-    many = tuple(sbp) if isinstance(sbp, Sequence) and not isinstance(sbp, str) else (sbp,)
-    for one in many:
-        if not isinstance(one, Sbp):
-            raise PlacementError(f"{one!r} is not an SBP: use sbp.broadcast, sbp.split(d) or sbp.partial_sum")
-    if len(many) != mesh_dims:
-        raise PlacementError(f"{show(many)} has {len(many)} SBPs for a placement of {mesh_dims} dimension(s)")
-    return many
+    entries = tuple(sbp) if isinstance(sbp, Sequence) and not isinstance(sbp, str) else (sbp,)
+    for entry in entries:
+        if not isinstance(entry, Sbp):
+            raise PlacementError(f"{entry!r} is not an SBP: use sbp.broadcast, sbp.split(d) or sbp.partial_sum")
+    if len(entries) != mesh_dims:
+        raise PlacementError(f"{show(entries)} has {len(entries)} SBPs for a placement of {mesh_dims} dimension(s)")
+    return entries
 
 
 def show(sbp: NdSbp) -> str:
-    """``S(0)`` for one mesh dimension, ``(S(0), B)`` for two."""
+    """Return the text of an SBP: ``S(0)`` for one mesh dimension, ``(S(0), B)`` for two."""
     return str(sbp[0]) if len(sbp) == 1 else "(" + ", ".join(map(str, sbp)) + ")"
 
 
@@ -107,16 +108,24 @@ _BOXING = {
 
 
 def boxing_kind(source: Sbp, target: Sbp) -> str | None:
-    """What changing one SBP into another is called, along one mesh dimension; None where there is no such change."""
+    """Return the collective that changes one SBP into another along a mesh dimension; None if there is none."""
     return None if source == target else _BOXING.get((type(source), type(target)))
 
 
 def wire_bytes(source: Sbp, target: Sbp, nbytes: float, ranks: int) -> float:
-    """Bytes that each of ``ranks`` ranks sends to change one SBP into another (ring algorithms).
+    """Return the bytes that each rank sends to change one SBP into another with ring algorithms.
 
-    ``nbytes`` is the size of what the ranks along this mesh dimension hold together. With M bytes and N ranks:
-    all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all M (N-1)/N^2, slice 0. Returns
-    ``inf`` for a change that no boxing makes, such as broadcast to partial.
+    For M bytes and N ranks: all-reduce 2 M (N-1)/N, reduce-scatter and all-gather M (N-1)/N, all-to-all M (N-1)/N^2,
+    slice 0.
+
+    Args:
+        source: the SBP before.
+        target: the SBP after.
+        nbytes: size in bytes of the tensor that the ranks along the mesh dimension hold together.
+        ranks: number of ranks along the mesh dimension.
+
+    Returns:
+        Bytes; ``inf`` for a change that no boxing makes, such as broadcast to partial.
     """
     if source == target:
         return 0.0
@@ -132,8 +141,8 @@ def wire_bytes(source: Sbp, target: Sbp, nbytes: float, ranks: int) -> float:
 
 
 def to_dtensor(sbp: NdSbp) -> tuple[Placement, ...]:
-    """The same in the terms of ``torch.distributed.tensor``."""
-    return tuple(_to_dtensor(one) for one in sbp)
+    """Return the placements of ``torch.distributed.tensor`` for an SBP."""
+    return tuple(map(_to_dtensor, sbp))
 
 
 def _to_dtensor(sbp: Sbp) -> Placement:
@@ -143,12 +152,12 @@ def _to_dtensor(sbp: Sbp) -> Placement:
 
 
 def from_dtensor(placements: Sequence[Placement]) -> NdSbp:
-    """From the terms of ``torch.distributed.tensor``.
+    """Return the SBP for placements of ``torch.distributed.tensor``.
 
     Raises:
-        PlacementError: a placement that SBP has no word for, such as a partial maximum.
+        PlacementError: a placement has no SBP, such as a partial maximum.
     """
-    return tuple(_from_dtensor(one) for one in placements)
+    return tuple(map(_from_dtensor, placements))
 
 
 def _from_dtensor(placement: Placement) -> Sbp:

@@ -1,0 +1,205 @@
+"""Clean a traced graph: remove what the trace leaves besides the computation of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph import _torch
+from zerograph.capture.random_operators import refuse_others
+from zerograph.errors import CaptureError
+from zerograph.ir.alias import base_of, viewed
+from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.step_graph import placeholders, writes
+
+aten = torch.ops.aten
+
+
+def strip_profiling(graph: fx.Graph) -> None:
+    """Erase the operators with which ``zero_grad()`` times itself for torch's profiler."""
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
+
+
+def keep_first_writes(graph: fx.Graph, state: int) -> None:
+    """Erase writes to buffers that a checkpoint repeats when it recomputes: batch norm counts a batch once.
+
+    Args:
+        graph: the traced graph, not functionalized yet.
+        state: number of leading inputs that are parameters and buffers.
+    """
+    state_aliases = set(placeholders(graph)[:state])
+    for node in graph.nodes:
+        written = _torch.written_arguments(node)
+        if state_aliases.isdisjoint(written):
+            if viewed(node) in state_aliases:
+                state_aliases.add(node)
+        elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
+            node.replace_all_uses_with(written[0])
+            graph.erase_node(node)
+        else:
+            state_aliases.add(node)
+
+
+def _only_writes(node: fx.Node) -> bool:
+    """Return whether every result of the operator that is used is the tensor that it wrote."""
+    assert isinstance(node.target, _torch.OpOverload)
+    return not node.users or all(result.alias_info is not None for result in _torch.returns(node.target))
+
+
+def clean(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
+    """Clean a functional graph with roles and origins.
+
+    Args:
+        graph: the graph.
+        trained: the names of each optimizer's parameters, by the optimizer's name in the graph.
+
+    Raises:
+        CaptureError: it draws random numbers that no graph can repeat, or changes a parameter in place.
+    """
+    refuse_others(graph)
+    _drop_restored(graph)
+    _refuse_changed_parameters(graph)
+    _strip_detaches(graph)
+    mark_edits(graph)
+    join_mixed_overflows(graph, trained)
+    _cancel_views(graph)
+    _strip_copies(graph)
+    _drop_unused_seed(graph)
+    _clone_state_outputs(graph)
+    graph.eliminate_dead_code()
+
+
+def _drop_restored(graph: fx.Graph) -> None:
+    """Erase writes that give a parameter its old value back after a change for a while."""
+    for write, target, value in list(writes(graph)):
+        if meta(target)["role"].kind != "parameter":
+            continue
+        while value.op == "call_function" and value.target in _SAME_VALUE:
+            source = value.args[_SAME_VALUE[value.target]]
+            if not isinstance(source, fx.Node) or not _same_shape_and_dtype(source, value):
+                break
+            value = source
+        if value is target:
+            write.replace_all_uses_with(target)
+            graph.erase_node(write)
+
+
+# Operators whose result has the values of one of their arguments, and the position of that argument.
+_SAME_VALUE: dict[Any, int] = {
+    aten.copy.default: 1,
+    aten.clone.default: 0,
+    aten.detach.default: 0,
+    aten.alias.default: 0,
+    aten.view.default: 0,
+}
+
+
+def _same_shape_and_dtype(node: fx.Node, other: fx.Node) -> bool:
+    a, b = node.meta["val"], other.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def _refuse_changed_parameters(graph: fx.Graph) -> None:
+    for _, target, _ in writes(graph):
+        if meta(target)["role"].kind == "parameter":
+            raise CaptureError(
+                f"build() changes the {meta(target)['role']} in place\n"
+                "Parameters change through optimizers only. To compute at other values for a while, keep "
+                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
+                "torch.func.functional_call; else make it a buffer, or change it outside build()."
+            )
+
+
+def _strip_detaches(graph: fx.Graph) -> None:
+    """Replace detached tensors by the tensors: the graph already contains backward."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        source = node.all_input_nodes[0]
+        if source.op == "call_function":
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _strip_copies(graph: fx.Graph) -> None:
+    """Replace a tensor that is allocated empty and then filled by the tensor that it is filled with."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        empty, source = node.args[:2]
+        assert isinstance(empty, fx.Node)
+        assert isinstance(source, fx.Node)
+        if empty.target not in _EMPTY:
+            continue
+        new, old = node.meta["val"], source.meta["val"]
+        if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+
+
+def _drop_unused_seed(graph: fx.Graph) -> None:
+    """Erase the seed of a graph that draws nothing."""
+    for node in placeholders(graph, "seed"):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _cancel_views(graph: fx.Graph) -> None:
+    """Erase chains of views that lead back to the tensor: in-place edits of gradient views leave many of them."""
+    for node in list(graph.nodes):
+        if not is_edit(node) or node.target not in _VIEWS:
+            continue
+        chain, source = [node], node.all_input_nodes[0]
+        while True:
+            if has_shape(source, node.meta["val"].shape) and _is_identity(source, chain):
+                node.replace_all_uses_with(source)
+                break
+            if source.target not in _VIEWS:
+                break
+            chain.append(source)
+            source = source.all_input_nodes[0]
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_edit(node) and node.target in _VIEWS:
+            graph.erase_node(node)
+
+
+_VIEWS: set[Any] = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+}
+
+
+def _is_identity(source: fx.Node, chain: Sequence[fx.Node]) -> bool:
+    """Return whether the views, last first, give a contiguous ``source`` its own shape and strides again."""
+    whole = torch.empty(source.meta["val"].shape, device="meta")
+    result = whole
+    for view in reversed(chain):
+        try:
+            result = view.target(result, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+        except RuntimeError:
+            return False
+    return result.shape == whole.shape and result.stride() == whole.stride()
+
+
+def _clone_state_outputs(graph: fx.Graph) -> None:
+    """Clone outputs that are views of a weight or buffer, which the step overwrites."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        if base_of(node).op == "placeholder":
+            with graph.inserting_before(output):
+                clone = graph.call_function(aten.clone.default, (node,))
+            clone.meta.update({"val": node.meta["val"], "origin": origin(node)})
+            output.replace_input_with(node, clone)
