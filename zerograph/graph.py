@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
 from zerograph.capture.wrappers import inner_optimizer
-from zerograph.compiler.batch import Batch, give_back, read_batch
+from zerograph.compiler.batch import Batch, arrange_outputs, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.layout import Planned
 from zerograph.compiler.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
-from zerograph.compiler.recompiles import Recompiles
-from zerograph.compiler.standing import Standing, standing_of
+from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, show_facts
+from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
 from zerograph.inspection import Prepared, logs
@@ -40,7 +40,7 @@ from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks,
 from zerograph.runtime.state import Store
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
-from zerograph.state.nonfinite import explained
+from zerograph.state.nonfinite import nonfinite_error
 from zerograph.state.sharded_init import is_recording
 from zerograph.state.stateful import Stateful, interruptible
 from zerograph.state.threads import check_refused, one_thread
@@ -49,7 +49,7 @@ _building: ContextVar[str | None] = ContextVar("building", default=None)
 
 
 def building() -> bool:
-    """Whether a ``build()`` is being traced: tensors are then fake, of global shape, and placed later."""
+    """Return True while a ``build()`` is traced. Its tensors are fake, of global shape, and placed later."""
     return _building.get() is not None
 
 
@@ -57,12 +57,13 @@ class ZeroGraph(Inspected, Stateful):
     """A training step, or a forward pass, as one graph.
 
     Subclass it: assign modules to attributes in ``__init__`` (after ``super().__init__()``), register optimizers, and
-    write ``build()``. Calling the graph compiles it the first time, and runs it.
+    write ``build()``. The first call compiles the graph; every call runs it.
 
     Attributes:
-        steps_done: updates made so far, without those that all optimizers skipped; 0 for a graph without optimizer.
-        steps_skipped: updates left out in this process because a loss or gradient was not finite, see
-            ``config.on_nonfinite``; overflows that loss scaling deals with do not count.
+        steps_done: number of updates so far. An update that all optimizers skipped does not count. A graph without
+            optimizer has 0.
+        steps_skipped: number of updates that this process skipped because a loss or gradient was not finite, see
+            ``config.on_nonfinite``. Overflows that loss scaling handles do not count.
     """
 
     steps_done: int
@@ -78,9 +79,8 @@ class ZeroGraph(Inspected, Stateful):
         self._digests: dict[Hashable, int] = {}
         self._recompiles = Recompiles()
         self._member_tree: Tree | None = None
-        # The step that ran last, by its key and where its parameters lie; and the digest of the key.
-        self._ready_before: tuple[Hashable, Hashable, CompiledStep, int] | None = None
-        self._standing: Standing | None = None
+        self._last_entry: CacheEntry | None = None
+        self._snapshot: Snapshot | None = None
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -95,54 +95,54 @@ class ZeroGraph(Inspected, Stateful):
 
     @property
     def config(self) -> Config:
-        """Its options. A :class:`zerograph.config.Config` that is assigned takes the place of all of them.
+        """The graph's options. Assign a :class:`zerograph.config.Config` to replace all of them.
 
         Raises:
-            ConfigError: what is assigned is none.
+            ConfigError: the assigned value is not a ``Config``.
         """
         return self._compiler.config
 
     @config.setter
     def config(self, config: Config) -> None:
         if not isinstance(config, Config):
-            raise ConfigError(f"config = {config!r:.60}: give a zerograph.Config, or set options of the one there is")
+            raise ConfigError(f"config = {config!r:.60}: assign a zerograph.Config, or set options of graph.config")
         self._compiler.config = config
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Define the step: forward, ``loss.backward()`` if it trains, and what to return. It is traced, not run."""
+        """Define the step: forward, ``loss.backward()`` if it trains, and the values to return. Traced, not run."""
         raise ConfigError(f"{type(self).__name__} has no build(): write one")
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> None:
-        """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
+        """Register an optimizer. The graph runs its update after ``build()``, and then steps the scheduler.
 
-        ``ReduceLROnPlateau`` is stepped with the first 0-d tensor that ``build()`` returns: its value is then read in
-        each step, which waits for the device. Hooks of ``optimizer.register_step_post_hook()`` run behind each update
-        of the graph, before schedulers are stepped; those before ``step()`` are refused when the graph is called.
+        ``ReduceLROnPlateau`` is stepped with the first 0-d tensor that ``build()`` returns. Its value is then read in
+        each step, which waits for the device. Hooks of ``optimizer.register_step_post_hook()`` run after each update
+        of the graph and before schedulers are stepped. Hooks before ``step()`` are refused when the graph is called.
 
         Raises:
-            ConfigError: not an optimizer of torch, registered already, or a scheduler that the graph cannot step.
-            CaptureError: an optimizer that is no graph: LBFGS, SparseAdam.
+            ConfigError: not a torch optimizer, an optimizer that is registered already, or a scheduler that the graph
+                cannot step.
+            CaptureError: the optimizer cannot be traced to a graph: LBFGS, SparseAdam.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"add_optimizer() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         optimizer = inner_optimizer(optimizer)
-        if any(one is optimizer for one in self._optimizers):
+        if any(registered is optimizer for registered in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
-            raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: give a scheduler of this optimizer")
+            raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: pass a scheduler of this optimizer")
         refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
-        self._compiler.updates.expect(len(self._optimizers) - 1, lr_scheduler)
+        self._compiler.updates.expect_changes(len(self._optimizers) - 1, lr_scheduler)
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         guard(optimizer, building)
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
-        """``"distributed_split"``, or ``"non_distributed"``, with stage 1, 2 or 3; or ``"off"``.
+        """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
 
-        ``set_zero_mode("distributed_split", stage="auto")``: the fastest that fits ``config.memory_budget``.
-
-        The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.
+        ``set_zero_mode("distributed_split", stage="auto")`` chooses the fastest stage that fits
+        ``config.memory_budget``. The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.
 
         Raises:
             ConfigError: no such mode or stage.
@@ -151,20 +151,24 @@ class ZeroGraph(Inspected, Stateful):
 
     @interruptible("a step")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step on this rank's part of the batch: tensors in any nesting of lists, tuples and dicts.
+        """Run one step on this rank's part of the batch.
 
-        Plain tensors are split along dimension 0 (0-d ones are whole), DTensors are what they say. Numbers, strings,
-        dtypes and None are constants of the step: for others it is compiled again. Returns what
-        ``build()`` returned: split tensors as this rank's part, others whole and equal on all ranks (with several
-        micro-batches as ``config.accumulation_outputs`` says).
+        Args:
+            args, kwargs: tensors and constants in any nesting of lists, tuples and dicts. Plain tensors are this rank's
+                part along dimension 0; plain 0-d tensors are whole; DTensors keep their placement. Numbers, strings,
+                dtypes and None are constants of the step: the step is compiled again for other values.
+
+        Returns:
+            The values that ``build()`` returned. A split tensor is this rank's part; any other is whole, and equal on
+            all ranks. With several micro-batches, ``config.accumulation_outputs`` sets the form.
 
         Raises:
-            ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
-            ReplicaError: likewise, if ranks differ in what they hold alike, see ``config.check_replicas``.
+            ZeroGraphError: on every rank, before any state changes, if any rank has a problem.
+            ReplicaError: likewise, if replicas differ between ranks, see ``config.check_replicas``.
             NonFiniteError: likewise, if a loss or gradient is not finite and ``config.on_nonfinite`` is ``"raise"``.
-            OperatorError: an operator refused its values on this rank, as an embedding an index out of range.
+            OperatorError: an operator refused its values on this rank, for instance an embedding index out of range.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
-            InputError: among several ranks, another thread is using a graph; in one process alone it is waited for.
+            InputError: another thread uses a graph, in a job of several ranks. In a job of one rank the call waits.
         """
         with one_thread("a call of the graph"):
             step, batch = self._ready(args, kwargs)
@@ -173,27 +177,27 @@ class ZeroGraph(Inspected, Stateful):
 
     def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
-        run = batch.tensors, numbers, self._seed_of_step(), self._doing()
-        values = executor(*run)
-        # What is not finite is not 0 either.
+        inputs = batch.tensors, numbers, self._seed_of_step(), self._doing()
+        values = executor(*inputs)
+        # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite_check.NOT_FINITE.name):
             if self.config.on_nonfinite == "raise":
-                raise explained(step, batch.names, *run)
-            self._skipped()
+                raise nonfinite_error(step, batch.names, *inputs)
+            self._count_skipped()
         skips = {name: skip for name, skip in flags.items() if name.startswith(FOUND_INF)}
         if self._optimizers and not (skips and all(skips.values())):
-            self._step_made(step, values, {found_inf_optimizer(name) for name, skip in skips.items() if skip})
+            self._finish_step(step, values, {found_inf_optimizer(name) for name, skip in skips.items() if skip})
         else:
-            # A step that was skipped is none, but the next one draws other numbers.
+            # A skipped step does not count as a step, but the next one must draw other random numbers.
             self._passes_done += 1
-        sbp = [one for one, _ in step.outputs]
+        sbps = [sbp for sbp, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
-        return give_back(values, sbp, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
+        return arrange_outputs(values, sbps, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
 
     @one_thread("compile()")
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for inputs like these without running: parameters are split, but nothing is updated.
+        """Compile the step for inputs like these without running it. Parameters are sharded, but not updated.
 
         Raises:
             ZeroGraphError: as calling the graph does.
@@ -202,21 +206,21 @@ class ZeroGraph(Inspected, Stateful):
 
     @one_thread("profile()")
     def profile(self, steps: int, *args: Any, path: str | os.PathLike[str], **kwargs: Any) -> Trace:
-        """Make that many steps on these inputs under ``torch.profiler``, and write a trace for Perfetto or Chrome.
+        """Run ``steps`` steps on these inputs under ``torch.profiler``, and write a trace for Perfetto or Chrome.
 
-        They are steps as any: they update, and count. Nodes run one by one, each under its name in :meth:`text`; what
-        Inductor made one function of goes by its first nodes, collectives by tensor and bucket, with an event from
-        start to end. Measuring takes time of its own, and the first step is slower than others: make some before.
+        The steps update and count like any others. Nodes run one by one, each under its name in :meth:`text`. A
+        function that Inductor compiled is named after its first nodes, a collective after its tensor and bucket, with
+        one event from start to end. Profiling itself takes time, and a first step is slow: run some steps before.
 
         Args:
-            steps: how many, at least one.
-            args, kwargs: as calling the graph takes them.
-            path: the file, ``trace.json`` for instance; among several ranks each writes its own, ``trace.rank0.json``.
+            steps: number of steps, at least 1.
+            args, kwargs: inputs of each step, as for a call of the graph.
+            path: the file, for instance ``trace.json``. Of several ranks each writes its own, ``trace.rank0.json``.
 
         Raises:
-            ConfigError: on every rank, before anything runs: no such number or folder, or a backend of your own that
-                makes one function of the step.
-            ZeroGraphError: as calling the graph does.
+            ConfigError: on every rank, before anything runs: ``steps`` is not a number from 1 up, the folder does not
+                exist, or a user's backend compiles the step to one function.
+            ZeroGraphError: as for a call of the graph.
         """
         job = self._join()
 
@@ -226,52 +230,51 @@ class ZeroGraph(Inspected, Stateful):
             return tracing.file_of(path, job.rank, job.size)
 
         step, batch = self._ready(args, kwargs, check)
-        # The backend is the same on all ranks, and so is what it makes.
+        # named() may refuse the backend's function; the backend, and so the error, is the same on all ranks.
         named = tracing.named(step.executor.function, step.emitted)
         executor = replace(step.executor, function=named, low_overhead=None)
         return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
     @one_thread("prepare()", collective=False)
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
-        """Prepare what one rank of ``mesh`` would run for inputs like these: everything before the backend.
+        """Prepare the step that one rank of ``mesh`` would run for inputs like these: all passes, no backend.
 
-        No process group is needed, no weight is touched and nothing changes, so modules and inputs may be on the meta
-        device, and the mesh larger than the job: ``mesh.line(1024, 0, "ranks")`` is rank 0 of 1024.
+        No process group is needed and no state changes. So modules and inputs may be on the meta device, and the mesh
+        may be larger than the job: ``mesh.line(1024, 0, "ranks")`` is rank 0 of 1024.
 
         Args:
-            args, kwargs: that rank's part of the batch, as calling the graph takes it.
-            device: what tensors on the meta device stand for; ``"meta"``: an accelerator that this build of torch need
-                not know, with all that is on the CPU. It is traced with the CPU's operators.
+            mesh: the ranks, and the position of the one to prepare for.
+            args, kwargs: that rank's part of the batch, as for a call of the graph.
+            device: the device that tensors on the meta device stand for. ``"meta"``: an accelerator that this build of
+                torch need not support; tensors on the CPU stand for it too. It is traced with the CPU's operators.
 
         Raises:
-            ZeroGraphError: as calling the graph does, but for what only running shows.
+            ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
-        members, batch, key = self._standing_in(mesh, args, kwargs, device)
-        found = self._compiler.prepare(mesh, members, batch, key)
-        logs.tell(found, type(self).__name__)
-        return Prepared(found)
+        members, batch, key = self._inputs_on(mesh, args, kwargs, device)
+        step = self._compiler.prepare(mesh, members, batch, key)
+        logs.tell(step, type(self).__name__)
+        return Prepared(step)
 
     @one_thread("lay_out()", collective=False)
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
         """Return the buckets that :meth:`prepare` would make for the same arguments, at the cost of a capture.
 
         Raises:
-            ZeroGraphError: as :meth:`prepare` does, before any pass.
+            ZeroGraphError: as for :meth:`prepare`, before any pass.
         """
-        return self._compiler.lay_out(mesh, *self._standing_in(mesh, args, kwargs, device))
+        return self._compiler.lay_out(mesh, *self._inputs_on(mesh, args, kwargs, device))
 
-    def _standing_in(
+    def _inputs_on(
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
     ) -> tuple[Members, Batch, Hashable]:
-        """Members and batch as they are on that mesh and device, and what they are known by."""
+        """Return the members and the batch as they would be on the mesh and device, and the key of their capture."""
         if (
             not isinstance(mesh, Mesh)
             or not mesh.size
             or any(a >= n for a, n in zip(mesh.position, mesh.shape, strict=True))
         ):
-            raise PlacementError(
-                f"prepare({mesh!r:.80}): give the ranks, and which of them, as zerograph.ir.mesh.line(1024, 0, 'ranks')"
-            )
+            raise PlacementError(f"prepare({mesh!r:.80}): pass a mesh, such as zerograph.mesh.line(1024, 0, 'ranks')")
         if device not in ("cpu", "cuda", "meta"):
             raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
         refuse_hooks_before(self._optimizers)
@@ -279,111 +282,120 @@ class ZeroGraph(Inspected, Stateful):
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        known = self._capture_facts(members)
-        return members, batch, (tuple(known.values()), batch.key(), members.meta)
+        facts = self._capture_facts(members)
+        return members, batch, (tuple(facts.values()), batch.key(), members.meta)
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
-        """Return the compiled step for these inputs once all ranks agree; what ``check`` raises is raised on all."""
+        """Return the step for these inputs once all ranks agree on it; compile it if there is none.
+
+        Args:
+            check: a further check of the call; an error that it raises on one rank is raised on all.
+        """
         self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
         if self.config.stage == "auto":
-            # The planner knows this class.
+            # Imported here because few programs need the planner.
             from zerograph.planner.choose import choose
 
             choose(self, job, self._adopted, args, kwargs, self._doing())
+        call = Call(job, self._attributes(), self._optimizers, self.config, (args, kwargs))
+        selection: Selection | None = None
         problem: BaseException | None = None
-        batch: Batch | None = None
-        members: Members | None = None
-        capture_key: Hashable = None
-        key: Hashable = None
-        step: CompiledStep | None = None
-        known: dict[str, Any] = {}
-        number, repeated, standing = 0, False, self._standing
-
-        def facts() -> dict[str, str]:
-            assert batch is not None
-            there = {"the compiled step": "missing" if step is None else "there"}
-            shown = self._shown(known or self._capture_facts(self._members()))
-            return {**batch.facts(), **shown, **there, **self._counts()}
-
         try:
             check_refused()
             if check is not None:
                 check()
-            if standing is not None and not self._compiler.guards():
-                batch = standing.batch(job, self._attributes(), self._optimizers, self.config, (args, kwargs))
-            if standing is not None and batch is not None:
-                self._check_usable(standing.stores)
-                step, number = standing.step, standing.number
-            else:
-                self._standing = None
-                members = self._adopted()
-                self._check_usable(self._stores(members))
-                refuse_hooks_before(self._optimizers)
-                plain = self.config.batch_on(job.mesh.dims)
-                batch = read_batch(args, kwargs, job.mesh, job.grid, plain, self._compiler.micro_batches)
-                self._compiler.updates.lift_changed(self.config)
-                known = self._capture_facts(members)
-                capture_key = (tuple(known.values()), batch.key())
-                key = (capture_key, self.config.key())
-                laid_out, before = layout_facts(members), self._ready_before
-                repeated = before is not None and before[:2] == (key, laid_out)
-                if before is not None and repeated:
-                    key, _, step, number = before
-                else:
-                    step = self._steps.get((key, laid_out))
-                    if job.size > 1 and key not in self._digests:
-                        self._digests[key] = digest({**batch.facts(), **self._shown(known)})
-                    number = self._digests.get(key, 0)
-            if step is not None:
-                step.check_files()
+            selection = self._select(call)
+            if selection.entry.step is not None:
+                selection.entry.step.check_files()
         except BaseException as error:
             problem = error
-        agreed = number
-        number ^= step is None
-        if self.config.check_replicas:
-            number ^= digest(self._counts())  # They say whether replicas are compared now.
-        agree(job, self._doing(), number, facts, problem)
-        assert batch is not None
+        self._agree(job, selection, problem)
+        assert selection is not None
+        step = selection.entry.step
         if step is None:
-            assert members is not None
-            shown = {**dict(batch.constants), **self._shown(known)}
-            self._recompiles.note((batch.kind(), self.config.key()), members, shown, self._doing())
-            step = self._compiler.compile(job, members, batch, capture_key, self._doing())
-            if self._seed is None:
-                self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
-            # Steps that are bound to buckets which are no more would keep their memory.
-            self._steps = {
-                k: s for k, s in self._steps.items() if not any(one.is_released for one in s.stores.values())
-            }
-            left = self._compiler.keys_left(step, batch, known, lambda: self._capture_facts(self._members()))
-            self._steps |= {(one, layout_facts(members)): step for one in (key, *left)}
-            logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
+            step = self._compile(job, selection)
+        elif selection.members is not None:
+            self._remember(call, selection)
         self._latest = step
-        if members is None:
-            return step, batch
-        if self._ready_before is None or self._ready_before[0] is not key:
-            self._ready_before = key, layout_facts(members), step, self._digests.get(key, 0)
-        tree = self._member_tree
-        if repeated and tree is not None and not self._compiler.guards():
-            self._standing = standing_of(
-                job,
-                self._attributes(),
-                tree,
-                self._optimizers,
-                self.config,
-                batch,
-                (args, kwargs),
-                step,
-                agreed,
-            )
-        return step, batch
+        return step, selection.batch
+
+    def _select(self, call: Call) -> Selection:
+        """Return the step for a call: by the snapshot of the last call where nothing changed, else by the facts."""
+        snapshot = self._snapshot
+        if snapshot is not None and not self._compiler.guards():
+            batch = snapshot.match(call)
+            if batch is not None:
+                self._check_usable(snapshot.stores)
+                return Selection(batch, snapshot.entry)
+        self._snapshot = None
+        members = self._adopted()
+        self._check_usable(self._stores(members))
+        refuse_hooks_before(self._optimizers)
+        job, plain = call.job, self.config.batch_on(call.job.mesh.dims)
+        batch = read_batch(*call.arguments, job.mesh, job.grid, plain, self._compiler.micro_batches)
+        self._compiler.updates.lift_changed(self.config)
+        facts = self._capture_facts(members)
+        key, layout = ((tuple(facts.values()), batch.key()), self.config.key()), layout_facts(members)
+        last = self._last_entry
+        if last is not None and (last.key, last.layout) == (key, layout):
+            return Selection(batch, last, members, facts, repeated=True)
+        if job.size > 1 and key not in self._digests:
+            self._digests[key] = digest({**batch.facts(), **show_facts(facts, self.config.shown())})
+        entry = CacheEntry(key, layout, self._steps.get((key, layout)), self._digests.get(key, 0))
+        return Selection(batch, entry, members, facts)
+
+    def _agree(self, job: Job, selection: Selection | None, problem: BaseException | None) -> None:
+        """Return if all ranks selected the same step; else raise on every rank.
+
+        Args:
+            selection: None if there is a ``problem``.
+        """
+        number = 0
+        if selection is not None:
+            number = selection.entry.digest ^ (selection.entry.step is None)
+            if self.config.check_replicas:
+                number ^= digest(self._counts())  # The counts decide whether replicas are compared now.
+
+        def texts() -> dict[str, str]:
+            assert selection is not None
+            shown = show_facts(selection.facts or self._capture_facts(self._members()), self.config.shown())
+            compiled = "missing" if selection.entry.step is None else "there"
+            return {**selection.batch.facts(), **shown, "the compiled step": compiled, **self._counts()}
+
+        agree(job, self._doing(), number, texts, problem)
+
+    def _compile(self, job: Job, selection: Selection) -> CompiledStep:
+        """Compile the step for a selection that has none, and keep it."""
+        batch, members, facts, key = selection.batch, selection.members, selection.facts, selection.entry.key
+        assert members is not None
+        texts = {**dict(batch.constants), **show_facts(facts, self.config.shown())}
+        self._recompiles.count((batch.kind(), self.config.key()), members, texts, self._doing())
+        step = self._compiler.compile(job, members, batch, key[0], self._doing())
+        if self._seed is None:
+            self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
+        # Steps bound to dissolved stores would keep their memory.
+        self._steps = {
+            k: s for k, s in self._steps.items() if not any(store.is_released for store in s.stores.values())
+        }
+        keys = [key, *self._compiler.keys_after(step, batch, facts, lambda: self._capture_facts(self._members()))]
+        layout = layout_facts(members)
+        self._steps |= {(one, layout): step for one in keys}
+        self._last_entry = CacheEntry(key, layout, step, selection.entry.digest)
+        logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
+        return step
+
+    def _remember(self, call: Call, selection: Selection) -> None:
+        """Keep the selected step as the last one; on the second such call in a row, take a snapshot of the call."""
+        self._last_entry = selection.entry
+        if selection.repeated and self._member_tree is not None and not self._compiler.guards():
+            self._snapshot = take_snapshot(call, self._member_tree, selection.batch, selection.entry)
 
     def _refuse_where_nothing_runs(self) -> None:
-        """Raise inside a ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""
+        """Raise inside ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""
         outer = _building.get()
         if outer is not None:
             raise CaptureError(
@@ -392,7 +404,7 @@ class ZeroGraph(Inspected, Stateful):
             )
         if is_recording():
             raise InputError(
-                f"{type(self).__name__} was called inside sharded_init(): what is made there has no values yet\n"
+                f"{type(self).__name__} was called inside sharded_init(): tensors have no values there yet\n"
                 "Call it after the block."
             )
 
@@ -400,8 +412,9 @@ class ZeroGraph(Inspected, Stateful):
         return {"steps done": str(self.steps_done), "forward passes and skipped steps": str(self._passes_done)}
 
     def _check_replicas(self) -> None:
-        every = self.config.check_replicas
-        if not every or (self.steps_done + self._passes_done) % every:
+        """Compare what ranks hold as replicas, every ``config.check_replicas`` calls."""
+        interval = self.config.check_replicas
+        if not interval or (self.steps_done + self._passes_done) % interval:
             return
         job, scaler = self._join(), self.config.scaler
         seed = self._seed if self.config.seed is None else self.config.seed
@@ -414,22 +427,27 @@ class ZeroGraph(Inspected, Stateful):
         )
 
     def _seed_of_step(self) -> int:
-        """Return the seed of a step. The class counts too, so graphs that train in turn draw different numbers."""
+        """Return the seed of the next step. It depends on the class too: graphs that alternate draw other numbers."""
         seed = self._seed if self.config.seed is None else self.config.seed
         return digest((seed, type(self).__qualname__, self.steps_done, self._passes_done))
 
-    def _skipped(self) -> None:
+    def _count_skipped(self) -> None:
         self.steps_skipped += 1
         if self.steps_skipped == 1:
             warnings.warn(
                 f"{self._doing()} was skipped: its loss or a gradient is not finite, and nothing was changed\n"
                 "step.steps_skipped counts such steps from here on, without a further warning. "
-                "config.on_nonfinite = 'raise' says where the first such number is made.",
+                "config.on_nonfinite = 'raise' names the operator that computes the first such number.",
                 stacklevel=3,
             )
 
-    def _step_made(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
-        """Count the step, run the hooks after it and step schedulers: not those of optimizers that were ``skipped``."""
+    def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
+        """Count the step, run its hooks and step its schedulers.
+
+        Args:
+            values: the step's outputs, without flags.
+            skipped: names of the optimizers that skipped their update: their hooks and schedulers do not run.
+        """
         for name, update in step.context.updates.items():
             if update.optimizer not in skipped:
                 step.stores[name].fresh = False
@@ -470,7 +488,7 @@ class ZeroGraph(Inspected, Stateful):
         return self._member_tree.members
 
     def _adopted(self) -> Members:
-        """Return the members, after the graph has taken over those that are global tensors."""
+        """Return the members, after replacing those that are global tensors by plain ones."""
         members = self._members()
         if not has_global(members):
             return members
@@ -487,16 +505,6 @@ class ZeroGraph(Inspected, Stateful):
         if self._latest is None:
             raise ConfigError("nothing is compiled yet: call the graph, or compile(*inputs)")
         return self._latest
-
-    def _shown(self, facts: dict[str, Any]) -> dict[str, str]:
-        """Facts as text, those of parameters and modules one by one, so that a difference has a short name."""
-        shown = {"configuration": self.config.shown()}
-        for name, value in facts.items():
-            if name in ("parameters", "buffers", "modules"):
-                shown |= {f"{name}: {one[0] or 'the graph'}": str(one[1:]) for one in value}
-            elif name not in shown:
-                shown[name] = str(value)
-        return shown
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"

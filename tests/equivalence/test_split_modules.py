@@ -389,8 +389,8 @@ def refusals() -> list[str]:
 def test_what_a_graph_cannot_keep_split_is_refused_and_left_alone(pool: Pool) -> None:
     words = [
         "model.weight of shape (3, 4)",
-        "is a global tensor placed P: between steps nothing is a partial sum",
-        "model.scale of shape (4,) is a global tensor placed S(0), but each rank holds the whole of a buffer",
+        "is a global tensor placed P: between steps no tensor may be a partial sum",
+        "model.scale of shape (4,) is a global tensor placed S(0), but every rank must hold the whole of a buffer",
         "on the ranks [[0, 1]], the graph runs on [0, 1]",
         "this version splits a parameter along one mesh dimension",
         "model.weight is split S(0), but its update needs it whole: Muon",

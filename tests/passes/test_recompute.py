@@ -18,7 +18,7 @@ import zerograph as zg
 from tests.models import Block, Gpt, TrainStep, adamw, batches, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
-from zerograph.compiler.blocks import repeated_blocks
+from zerograph.compiler.members import repeated_blocks
 from zerograph.ir.metadata import origin
 from zerograph.passes.recompute.min_cut import Operator, Problem, Value, choices
 

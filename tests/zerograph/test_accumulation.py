@@ -40,7 +40,7 @@ def test_samples_that_do_not_divide_are_refused_on_every_rank(pool: Pool) -> Non
     for message in (text, others):
         assert "args[0] has 5 samples on this rank" in message
         assert "gradient_accumulation_steps = 2" in message
-    assert "Give every rank a multiple of it" in text
+    assert "Pass a multiple of it on every rank" in text
     assert steps == more == 0
     assert same
     assert too
@@ -72,7 +72,7 @@ def data() -> tuple[Tensor, Tensor]:
 def test_there_must_be_something_to_cut() -> None:
     step = Step()
     step.add_optimizer(step.optimizer)
-    with pytest.raises(zg.InputError, match="no input has one that is split"):
+    with pytest.raises(zg.InputError, match="no input is split along it"):
         step(*(torch.tensor(1.0) for _ in range(2)))
 
 

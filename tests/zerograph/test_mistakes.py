@@ -60,7 +60,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean bucket_size"),  # type: ignore[attr-defined]
     (lambda: delattr(zg.Config(), "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
     (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean bucket_size"),  # type: ignore[call-arg]
-    (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: give a zerograph.Config"),
+    (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: assign a zerograph.Config"),
     (lambda: zg.Config(3), "mode = 3: unknown ZeRO mode; choose one of"),  # type: ignore[arg-type]
     (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
     (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 1, 2 or 3"),
@@ -147,7 +147,7 @@ PLACEMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.placement(["cpu"], ranks=[0]), r"no device \['cpu'\] here; choose"),  # type: ignore[arg-type]
     (lambda: sbp.split(-1), r"split\(-1\): .* from 0 up"),
     (lambda: sbp.split("0"), r"split\('0'\): .* from 0 up"),  # type: ignore[arg-type]
-    (lambda: zg.to_global(X, placement="cpu", sbp=sbp.broadcast), "placement='cpu'.* give a placement, as zg"),  # type: ignore[call-overload]
+    (lambda: zg.to_global(X, placement="cpu", sbp=sbp.broadcast), "placement='cpu'.* pass a placement, such as zg"),  # type: ignore[call-overload]
     (lambda: zg.to_global(X, placement=here(), sbp="B"), "'B' is not an SBP: use sbp.broadcast"),  # type: ignore[call-overload]
     (lambda: zg.to_global(X, placement=here(), sbp=sbp.split(2)), r"shape \(4, 3\) has no dimension to be S\(2\)"),
     (lambda: zg.to_global(X, placement=here(), sbp=(sbp.broadcast,) * 2), "has 2 SBPs for a placement of 1"),
@@ -185,16 +185,16 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (
         lambda g: g.add_optimizer(torch.optim.SGD([weight()], lr=1), "cosine"),
         zg.ConfigError,
-        "'cosine': give a scheduler of this",
+        "'cosine': pass a scheduler of this",
     ),
-    (lambda g: g({3}), zg.InputError, r"args\[0\] is \{3\}, not a tensor\n.*Make it a tensor"),
+    (lambda g: g({3}), zg.InputError, r"args\[0\] is \{3\}, not a tensor\n.*Convert it to a tensor"),
     (lambda g: g([X, len]), zg.InputError, r"args\[0\]\[1\] is <built-in function len>, not a tensor"),
     (lambda g: g(x={"ids": b"text"}), zg.InputError, r"x\['ids'\] is b'text', not a tensor"),
-    (lambda g: g(X.numpy()), zg.InputError, r"not a tensor\n.*Make it a tensor"),
+    (lambda g: g(X.numpy()), zg.InputError, r"not a tensor\n.*Convert it to a tensor"),
     (lambda g: g(X.clone().requires_grad_()), zg.InputError, r"args\[0\]\.detach"),
-    (lambda g: g(X.to_sparse()), zg.InputError, "sparse_coo: give a dense tensor .*to_dense"),
-    (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.ir.mesh.line"),
-    (lambda g: g.prepare(mesh.line(4, 7, "r"), X), zg.PlacementError, r"position=\(7,\).* zerograph.ir.mesh.line"),
+    (lambda g: g(X.to_sparse()), zg.InputError, "sparse_coo: pass a dense tensor .*to_dense"),
+    (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.mesh.line"),
+    (lambda g: g.prepare(mesh.line(4, 7, "r"), X), zg.PlacementError, r"position=\(7,\).* zerograph.mesh.line"),
     (lambda g: g.prepare(mesh.line(4, 0, "r"), X, device="tpu"), zg.PlacementError, "device='tpu'.* choose 'cpu'"),
     (lambda g: g.load_state_dict(3), zg.ConfigError, "not a state of a graph: it has 3; a state has modules"),
     (lambda g: g.load_state_dict({}), zg.ConfigError, "it has nothing; a state has modules"),

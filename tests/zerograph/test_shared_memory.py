@@ -76,7 +76,7 @@ def test_memory_shared_with_a_trained_parameter_is_refused(shares: Callable[[Pai
     model = Pair()
     shares(model)
     step = step_of(model)
-    with pytest.raises(zg.ConfigError, match=r"model\.a\.weight and model\.b\.\w+ lie in the same memory"):
+    with pytest.raises(zg.ConfigError, match=r"model\.a\.weight and model\.b\.\w+ share memory"):
         step(torch.ones(2, 4))
 
 

@@ -1,4 +1,4 @@
-"""What a graph is called with and what it gives back: any nesting of tensors, plain or global, and of constants."""
+"""The arguments and the result of a call of a graph: any nesting of tensors, plain or global, and of constants."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from zerograph.ir.annotate import is_replicated
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, show, to_dtensor
 
-# What build() is given as it is: it cannot change while the step runs, and says by its text what it is.
+# Types of the constants that build() gets unchanged. They are immutable, and their repr() is their value.
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one call, flat.
+    """The arguments of one call, flattened.
 
     Attributes:
-        tensors: this rank's part of each.
-        specs: global shape, dtype and device of each.
-        sbp: how each is placed.
-        cut: whether each is cut into micro-batches along dimension 0.
-        tree: arranges ``leaves`` into ``(args, kwargs)``.
-        leaves: the constants among the arguments, and the class ``Tensor`` where the next of ``tensors`` goes.
-        names: what each tensor is called in messages, such as ``args[0]['ids']``.
-        constants: what each constant is called, and what it is.
-        mesh: the placement of the global tensors among them; None if all are plain.
-        plain: whether each is a plain tensor, rather than a DTensor.
+        tensors: this rank's part of each tensor.
+        specs: global shape, dtype and device of each tensor.
+        sbp: placement of each tensor.
+        tree: the nesting of ``leaves`` in ``(args, kwargs)``.
+        leaves: the constants among the arguments, and the class ``Tensor`` in place of each tensor.
+        names: name of each tensor in messages, such as ``args[0]['ids']``.
+        constants: name of each constant in messages, and its type and value as text.
+        mesh: device mesh of the DTensors among them; None if all tensors are plain.
+        cut: for each tensor, True if it is cut into micro-batches along dimension 0.
+        plain: for each tensor, True if it is a plain tensor, False if it is a DTensor.
     """
 
     tensors: tuple[Tensor, ...]
@@ -51,32 +51,33 @@ class Batch:
     plain: tuple[bool, ...]
 
     def key(self) -> tuple[Any, ...]:
-        """What makes a step compile again: its kind, and what constants are."""
+        """Return a key that is equal for batches that one compiled step serves: the kind and the constants."""
         return self.kind(), self.constants
 
     def kind(self) -> tuple[Any, ...]:
-        """Nesting, global shapes, dtypes, devices, placements, and where constants are."""
-        where = tuple(leaf is Tensor for leaf in self.leaves)
-        return self.tree, where, self.specs, self.sbp, self.mesh is None
+        """Return nesting, global shapes, dtypes, devices, placements, and the positions of constants."""
+        is_tensor = tuple(leaf is Tensor for leaf in self.leaves)
+        return self.tree, is_tensor, self.specs, self.sbp, self.mesh is None
 
     def arranged(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Other tensors in the places of these, among the same constants, as ``(args, kwargs)``."""
+        """Return ``(args, kwargs)`` with ``tensors`` in place of this batch's."""
         args, kwargs = _arranged(tensors, self.leaves, self.tree)
         return args, kwargs
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> Batch:
-        """Return the same batch but for its tensors, which are of the same metadata."""
-        other = object.__new__(Batch)
-        vars(other).update(vars(self), tensors=tensors)
-        return other
+        """Return this batch with other tensors, which must have the same metadata."""
+        # dataclasses.replace() takes long beside a small step.
+        batch = object.__new__(Batch)
+        vars(batch).update(vars(self), tensors=tensors)
+        return batch
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks, in words."""
-        found = {
+        """Return what must be equal on all ranks, as text by name."""
+        inputs = {
             f"input {name}": f"local shape {tuple(tensor.shape)}, {tensor.dtype}, {show(sbp)}"
             for name, tensor, sbp in zip(self.names, self.tensors, self.sbp, strict=True)
         }
-        return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **found}
+        return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **inputs}
 
 
 def read_batch(
@@ -88,23 +89,27 @@ def read_batch(
     micro_batches: int = 1,
     meta: torch.device | None = None,
 ) -> Batch:
-    """Read the arguments of a call: plain tensors are ``plain`` (0-d and replicated ones B), DTensors what they say.
+    """Read the arguments of a call.
 
-    Plain tensors are cut into micro-batches, but not 0-d and replicated ones; so are DTensors that some ranks split
-    along dimension 0.
+    Plain tensors are cut into micro-batches, except 0-d and replicated ones. DTensors are cut if any mesh dimension
+    splits them along dimension 0.
 
     Args:
-        mesh, grid: the graph's ranks, as one of them sees them and as a nested list of their numbers.
-        micro_batches: how many there are.
+        args, kwargs: the arguments, on this rank.
+        mesh: the graph's ranks, seen from one of them.
+        grid: the same as a nested list of ranks.
+        plain: SBP of plain tensors; 0-d and replicated ones are ``B``.
+        micro_batches: number of micro-batches.
         meta: the device that tensors on the meta device stand for.
 
     Raises:
-        InputError: something that is no tensor and no constant, wants a gradient, or cannot be cut into micro-batches.
-        PlacementError: a global tensor on other ranks than the graph's, or split unevenly.
+        InputError: an argument is neither tensor nor constant, requires a gradient, or cannot be cut into
+            micro-batches.
+        PlacementError: a DTensor is on other ranks than the graph's, or split unevenly.
     """
-    given, tree = _flattened((args, kwargs))
-    constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in given if _is_constant(leaf)]
-    inputs = [(name, leaf) for name, leaf in given if not _is_constant(leaf)]
+    named, tree = _flattened((args, kwargs))
+    constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
+    inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
     cut = tuple(
@@ -121,7 +126,7 @@ def read_batch(
         ),
         tuple(sbp for _, _, sbp in read),
         tree,
-        tuple(leaf if _is_constant(leaf) else Tensor for _, leaf in given),
+        tuple(leaf if _is_constant(leaf) else Tensor for _, leaf in named),
         names,
         tuple(constants),
         meshes[0] if meshes else None,
@@ -130,47 +135,54 @@ def read_batch(
     )
 
 
-# By nesting: the names of the leaves, and what arranges them.
+# The names of the leaves, and the tree, by nesting.
 _nestings: dict[Any, tuple[list[str], pytree.TreeSpec]] = {}
-_NESTINGS = 1000
+_MAX_NESTINGS = 1000
 
 
 def _flattened(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """Return the leaves with their names, and the tree. Torch's own way takes long beside a small step."""
+    """Return the leaves with their names, and the tree.
+
+    The tree is cached by nesting, because ``tree_flatten_with_path`` takes long beside a small step.
+    """
     leaves: list[Any] = []
-    nesting = leaves_of(arguments, leaves)
-    found = None if nesting is None else _nestings.get(nesting)
-    if found is not None:
-        names, tree = found
+    nesting = collect_leaves(arguments, leaves)
+    cached = None if nesting is None else _nestings.get(nesting)
+    if cached is not None:
+        names, tree = cached
         return list(zip(names, leaves, strict=True)), tree
-    given, tree = pytree.tree_flatten_with_path(arguments)
-    names = [_name(path) for path, _ in given]
-    if nesting is not None and len(_nestings) < _NESTINGS:
+    leaves_by_path, tree = pytree.tree_flatten_with_path(arguments)
+    names = [_name(path) for path, _ in leaves_by_path]
+    if nesting is not None and len(_nestings) < _MAX_NESTINGS:
         _nestings[nesting] = names, tree
-    return [(name, leaf) for name, (_, leaf) in zip(names, given, strict=True)], tree
+    return [(name, leaf) for name, (_, leaf) in zip(names, leaves_by_path, strict=True)], tree
 
 
-def leaves_of(value: Any, leaves: list[Any]) -> Any:
-    """Append the leaves and return how they are nested, to be compared; None for kinds that only torch takes apart."""
+def collect_leaves(value: Any, leaves: list[Any]) -> Any:
+    """Append the leaves of ``value`` to ``leaves``, and return their nesting in a form that can be compared.
+
+    Returns:
+        The nesting; None if a container is of a type that only ``torch.utils._pytree`` flattens.
+    """
     kind = type(value)
     if kind is dict:
-        inner, about = value.values(), tuple(value)
+        children, keys = value.values(), tuple(value)
     elif kind is tuple or kind is list:
-        inner, about = value, ()
+        children, keys = value, ()
     elif kind is Tensor or kind in _CONSTANTS:
         leaves.append(value)
         return _LEAF
     else:
         return None
-    nestings = tuple([leaves_of(one, leaves) for one in inner])
-    return None if None in nestings else (kind, about, nestings)
+    nestings = tuple([collect_leaves(child, leaves) for child in children])
+    return None if None in nestings else (kind, keys, nestings)
 
 
 _LEAF = "leaf"
 
 
 def _is_constant(leaf: Any) -> bool:
-    # Those of a subclass may be more than their text.
+    # An instance of a subclass may hold more than its repr() shows.
     return type(leaf) in _CONSTANTS
 
 
@@ -179,15 +191,16 @@ def _check_micro_batches(
 ) -> None:
     if micro_batches == 1:
         return
-    doing = f"config.gradient_accumulation_steps = {micro_batches}"
+    option = f"config.gradient_accumulation_steps = {micro_batches}"
     if not any(cut):
-        raise InputError(f"{doing} cuts the batch along dimension 0, but no input has one that is split: give one")
-    for tensor, name, one in zip(tensors, names, cut, strict=True):
-        if one and (len(tensor) % micro_batches or not len(tensor)):
+        raise InputError(f"{option} cuts the batch along dimension 0, but no input is split along it: pass one that is")
+    for tensor, name, is_cut in zip(tensors, names, cut, strict=True):
+        if is_cut and (len(tensor) % micro_batches or not len(tensor)):
             raise InputError(
-                f"{name} has {len(tensor)} samples on this rank, which {doing} does not divide\n"
-                "Give every rank a multiple of it, or choose a number of micro-batches that divides them. What is no "
-                "batch goes in as a 0-d tensor, as zg.replicated(x), or as an attribute of the graph."
+                f"{name} has {len(tensor)} samples on this rank, which {option} does not divide\n"
+                "Pass a multiple of it on every rank, or choose a number of micro-batches that divides the samples. "
+                "Pass a tensor that is not part of the batch as a 0-d tensor, as zg.replicated(x), or as an attribute "
+                "of the graph."
             )
 
 
@@ -195,15 +208,15 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
     if not isinstance(leaf, Tensor):
         raise InputError(
             f"{name} is {leaf!r:.60}, not a tensor\n"
-            "A graph takes tensors, numbers, strings and None, in lists, tuples and dicts. Make it a tensor "
-            "(torch.tensor(...)), or, if it never changes, an attribute of the graph."
+            "A graph takes tensors, numbers, strings and None, in lists, tuples and dicts. Convert it to a tensor "
+            "(torch.tensor(...)), or, if it never changes, make it an attribute of the graph."
         )
     if leaf.requires_grad:
-        raise InputError(f"{name} requires a gradient, which a graph does not return: give {name}.detach()")
+        raise InputError(f"{name} requires a gradient, which a graph does not return: pass {name}.detach()")
     if isinstance(leaf, DTensor):
         return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
-        raise InputError(f"{name} has the layout {leaf.layout}: give a dense tensor ({name}.to_dense())")
+        raise InputError(f"{name} has the layout {leaf.layout}: pass a dense tensor ({name}.to_dense())")
     if leaf.dim() == 0 or is_replicated(leaf):
         return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), all_broadcast(mesh.dims)
     shape = (leaf.shape[0] * piece_count(plain, mesh), *leaf.shape[1:])
@@ -211,15 +224,15 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
 
 
 def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tensor, TensorSpec, NdSbp]:
-    placed = leaf.device_mesh
-    if placed.mesh.tolist() != grid:
+    device_mesh = leaf.device_mesh
+    if device_mesh.mesh.tolist() != grid:
         raise PlacementError(
-            f"{name} is placed on the ranks {placed.mesh.tolist()}, the graph runs on {grid}\n"
-            f"Redistribute it to zg.placement({placed.device_type!r}, ranks={grid}), or set config.placement."
+            f"{name} is placed on the ranks {device_mesh.mesh.tolist()}, the graph runs on {grid}\n"
+            f"Redistribute it to zg.placement({device_mesh.device_type!r}, ranks={grid}), or set config.placement."
         )
     sbp = from_dtensor(leaf.placements)
-    for dim in {one.dim for one in sbp if isinstance(one, Split)}:
-        parts = piece_count(tuple(one if one == Split(dim) else broadcast for one in sbp), mesh)
+    for dim in {entry.dim for entry in sbp if isinstance(entry, Split)}:
+        parts = piece_count(tuple(entry if entry == Split(dim) else broadcast for entry in sbp), mesh)
         if leaf.shape[dim] % parts:
             raise PlacementError(
                 f"{name} of shape {tuple(leaf.shape)} is {show(sbp)}: {leaf.shape[dim]} does not divide by {parts}"
@@ -229,36 +242,40 @@ def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tenso
 
 
 def _name(path: Sequence[Any]) -> str:
-    """``args[0]['ids']``, or just ``ids`` for the keyword argument of that name."""
+    """Return ``args[0]['ids']``, or just ``ids`` for the keyword argument of that name."""
     outer, first, *rest = path
     start = f"args[{first.idx}]" if outer.idx == 0 else str(first.key)
     return start + pytree.keystr(tuple(rest))
 
 
-def give_back(
+def arrange_outputs(
     values: Sequence[Tensor],
-    sbp: Sequence[NdSbp],
+    sbps: Sequence[NdSbp],
     shapes: Sequence[tuple[int, ...]],
-    returned: Sequence[Any],
+    leaves: Sequence[Any],
     tree: pytree.TreeSpec,
     mesh: DeviceMesh | None,
 ) -> Any:
-    """The step's flat outputs as ``build()`` returned them; global where the batch was (0-d ones stay plain).
+    """Return the step's outputs in the nesting that ``build()`` returned.
 
     Args:
-        values: the tensors, this rank's part of each; ``sbp`` and global ``shapes`` of the same.
-        returned: one entry for each leaf of ``tree``: the class ``Tensor`` where the next of ``values`` goes.
+        values: this rank's part of each output tensor.
+        sbps: placement of each.
+        shapes: global shape of each.
+        leaves: the constants that ``build()`` returned, and the class ``Tensor`` in place of each tensor.
+        tree: the nesting of ``leaves``.
+        mesh: device mesh of the batch: outputs of one dimension or more become DTensors on it. None: all stay plain.
     """
     tensors = [
-        _as_global(value, one, shape, mesh) if mesh is not None and shape else value
-        for value, one, shape in zip(values, sbp, shapes, strict=True)
+        _as_global(value, sbp, shape, mesh) if mesh is not None and shape else value
+        for value, sbp, shape in zip(values, sbps, shapes, strict=True)
     ]
-    return _arranged(tensors, returned, tree)
+    return _arranged(tensors, leaves, tree)
 
 
 def _arranged(tensors: Sequence[Tensor], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
-    following = iter(tensors)
-    return pytree.tree_unflatten([next(following) if leaf is Tensor else leaf for leaf in leaves], tree)
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([next(remaining) if leaf is Tensor else leaf for leaf in leaves], tree)
 
 
 def _as_global(value: Tensor, sbp: NdSbp, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:

@@ -1,4 +1,4 @@
-"""The results of the compiler: a step after all passes, a prepared step, and a step bound to its state."""
+"""The compiler's results: a step after all passes, a prepared step, and a step bound to its state."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RewrittenStep:
     Attributes:
         captured: the graph that ``build()`` was traced to.
         passes: the graph after every pass.
-        context: the input of the passes.
-        aliases: further names of tied parameters, each with the first name.
-        warnings: messages of the compilation.
+        context: what the passes got besides the graph.
+        aliases: maps further names of tied parameters to the first name.
+        warnings: messages that the compilation showed.
     """
 
     captured: Captured
@@ -47,11 +47,11 @@ class RewrittenStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PreparedStep(RewrittenStep):
-    """A step before the backend: it is bound to no state and to no process group.
+    """A step before the backend, without state and without process group.
 
     Attributes:
         layout: the buckets, in order of first use.
-        update_seconds: seconds that tracing the optimizers' updates took; 0 if all were cached.
+        update_seconds: seconds that tracing the optimizers' updates took; 0 if all updates were cached.
     """
 
     layout: tuple[Planned, ...]
@@ -70,10 +70,10 @@ class CompiledStep(RewrittenStep):
     Attributes:
         backend: name of the backend that compiled the last graph.
         executor: runs the compiled graph.
-        stores: the state of each of ``context.buckets``, by bucket name.
-        numbers: the optimizer group, and the path in it, of each hyperparameter that is an input.
-        outputs: SBP and global shape of each tensor that the step returns.
-        lookups: find the tensors that are in no store, at each run.
+        stores: the state of each bucket of ``context.buckets``, by bucket name.
+        numbers: the optimizer group, and the path in it, of each hyperparameter that is an input; by input name.
+        outputs: SBP and global shape of each output tensor.
+        lookups: return the tensors that are in no store; called at each run.
     """
 
     backend: str
@@ -87,19 +87,23 @@ class CompiledStep(RewrittenStep):
     def flags(self) -> tuple[str, ...]:
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
-        return tuple(found.name for found in roles if found.kind != "output")
+        return tuple(role.name for role in roles if role.kind != "output")
 
     def metric(self, values: Sequence[Tensor]) -> float:
-        """Return the first 0-d tensor that ``build()`` returns, among ``values``; of one that was packed the mean."""
+        """Return the value of the first 0-d tensor that ``build()`` returns; the mean if it is packed.
+
+        Args:
+            values: the step's outputs.
+        """
         traced = output_nodes(self.captured.graph.graph)
         value = next(value for value, node in zip(values, traced, strict=False) if node.meta["val"].dim() == 0)
         return float(value.item() if value.dim() == 0 else value.double().mean().item())
 
     def check_files(self) -> None:
-        """Raise if a file that the step reads is not what it left there.
+        """Check that the files that the step reads are as its last run left them.
 
         Raises:
-            OffloadError: naming the file.
+            OffloadError: a file has changed; names it.
         """
-        held = (one for store in self.stores.values() for one in extents(store).values())
-        check(dict.fromkeys(one.file for one in held))
+        stored = (extent for store in self.stores.values() for extent in extents(store).values())
+        check(dict.fromkeys(extent.file for extent in stored))

@@ -1,4 +1,4 @@
-"""From a graph's members and a batch to a step that runs: capture, lay out, rewrite, compile, bind."""
+"""The compiler's driver: capture a graph, lay out its parameters, run the passes and the backend, bind the state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.python_state import Place
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.blocks import repeated_blocks
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.fingerprint import fingerprint, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.layout import Planned, Update
-from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of
+from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
 from zerograph.compiler.memory_search import Candidate, search_memory
-from zerograph.compiler.plain_inputs import NO_OTHERS, Comparison, check_inputs, compare_inputs, unequal_explained
+from zerograph.compiler.plain_inputs import (
+    NO_COMPARISON,
+    Comparison,
+    check_inputs,
+    compare_inputs,
+    explain_unequal_rows,
+)
 from zerograph.compiler.preparation import Observer, Preparation, lay_out
-from zerograph.compiler.residence import make_room
 from zerograph.compiler.shared_memory import check_shared_memory
+from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGraphError
@@ -52,10 +57,16 @@ from zerograph.runtime.wire import selection
 
 @dataclass
 class Compiler:
-    """Compiles the steps of one graph; keeps captures and update programs, which cost the most to make again.
+    """Compiles the steps of one graph. Caches captures and update programs, which take the longest.
 
-    ``reads_metric``: a scheduler will read the first 0-d tensor that ``build()`` returns. ``accumulates``: a graph
-    without optimizer has micro-batches, too.
+    Attributes:
+        build: the function to trace.
+        optimizers: those of the graph, in order of registration.
+        config: the graph's options.
+        observer: follows each compilation.
+        reads_metric: a scheduler reads the first 0-d tensor that ``build()`` returns.
+        accumulates: a graph without optimizer has micro-batches too.
+        updates: traces the updates of the optimizers.
     """
 
     build: Callable[..., Any]
@@ -66,7 +77,7 @@ class Compiler:
     accumulates: bool = False
     updates: Updates = field(init=False)
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
-    # Places of Python state that build() changes, by key.
+    # Python state that build() changes, by key.
     _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
@@ -75,11 +86,13 @@ class Compiler:
         self.updates = Updates(self.optimizers)
 
     def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
-        """Compile a step for these inputs. Every rank calls it; state changes only once all ranks have the same graph.
+        """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
         Args:
-            key: equal for equal members and inputs: then the capture is the same, whatever the configuration (but for
-                ``clip_grad_norm``).
+            job: the ranks.
+            members: the graph's modules and tensors.
+            batch: the inputs, on this rank.
+            key: equal for equal members and inputs.
             doing: names the step in messages.
 
         Raises:
@@ -88,13 +101,13 @@ class Compiler:
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         exchanges = selection.select_exchanges(job)
-        compared = compare_inputs(job, batch, doing)
+        comparison = compare_inputs(job, batch, doing)
         try:
             with job.signs.busy(f"tracing and rewriting {doing}"):
-                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, compared)
+                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, comparison)
             with job.signs.busy(f"compiling {doing} with the backend"):
-                backend, function = self._compiled(members, prepared.graph)
-            places = make_room(prepared.layout, job.mesh, job.rank)
+                backend, function = self._run_backend(members, prepared.graph)
+            places = reserve_files(prepared.layout, job.mesh, job.rank)
         except BaseException as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
@@ -112,24 +125,25 @@ class Compiler:
         key: Hashable,
         exchanges: Mapping[str, OpOverload] | None = None,
         rank: int | None = None,
-        compared: Comparison = NO_OTHERS,
+        comparison: Comparison = NO_COMPARISON,
     ) -> PreparedStep:
-        """Capture, lay out and rewrite a step for one rank of ``mesh``. Touches no state and needs no process group.
+        """Capture, lay out and rewrite a step for one rank of ``mesh``. Changes no state and needs no process group.
 
         Args:
-            batch, key: as :meth:`compile` has them; members and batch may be on the meta device.
-            exchanges: what moves tensors instead of torch's collectives; see :mod:`zerograph.runtime.wire.selection`.
-            rank: what ``ZEROGRAPH_DUMP`` files the graphs under; default: its place on the mesh.
-            compared: what the ranks know of each other's plain inputs.
+            mesh: the ranks, and the position of the one to prepare for.
+            members, batch, key: as for :meth:`compile`; tensors may be on the meta device.
+            exchanges: the operators that replace torch's collectives; see :mod:`zerograph.runtime.wire.selection`.
+            rank: ``ZEROGRAPH_DUMP`` files the graphs under it. Default: the position on the mesh.
+            comparison: the plain inputs of all ranks.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
         self.observer.started()
         self._check(members)
-        with unequal_explained(batch, compared):
+        with explain_unequal_rows(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
-        self._check_captured(captured, mesh, batch, compared)
+        self._check_captured(captured, mesh, batch, comparison)
         updates, update_seconds = self._trace_updates(members, captured)
         preparation = Preparation(
             config=self.config,
@@ -145,7 +159,7 @@ class Compiler:
             update_seconds=update_seconds,
             exchanges=exchanges or {},
             blocks=self._blocks(members) if captured.gradients else (),
-            backend=self._backend(members)[1],
+            backend=self._resolve_backend(members)[1],
             micro_batches=self.micro_batches,
             trains=bool(self.optimizers),
             warn=self._warn,
@@ -155,17 +169,17 @@ class Compiler:
         return step
 
     def _trace_updates(self, members: Members, captured: Captured) -> tuple[dict[str, Update], float]:
-        """Return the update of each parameter, and the seconds that tracing them took."""
-        began = time.perf_counter()
-        return self.updates.of(members, captured, self.config), time.perf_counter() - began
+        """Return the update of each parameter, and the seconds that tracing took."""
+        start = time.perf_counter()
+        return self.updates.of(members, captured, self.config), time.perf_counter() - start
 
     def _fit_memory_budget(self, preparation: Preparation) -> PreparedStep:
-        """Prepare the step within the memory budget, if there is one."""
+        """Prepare the step within the memory budget, if the configuration has one."""
         config, members = self.config, preparation.members
         specs = members.specs(members.parameters)
         total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in preparation.updates)
         may_recompute = config.recompute == "auto" and bool(preparation.captured.gradients)
-        on_accelerator = any(members.device(one).type != "cpu" for one in members.parameters.values())
+        on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
             preparation.prepare,
             Candidate(config.bucket_size, min_recompute_bytes=0, offload_activations=config.offload_activations),
@@ -176,16 +190,16 @@ class Compiler:
             may_offload=may_recompute and on_accelerator,
         )
 
-    def _check_captured(self, captured: Captured, mesh: Mesh, batch: Batch, compared: Comparison) -> None:
+    def _check_captured(self, captured: Captured, mesh: Mesh, batch: Batch, comparison: Comparison) -> None:
         """Show the capture's warnings; raise if the captured graph cannot run on these inputs or on this mesh."""
         for message in captured.state_changes.warnings:
             self._warn(message)
-        check_inputs(batch, read_outside_regions(captured), compared, self._warn)
+        check_inputs(batch, read_outside_regions(captured), comparison, self._warn)
         parts = piece_count(self.config.batch_on(mesh.dims), mesh)
-        check_indices(captured, batch, parts, self.micro_batches, compared, self._warn)
+        check_indices(captured, batch, parts, self.micro_batches, comparison, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
-                "build() calls backward(), but no optimizer is registered: the gradients would go nowhere\n"
+                "build() calls backward(), but no optimizer is registered: nothing would use the gradients\n"
                 "Register one with add_optimizer(), or leave backward() out of a graph that only predicts."
             )
         returned = zip(
@@ -193,40 +207,50 @@ class Compiler:
         )
         if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
             raise CaptureError(
-                "ReduceLROnPlateau watches the first 0-d tensor that build() returns, but it returns none\n"
-                "Return the loss, or whatever is to fall or rise, from build()."
+                "ReduceLROnPlateau reads the first 0-d tensor that build() returns, but it returns none\n"
+                "Return the loss, or another metric, from build()."
             )
         if captured.regions and mesh.dims > 1:
             raise PlacementError(
                 "build() has a local region, and the graph's placement has several dimensions\n"
-                "Which ranks then have parts of their own is not defined yet: use a placement of one dimension."
+                "Local regions are defined on a placement of one dimension only: use one."
             )
 
     def guards(self) -> dict[str, Any]:
-        """Return the Python state that ``build()`` changed when it was traced, as it is now: a step depends on it."""
+        """Return the current values of the Python state that traced ``build()`` functions change.
+
+        A compiled step depends on them. The result is a fact by name, empty if there is no such state.
+        """
         values = tuple((place.name, place.read()) for place in self._guards.values())
         return {"Python state that build() changes": values} if values else {}
 
-    def keys_left(
-        self, step: CompiledStep, batch: Batch, known: Mapping[str, Any], read: Callable[[], Mapping[str, Any]]
-    ) -> list[Hashable]:
-        """Return the key of a step for the facts as its trace left them, if its graph holds for those.
+    def keys_after(
+        self, step: CompiledStep, batch: Batch, facts: Mapping[str, Any], read: Callable[[], Mapping[str, Any]]
+    ) -> list[tuple[Hashable, Hashable]]:
+        """Return a second key for a step whose trace changed the facts, if its graph is valid for the new facts too.
 
         Args:
-            known: the facts that it was compiled for.
-            read: reads them as they are now.
+            step: the step, just compiled.
+            batch: the inputs that it was compiled for.
+            facts: the facts that it was compiled for.
+            read: returns the current facts.
+
+        Returns:
+            One key, or none.
         """
         if not step.captured.state_changes.valid_after_trace:
             return []
         now = read()
-        if now != {**known, **{name: now[name] for name in ("modules", "attributes of the graph")}}:
+        if now != {**facts, **{name: now[name] for name in ("modules", "attributes of the graph")}}:
             return []
-        before, after = ((tuple(facts.values()), batch.key()) for facts in (known, now))
-        self._captures |= {(after, *rest): one for (first, *rest), one in self._captures.items() if first == before}
+        before, after = ((tuple(values.values()), batch.key()) for values in (facts, now))
+        self._captures |= {
+            (after, *rest): capture for (first, *rest), capture in self._captures.items() if first == before
+        }
         return [(after, self.config.key())]
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
-        """Return the buckets of the step that :meth:`prepare` would make, and where they rest; no pass is run."""
+        """Return the buckets of the step that :meth:`prepare` would make. No pass is run."""
         self._check(members)
         captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
         updates = self.updates.of(members, captured, self.config)
@@ -239,25 +263,25 @@ class Compiler:
             check_shared_memory(members)
 
     def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
-        placed = [sbp for one in members.parameters.values() if (sbp := annotation(one)) is not None]
-        return self.config.zero_dim_on(mesh.dims, batch.sbp, placed)
+        annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
+        return self.config.zero_dim_on(mesh.dims, batch.sbp, annotations)
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
-        """The blocks that the model repeats, if the configuration needs to know."""
+        """Return the names of the blocks that the model repeats, if recomputation needs them."""
         if self.config.recompute == "none":
             return ()
-        found = tuple(repeated_blocks(members.root))
-        if self.config.recompute == "blocks" and not found:
+        blocks = tuple(repeated_blocks(members.root))
+        if self.config.recompute == "blocks" and not blocks:
             raise ConfigError(
                 "config.recompute = 'blocks', but the model repeats none: no nn.ModuleList or nn.Sequential has "
                 "several children of one class that are made of modules\n"
-                "Choose 'auto' with a memory_budget, or put torch.utils.checkpoint around what is to be made again."
+                "Choose 'auto' with a memory_budget, or wrap what to recompute in torch.utils.checkpoint."
             )
-        return found
+        return blocks
 
-    def _compiled(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
-        """Name of the backend, and what it made of the graph."""
-        name, backend = self._backend(members)
+    def _run_backend(self, members: Members, graph: fx.GraphModule) -> tuple[str, backends.Compiled]:
+        """Return the name of the backend, and the function that it compiled the graph to."""
+        name, backend = self._resolve_backend(members)
         try:
             return name, backends.compile_graph(backend, graph)
         except ZeroGraphError:
@@ -268,53 +292,64 @@ class Compiler:
                 "config.backend = 'eager' runs the same graph without compiling it."
             ) from error
 
-    def _backend(self, members: Members) -> tuple[str, backends.Backend]:
+    def _resolve_backend(self, members: Members) -> tuple[str, backends.Backend]:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         return backends.resolve(self.config.backend, device)
 
     @property
     def micro_batches(self) -> int:
-        """Into how many micro-batches each rank's part of the batch is cut."""
+        """Number of micro-batches into which each rank's part of the batch is cut."""
         return self.config.gradient_accumulation_steps if self.optimizers or self.accumulates else 1
 
     def _capture(self, members: Members, batch: Batch, parts: int, key: Hashable) -> tuple[Captured, float]:
-        """``parts``: of the batch that are computed each by itself, beside each other or in turn."""
+        """Return the captured graph, and the seconds that capturing took.
+
+        Args:
+            parts: number of ranks times number of micro-batches.
+            key: equal for equal members and inputs. The options that the capture depends on are added to it.
+        """
         clip = self.config.clip_grad_norm if self.optimizers else None
         scaled = self.config.scaler is not None and bool(self.optimizers)
         checked = self.config.on_nonfinite != "ignore"
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
         key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
-        if (known := self._captures.get(key)) is None or (known[0].regions and known[2] != parts):
-            began = time.perf_counter()
-            tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
+        cached = self._captures.get(key)
+        # Only local regions depend on the number of parts.
+        if cached is not None and (not cached[0].regions or cached[2] == parts):
+            return cached[:2]
+        start = time.perf_counter()
+        tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
 
-            def traced(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
-                return [replace(one, device=torch.device("cpu")) if members.on_accelerator else one for one in specs]
+        def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
+            if not members.on_accelerator:
+                return list(specs)
+            return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
-            captured = capturing.Capture(
-                self.build,
-                members.root,
-                dict(zip(members.parameters, traced(members.specs(members.parameters).values()), strict=True)),
-                dict(zip(members.buffers, traced(members.specs(members.buffers).values()), strict=True)),
-                members.aliases,
-                traced(batch.specs),
-                batch.arranged,
-                train=bool(self.optimizers),
-                ranks=parts,
-                groups=_groups(members, self.optimizers),
-                trained=_trained(members, self.optimizers),
-                clip_grad_norm=clip,
-                batch_norm_groups=batch_norm_groups,
-                amp_dtype=self.config.amp_dtype,
-                scaled=scaled,
-                checked=checked,
-                guarded=tuple(self._guards.values()),
-            ).run()
-            self._guards |= {place.key: place for place in captured.state_changes.guards}
-            if members.on_accelerator:
-                captured = accelerator.moved(captured)
-            self._captures[key] = captured, time.perf_counter() - began, parts
-        return self._captures[key][:2]
+        captured = capturing.Capture(
+            self.build,
+            members.root,
+            dict(zip(members.parameters, on_traced_device(members.specs(members.parameters).values()), strict=True)),
+            dict(zip(members.buffers, on_traced_device(members.specs(members.buffers).values()), strict=True)),
+            members.aliases,
+            on_traced_device(batch.specs),
+            batch.arranged,
+            train=bool(self.optimizers),
+            ranks=parts,
+            groups=_groups(members, self.optimizers),
+            trained=_trained(members, self.optimizers),
+            clip_grad_norm=clip,
+            batch_norm_groups=batch_norm_groups,
+            amp_dtype=self.config.amp_dtype,
+            scaled=scaled,
+            checked=checked,
+            guarded=tuple(self._guards.values()),
+        ).run()
+        self._guards |= {place.key: place for place in captured.state_changes.guards}
+        if members.on_accelerator:
+            captured = accelerator.moved(captured)
+        seconds = time.perf_counter() - start
+        self._captures[key] = captured, seconds, parts
+        return captured, seconds
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -324,32 +359,35 @@ class Compiler:
     def _apply(
         self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Extents]
     ) -> dict[str, Store]:
-        """Bring the state into the planned layout, by bucket name, one new bucket after the other.
+        """Bring the state into the planned layout, and return the stores by bucket name.
 
-        Each takes its parameters, and their state, out of where they are; so about one bucket is whole at a time. What
-        is only to rest elsewhere moves there; ``places`` has the room for it.
+        New buckets are filled one after the other. Each takes its parameters, and their state, out of their present
+        stores, so about one bucket is whole at a time.
+
+        Args:
+            places: space in files for offloaded state, by bucket name.
         """
-        new = {
-            one.bucket.name: [members.parameters[slot.name] for slot in one.bucket.slots]
-            for one in layout
-            if one.store is None
+        new_buckets = {
+            planned.bucket.name: [members.parameters[slot.name] for slot in planned.bucket.slots]
+            for planned in layout
+            if planned.store is None
         }
-        moving = stores_of(parameter for parameters in new.values() for parameter in parameters)
+        old_stores = stores_of(parameter for parameters in new_buckets.values() for parameter in parameters)
         stores: dict[str, Store] = {}
-        for one in layout:
-            name, bucket = one.bucket.name, one.bucket
-            if one.store is None:
-                kept = one.specs, one.layouts, one.first_differs, one.keeper
-                stores[name] = create_store(job, bucket, new[name], *kept, places[name])
-            elif one.store.layout.storage != bucket.storage:
-                stores[name] = move(one.store, bucket, places[name])
+        for planned in layout:
+            name, bucket = planned.bucket.name, planned.bucket
+            if planned.store is None:
+                state = planned.specs, planned.layouts, planned.first_differs, planned.keeper
+                stores[name] = create_store(job, bucket, new_buckets[name], *state, places[name])
+            elif planned.store.layout.storage != bucket.storage:
+                stores[name] = move(planned.store, bucket, places[name])
             else:
-                stores[name] = one.store
-            if one.updates:
-                stores[name].first_differs |= one.first_differs
-                stores[name].keeps_unused |= one.specs.keys() != one.updates[0].program.state.keys()
-        for store in moving:
-            # Of parameters that this graph does not have.
+                stores[name] = planned.store
+            if planned.updates:
+                stores[name].first_differs |= planned.first_differs
+                stores[name].keeps_unused |= planned.specs.keys() != planned.updates[0].program.state.keys()
+        for store in old_stores:
+            # A store that still has parameters which this graph lacks.
             if not store.is_released:
                 release(store)
         if not self._synchronised:
@@ -367,14 +405,9 @@ class Compiler:
         function: backends.Compiled,
         stores: Mapping[str, Store],
     ) -> CompiledStep:
+        """Return the step with its state and its other tensors bound to the compiled function."""
         graph = prepared.graph
-        lookups = {Role("parameter", name): _lookup(members.root, name) for name, p in members.parameters.items()} | {
-            Role("buffer", name): _lookup(members.root, name) for name in members.buffers
-        }
-        if (scaler := prepared.context.numerics.scaler) is not None:
-            for node in placeholders(graph.graph, "scaler"):
-                name, device = meta(node)["role"].name, node.meta["val"].device
-                lookups[meta(node)["role"]] = functools.partial(_tensor_of, scaler, name, device)
+        lookups = _lookups(members, prepared)
         written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
         executor = bind(job, graph, function, stores, lookups, written=written)
         if backend in backends.BACKENDS:
@@ -385,13 +418,13 @@ class Compiler:
             keep_freed()
         numbers = {
             name: (update.group, update.program.numbers[short])
-            for one in prepared.layout
-            for update in one.updates
+            for planned in prepared.layout
+            for update in planned.updates
             for short, name in update.numbers().items()
         }
-        about = graph.graph.output_node().meta
-        returned = zip(about["needs"], output_nodes(graph.graph), about["roles"], strict=True)
-        outputs = tuple((need, meta(node)["global"]) for need, node, r in returned if r.kind == "output")
+        output = graph.graph.output_node().meta
+        returned = zip(output["needs"], output_nodes(graph.graph), output["roles"], strict=True)
+        outputs = tuple((sbp, meta(node)["global"]) for sbp, node, role in returned if role.kind == "output")
         return CompiledStep(
             captured=prepared.captured,
             passes=prepared.passes,
@@ -407,18 +440,29 @@ class Compiler:
         )
 
 
-def _tensor_of(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
+def _lookups(members: Members, prepared: PreparedStep) -> dict[Role, Lookup]:
+    """Return functions that return the tensors that are in no store: parameters, buffers, and those of the scaler."""
+    lookups = {Role("parameter", name): _attribute(members.root, name) for name in members.parameters}
+    lookups |= {Role("buffer", name): _attribute(members.root, name) for name in members.buffers}
+    if (scaler := prepared.context.numerics.scaler) is not None:
+        for node in placeholders(prepared.graph.graph, "scaler"):
+            role, device = meta(node)["role"], node.meta["val"].device
+            lookups[role] = functools.partial(_scaler_tensor, scaler, role.name, device)
+    return lookups
+
+
+def _scaler_tensor(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
     return scaler.tensors(device)[name]
 
 
-def _lookup(root: nn.Module, name: str) -> Lookup:
-    """Finds a tensor of ``root`` anew for each step: the user may have put another in its place."""
+def _attribute(root: nn.Module, name: str) -> Lookup:
+    """Return a function that reads a tensor of ``root``. The user may replace the tensor between steps."""
     path, _, attribute = name.rpartition(".")
     return functools.partial(getattr, root.get_submodule(path), attribute)
 
 
 def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
-    """The names of each optimizer's parameters, by the optimizer's name in the graph."""
+    """Return the names of each optimizer's parameters, by the optimizer's name in the graph."""
     names = members.names()
     return {
         f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
@@ -427,7 +471,7 @@ def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
 
 
 def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
-    """Every parameter group with the names of its parameters."""
+    """Return every parameter group with the names of its parameters."""
     names = members.names()
     return [
         (group, [names[id(parameter)] for parameter in group["params"]])

@@ -1,4 +1,4 @@
-"""What the ranks of a job compare before anything runs: the buckets and the emitted graph, line by line."""
+"""The fingerprint of a step: its buckets and emitted graph as lines of text, which ranks compare before a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zerograph.ir.metadata import Boxing, meta
 
 
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
-    """The buckets and the emitted graph line by line, the same on every rank of a job that runs one step."""
+    """Return the buckets and the emitted graph as lines of text, equal on all ranks that run the same step."""
     lines = [
-        f"{one.bucket.name}: {', '.join(slot.name for slot in one.bucket.slots)}; optimizer state "
-        f"{'none yet' if one.fresh else ', '.join(one.specs)}"
-        f"{f'; dealt out to ranks {one.bucket.owners}' if one.bucket.dealt else ''}"
-        for one in layout
+        f"{planned.bucket.name}: {', '.join(slot.name for slot in planned.bucket.slots)}; optimizer state "
+        f"{'none yet' if planned.fresh else ', '.join(planned.specs)}"
+        f"{f'; dealt out to ranks {planned.bucket.owners}' if planned.bucket.dealt else ''}"
+        for planned in layout
     ]
     return [*lines, *_lines(graph.graph)]
 
@@ -29,9 +29,9 @@ def _lines(graph: fx.Graph) -> list[str]:
             "this rank's own" if position in meta(node).get("rank_arguments", ()) else argument
             for position, argument in enumerate(node.args)
         )
-        # The group of ranks that a collective runs in is this rank's own as well.
-        if isinstance(found := meta(node).get("boxing"), Boxing) and "rank_arguments" not in node.meta:
-            args = (*node.args[:-1], f"along mesh dimension {found.dim}")
+        # The name of a collective's process group differs between ranks too.
+        if isinstance(boxing := meta(node).get("boxing"), Boxing) and "rank_arguments" not in node.meta:
+            args = (*node.args[:-1], f"along mesh dimension {boxing.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
         lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
@@ -41,5 +41,5 @@ def _lines(graph: fx.Graph) -> list[str]:
 
 
 def numbered(lines: Sequence[str]) -> dict[str, str]:
-    """The lines by what messages call them."""
+    """Return the lines by their names in messages."""
     return {f"line {number} of the emitted graph": line for number, line in enumerate(lines)}

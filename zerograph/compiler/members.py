@@ -1,4 +1,4 @@
-"""What belongs to a graph: modules, their parameters and buffers, optimizers; and what makes it compile anew."""
+"""The members of a graph (modules, parameters, buffers, optimizers), and the facts that a compiled step depends on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """The modules of a graph under one root, and every distinct tensor in them by its first qualified name.
+    """The modules of a graph, and their tensors.
 
-    ``aliases`` maps further names of the same tensor (tied weights) to the first. With ``meta``, tensors on the meta
-    device stand for tensors on that one; if that is the meta device itself, an accelerator, those on the CPU do so too.
+    Attributes:
+        root: holds the modules as children.
+        parameters, buffers: each distinct tensor, by its first qualified name.
+        aliases: maps further names of a tensor (tied weights) to its first name.
+        meta: the device that tensors on the meta device stand for. If it is the meta device itself, that stands for an
+            accelerator, and tensors on the CPU stand for tensors on it too.
     """
 
     root: nn.Module
@@ -46,24 +50,25 @@ class Members:
     meta: torch.device | None = None
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where the tensor is, or is to be."""
-        stands = self.meta is not None and (tensor.is_meta or self.on_accelerator)
-        return self.meta if stands and self.meta is not None else tensor.device
+        """Return the tensor's device, or the device that its own stands for."""
+        if self.meta is not None and (tensor.is_meta or self.on_accelerator):
+            return self.meta
+        return tensor.device
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether all tensors stand for those of an accelerator that this build of torch need not know."""
+        """Whether all tensors stand for tensors on an accelerator, which this build of torch need not support."""
         return self.meta == ACCELERATOR
 
     def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-        """Shape, dtype, device and ``requires_grad`` of each."""
+        """Return shape, dtype, device and ``requires_grad`` of each tensor, by name."""
         return {
             name: TensorSpec(tuple(tensor.shape), tensor.dtype, self.device(tensor), tensor.requires_grad)
             for name, tensor in tensors.items()
         }
 
     def names(self) -> Mapping[int, str]:
-        """Qualified name of each parameter, by ``id``."""
+        """Return the qualified name of each parameter, by ``id``."""
         return self._names
 
     @functools.cached_property
@@ -72,15 +77,15 @@ class Members:
 
     @functools.cached_property
     def module_facts(self) -> tuple[Any, ...]:
-        """Facts of the modules as they were when first asked for: :class:`Tree` knows whether they still are."""
+        """Facts of the modules at the first read. :class:`Tree` tells whether they still hold."""
         return module_guards(self.root)
 
 
 def find_members(attributes: Mapping[str, Any]) -> Members:
-    """The members of a graph with these attributes: those that are modules count.
+    """Return the members of a graph with these attributes. Only attributes that are modules matter.
 
     Raises:
-        ConfigError: a lazy module that has not seen an input yet, or one whose parameters another library holds.
+        ConfigError: a lazy module has no shapes yet, or another library manages a module's parameters.
     """
     root = nn.Module()
     for name, value in attributes.items():
@@ -93,7 +98,7 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
     first: dict[int, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(f"{name} has no shape yet: run the lazy module once before using it in a graph")
+            raise ConfigError(f"{name} has no shape yet: run the lazy module once before you use it in a graph")
         if first.setdefault(id(parameter), name) == name:
             parameters[name] = parameter
         else:
@@ -107,81 +112,110 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
 
 
 class Tree:
-    """The members of a graph as they were found, which tells cheaply whether they would be found so again.
+    """The members of a graph, with a cheap check that they are unchanged.
 
-    Compares every attribute of every module, and all that it holds parameters, buffers, modules and hooks in, object by
-    object: what numbers, flags and tuples say cannot change in the same object. Of a parameter, shape, dtype and the
-    like can: those are asked for in each step.
+    The check compares every attribute of every module, and its tables of parameters, buffers, modules and hooks, object
+    by object: numbers, flags and tuples cannot change in place. Shape, dtype and the like of a parameter can; a step
+    reads them each time.
     """
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        modules = [one for one in members.root.modules() if one is not members.root]
+        modules = [module for module in members.root.modules() if module is not members.root]
         self._modules, self._classes = modules, list(map(type, modules))
-        self._contents = Dictionaries(one for module in modules for one in (vars(module), *module_tables(module)))
+        self._contents = Dictionaries(table for module in modules for table in (vars(module), *module_tables(module)))
 
     def is_same(self, attributes: Mapping[str, Any]) -> bool:
-        """Return whether a graph with these attributes has the same members, and these the same facts."""
-        top = self.members.root._modules
-        now = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
-        return list(now) == list(top) and all(map(operator.is_, now.values(), top.values())) and self.is_same_below()
+        """Return True if a graph with these attributes has the same members, and these have the same facts."""
+        children = self.members.root._modules
+        modules = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
+        return (
+            list(modules) == list(children)
+            and all(map(operator.is_, modules.values(), children.values()))
+            and self.is_same_below()
+        )
 
     def is_same_below(self) -> bool:
-        """Return whether the modules hold the same objects, whatever attributes the graph has."""
+        """Return True if the modules hold the same objects. Does not look at the graph's attributes."""
         return all(map(operator.is_, map(type, self._modules), self._classes)) and self._contents.are_same()
 
 
 def current(tree: Tree | None, attributes: Mapping[str, Any]) -> Tree:
-    """Return the members of a graph with these attributes: those of ``tree``, if they still are."""
+    """Return ``tree`` if a graph with these attributes still has its members, else the tree of the new members."""
     return tree if tree is not None and tree.is_same(attributes) else Tree(find_members(attributes))
+
+
+def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the qualified names of the blocks that ``module`` repeats, in order.
+
+    A block is a child of a container that numbers its children, as ``nn.ModuleList`` and ``nn.Sequential`` do. Another
+    child there must be of the same class, and the block must have children itself. If such children differ in their
+    parameters and contain blocks themselves, their blocks count instead: the layers of a Swin transformer are blocks,
+    its stages are not.
+    """
+    numbered = [child for name, child in module.named_children() if name.isdigit()]
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        inner = list(repeated_blocks(child, child_path))
+        same_class = [sibling for sibling in numbered if type(sibling) is type(child)] if name.isdigit() else []
+        is_block = len(same_class) > 1 and any(True for _ in child.children())
+        if is_block and (not inner or len({_parameter_shapes(sibling) for sibling in same_class}) == 1):
+            yield child_path
+        else:
+            yield from inner
+
+
+def _parameter_shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def has_global(members: Members) -> bool:
     """Return True if any parameter or buffer is a global tensor."""
-    return any(isinstance(one, DTensor) for one in (*members.parameters.values(), *members.buffers.values()))
+    return any(isinstance(tensor, DTensor) for tensor in (*members.parameters.values(), *members.buffers.values()))
 
 
 def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
-    """Replace parameters and buffers that are global tensors by plain ones; of what is split each rank keeps its piece.
+    """Replace global tensors in the modules and optimizers by plain ones. Nothing is sent.
 
-    In the modules and in the optimizers: from here on the graph places them, split parameters as annotated parameters.
-    Nothing is sent.
+    From then on the graph places them. A parameter that is split becomes an annotated parameter, of which each rank
+    keeps its piece.
 
     Raises:
-        PlacementError: one is partial, or split in a way that the graph cannot keep; nothing is changed then.
+        PlacementError: a global tensor is partial, or split in a way that the graph cannot keep. Nothing is changed.
     """
-    held: dict[str, Tensor] = {**members.parameters, **members.buffers}
-    found = {name: tensor for name, tensor in held.items() if isinstance(tensor, DTensor)}
-    for name, tensor in found.items():
+    tensors: dict[str, Tensor] = {**members.parameters, **members.buffers}
+    global_tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    for name, tensor in global_tensors.items():
         _check_global(name, tensor, job)
-    plain: dict[int, Tensor] = {}
-    for name, tensor in found.items():
+    plain_tensors: dict[int, Tensor] = {}
+    for name, tensor in global_tensors.items():
         local = to_local(tensor.detach())
-        made = _plain_parameter(name, tensor, local, job) if isinstance(tensor, nn.Parameter) else local
-        vars(made)["_zerograph_was_global"] = tensor.device_mesh, from_dtensor(tensor.placements)
-        plain[id(tensor)] = made
+        plain = _plain_parameter(name, tensor, local, job) if isinstance(tensor, nn.Parameter) else local
+        vars(plain)["_zerograph_was_global"] = tensor.device_mesh, from_dtensor(tensor.placements)
+        plain_tensors[id(tensor)] = plain
     for module in members.root.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
         for name, old in [*parameters, *buffers]:
-            if id(old) in plain:
-                setattr(module, name, plain[id(old)])
+            if id(old) in plain_tensors:
+                setattr(module, name, plain_tensors[id(old)])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [plain.get(id(parameter), parameter) for parameter in group["params"]]
-        for old in [parameter for parameter in optimizer.state if id(parameter) in plain]:
-            optimizer.state[plain[id(old)]] = optimizer.state.pop(old)
+            group["params"] = [plain_tensors.get(id(parameter), parameter) for parameter in group["params"]]
+        for old in [parameter for parameter in optimizer.state if id(parameter) in plain_tensors]:
+            optimizer.state[plain_tensors[id(old)]] = optimizer.state.pop(old)
 
 
 def _check_global(name: str, tensor: DTensor, job: Job) -> None:
+    """Raise a PlacementError if the graph cannot keep the placement of a global parameter or buffer."""
     sbp = from_dtensor(tensor.placements)
-    if all(one == broadcast for one in sbp):
+    if all(entry == broadcast for entry in sbp):
         return
     about = f"{name} of shape {tuple(tensor.shape)} is a global tensor placed {show(sbp)}"
     if partial_sum in sbp:
-        raise PlacementError(f"{about}: between steps nothing is a partial sum\nMake it broadcast or split(d).")
+        raise PlacementError(f"{about}: between steps no tensor may be a partial sum\nMake it broadcast or split(d).")
     if not isinstance(tensor, nn.Parameter):
-        raise PlacementError(f"{about}, but each rank holds the whole of a buffer\nMake it broadcast.")
+        raise PlacementError(f"{about}, but every rank must hold the whole of a buffer\nMake it broadcast.")
     if tensor.device_mesh.mesh.tolist() != job.grid:
         raise PlacementError(
             f"{about} on the ranks {tensor.device_mesh.mesh.tolist()}, the graph runs on {job.grid}\n"
@@ -191,6 +225,13 @@ def _check_global(name: str, tensor: DTensor, job: Job) -> None:
 
 
 def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -> nn.Parameter:
+    """Return a plain parameter in place of a global one.
+
+    Args:
+        tensor: the global parameter.
+        local: this rank's part of it. If that is not the whole, the job stores it, and the data of the parameter is a
+            0-d tensor expanded to the global shape.
+    """
     sbp = annotation(tensor)
     whole = tensor.shape == local.shape
     data = local if whole else local.new_zeros(()).expand(tensor.shape)
@@ -204,16 +245,16 @@ def _plain_parameter(name: str, tensor: nn.Parameter, local: Tensor, job: Job) -
 
 
 def was_global(tensor: Tensor) -> tuple[DeviceMesh, NdSbp] | None:
-    """How a tensor that :func:`adopt_global` made plain was placed; None of any other."""
-    found: tuple[DeviceMesh, NdSbp] | None = getattr(tensor, "_zerograph_was_global", None)
-    return found
+    """Return the mesh and SBP that a tensor had before :func:`adopt_global`; None if it was plain."""
+    placed: tuple[DeviceMesh, NdSbp] | None = getattr(tensor, "_zerograph_was_global", None)
+    return placed
 
 
 def check_optimizers(members: Members, optimizers: Optimizers) -> None:
-    """Every parameter of every optimizer must be in the graph, and in one optimizer only.
+    """Check that every parameter of every optimizer is in the graph, and in one optimizer only.
 
     Raises:
-        ConfigError: naming the optimizer and the parameter.
+        ConfigError: one is not; names the optimizer and the parameter.
     """
     names = members.names()
     owner: dict[int, int] = {}
@@ -223,10 +264,10 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
                 raise ConfigError(
                     f"{_title(optimizers, number)} holds a parameter of shape {tuple(parameter.shape)} that no module "
                     "of the graph has\nAssign the module to an attribute of the graph in __init__, or build the "
-                    "optimizer from the module that is there, after zg.to_global() if you make it global."
+                    "optimizer from the graph's module, after zg.to_global() if you make that global."
                 )
             if owner.setdefault(id(parameter), number) != number:
-                raise ConfigError(f"{names[id(parameter)]} is in two optimizers: give each its own parameters")
+                raise ConfigError(f"{names[id(parameter)]} is in two optimizers: put each parameter into one only")
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -241,25 +282,20 @@ def capture_facts(
     optimizers: Optimizers,
     constants: Callable[[int, int], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a captured graph depends on besides its inputs, by name; equal values mean the same graph.
+    """Return what a captured graph depends on besides its inputs, by name. Equal facts mean the same graph.
 
     Args:
-        constants: an optimizer's group, by their numbers, with those hyperparameters that are constants in the graph.
+        members: the modules and tensors.
+        attributes: the graph's public attributes.
+        optimizers: those of the graph.
+        constants: returns the hyperparameters that are constants in the graph, of an optimizer and a group by number.
     """
     names, hooks = members.names(), gradient_hooks(members.parameters.values())
     with without_torch_function():
         parameters = tuple(
             [
-                (
-                    name,
-                    p.shape,
-                    p.dtype,
-                    p.device,
-                    p.requires_grad,
-                    annotation(p),
-                    *map(Identity, (*on_gradient, *behind)),
-                )
-                for (name, p), (on_gradient, behind) in zip(members.parameters.items(), hooks, strict=True)
+                (name, p.shape, p.dtype, p.device, p.requires_grad, annotation(p), *map(Identity, (*before, *after)))
+                for (name, p), (before, after) in zip(members.parameters.items(), hooks, strict=True)
             ]
         )
     return {
@@ -280,40 +316,41 @@ def capture_facts(
 
 
 def layout_facts(members: Members) -> tuple[Any, ...]:
-    """Where each parameter lives now, and whether a first update there needs a step of its own."""
-    found: list[Any] = []
+    """Return, for each parameter, its store and whether the store's first update needs a step of its own."""
+    layout: list[Any] = []
     for parameter in members.parameters.values():
         store = store_of(parameter)
         own_first = store is not None and store.fresh and (store.first_differs or store.keeps_unused)
-        found.append(None if store is None else (store.serial, own_first))
-    return tuple(found)
+        layout.append(None if store is None else (store.serial, own_first))
+    return tuple(layout)
 
 
 def first_updates(members: Members) -> dict[str, str]:
-    """Return, for the notice of a step that is compiled again, which optimizers' first updates are done.
+    """Return whether the first update is done of optimizers that compute it in another way than later updates.
 
-    Only of those whose first update is computed in another way than later ones: SGD with dampening, Rprop, ASGD.
+    Such optimizers are SGD with dampening, Rprop and ASGD. The result is a fact for the warning of repeated
+    compilations, empty without such optimizers.
     """
     stores = [store for store in stores_of(members.parameters.values()) if store.first_differs]
-    done = {"to come" if store.fresh else "done" for store in stores}
+    if not stores:
+        return {}
+    states = sorted({"to come" if store.fresh else "done" for store in stores})
     kinds = sorted({type(store.optimizer).__name__ for store in stores})
-    return (
-        {f"the first update of {', '.join(kinds)}, which is computed in another way": str(sorted(done))} if done else {}
-    )
+    return {f"the first update of {', '.join(kinds)}, which is computed in another way": str(states)}
 
 
 def _hyperparameters(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Any, ...]:
-    """All but the learning rate, which is an input of the graph."""
+    """Return all hyperparameters except the learning rate, an input of the graph, and the names of the parameters."""
     values = tuple((key, _frozen(value)) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
     return values, tuple(names.get(id(parameter), "?") for parameter in group["params"])
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(one) for one in value)
+        return tuple(_frozen(element) for element in value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    # Without the address, which differs between ranks.
+    # The address in a repr() differs between ranks.
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value).split(" at 0x")[0]
 
 

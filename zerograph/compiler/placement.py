@@ -1,4 +1,4 @@
-"""Global tensors at the API: placements are device meshes, global tensors are DTensors."""
+"""Placements and global tensors of the public API: a placement is a device mesh, a global tensor is a DTensor."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from zerograph.runtime.job.process_group import mesh as mesh_of_all
 
 
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
-    """A device mesh over ``ranks``, in that order: ``zg.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
+    """Return a device mesh over ``ranks``, in that order. A collective of all ranks.
 
-    A nested list is a mesh of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Asking for the same again gives the
-    same one. Initialises the process group if nobody has.
+    ``zg.placement("cpu", ranks=[0, 1])`` has one dimension, ``ranks=[[0, 1], [2, 3]]`` two. Equal arguments return the
+    same mesh. The process group is initialised if it is not yet.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        ranks: distinct ranks of this job, as a list or a rectangular nested list.
 
     Raises:
-        PlacementError: not distinct ranks of this job in a rectangular list, or a device that this machine lacks.
+        PlacementError: ``ranks`` are not such ranks, or this machine has no such device.
     """
     initialise()
     size = dist.get_world_size()
-    wanted = _flat(ranks)
-    if wanted is None:
+    flat_ranks = _flat(ranks)
+    if flat_ranks is None:
         raise PlacementError(
             f"ranks={ranks!r}: give the ranks as a list of whole numbers, such as [0, 1], or as a rectangle of lists"
         )
-    if len(set(wanted)) != len(wanted) or not all(0 <= one < size for one in wanted):
+    if len(set(flat_ranks)) != len(flat_ranks) or not all(0 <= rank < size for rank in flat_ranks):
         raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
     if (
         not isinstance(device_type, str)
@@ -51,19 +55,19 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
 
 
 def _flat(ranks: Any) -> list[int] | None:
-    """The ranks of a rectangular nested list one after another; None for anything else."""
+    """Return the ranks of a rectangular nested list in order, or None for any other value."""
     if not isinstance(ranks, Sequence) or not ranks or isinstance(ranks, str):
         return None
-    if all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
+    if all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
         return list(ranks)
-    rows = [_flat(one) for one in ranks]
-    if any(row is None for row in rows) or len({_depths(one) for one in ranks}) != 1:
+    rows = [_flat(row) for row in ranks]
+    if any(row is None for row in rows) or len({_shape(row) for row in ranks}) != 1:
         return None
     return [rank for row in rows for rank in row or []]
 
 
-def _depths(ranks: Any) -> tuple[int, ...]:
-    return (len(ranks), *_depths(ranks[0])) if isinstance(ranks, Sequence) else ()
+def _shape(ranks: Any) -> tuple[int, ...]:
+    return (len(ranks), *_shape(ranks[0])) if isinstance(ranks, Sequence) else ()
 
 
 @overload
@@ -73,55 +77,59 @@ def to_global(x: nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequence[Sbp]) 
 
 
 def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor | nn.Module:
-    """A global tensor from what each rank holds, or a module whose parameters and buffers are all global tensors.
+    """Return a global tensor of this rank's part, or a module with all parameters and buffers made global.
 
-    With ``split(d)`` and ``partial_sum``, ``x`` is this rank's part: the global tensor is the parts end to end along
-    d, or their sum. With ``broadcast`` every rank gets the values of the first. Of a module every rank holds the
-    whole: it is cut in place, each rank keeps its part of the first rank's values. A DTensor is redistributed.
+    Args:
+        x: a plain tensor, a DTensor or a module. With ``split(d)`` the global tensor concatenates the ranks' tensors
+            along d; with ``partial_sum`` it is their sum; with ``broadcast`` it is the first rank's tensor. A DTensor
+            is redistributed. A module, of which every rank has the whole, is changed in place: each rank keeps its part
+            of the first rank's values.
+        placement: the device mesh, from :func:`placement`.
+        sbp: one SBP, or one for each dimension of the placement.
 
     Raises:
-        PlacementError: an SBP that does not fit the tensor or the placement, or parts of different shape.
+        PlacementError: the SBP does not fit the tensor or the placement, or the ranks' tensors differ in shape or
+            dtype.
     """
     if not isinstance(placement, DeviceMesh):
         raise PlacementError(
-            f"to_global(placement={placement!r:.60}): give a placement, as zg.placement('cpu', ranks=[0, 1]) makes one"
+            f"to_global(placement={placement!r:.60}): pass a placement, such as zg.placement('cpu', ranks=[0, 1])"
         )
-    wanted = nd_sbp(sbp, placement.ndim)
+    sbps = nd_sbp(sbp, placement.ndim)
     if isinstance(x, nn.Module):
-        if partial_sum in wanted:
+        if partial_sum in sbps:
             raise PlacementError("a module's parameters cannot be partial sums: use broadcast or split(d)")
-        return _module_to_global(x, placement, wanted)
+        return _module_to_global(x, placement, sbps)
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_global() takes a tensor or a module, not {type(x).__name__}")
     if isinstance(x, DTensor):
-        _check_dims(tuple(x.shape), wanted)
-        return x.redistribute(placement, to_dtensor(wanted))
-    _check_dims(tuple(x.shape), wanted)
+        _check_dims(tuple(x.shape), sbps)
+        return x.redistribute(placement, to_dtensor(sbps))
+    _check_dims(tuple(x.shape), sbps)
     _check_equal_parts(x, placement)
-    return from_parts(x, placement, wanted)
+    return from_parts(x, placement, sbps)
 
 
 def from_parts(x: Tensor, placement: DeviceMesh, sbp: NdSbp) -> DTensor:
-    """As :func:`to_global` of a tensor, whose parts are known to be alike on all ranks and to fit."""
+    """Return :func:`to_global` of a tensor, without its checks of shape and dtype."""
     part = x.contiguous()
-    # What is broadcast becomes the first rank's. (Torch's own run_check asks all ranks of the job, also those that the
-    # placement leaves out.)
-    for dim, one in enumerate(sbp):
-        if one == broadcast and placement.size(dim) > 1:
+    # DTensor.from_local(run_check=True) would involve all ranks of the job, also those outside of the placement.
+    for dim, entry in enumerate(sbp):
+        if entry == broadcast and placement.size(dim) > 1:
             dist.broadcast(part.detach(), group=placement.get_group(dim), group_src=0)
     return DTensor.from_local(part, placement, to_dtensor(sbp), run_check=False)
 
 
 def to_local(x: Tensor) -> Tensor:
-    """What this rank holds of a global tensor; a plain tensor is returned as it is.
+    """Return this rank's part of a global tensor; return a plain tensor unchanged.
 
     Raises:
-        PlacementError: not a tensor.
+        PlacementError: ``x`` is not a tensor.
     """
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_local() takes a tensor, not {type(x).__name__}")
     local = x.to_local() if isinstance(x, DTensor) else x
-    # A collective in flight is waited for here, not at some later use.
+    # Wait for a collective in flight here, not at the first use.
     wait: Any = getattr(local, "wait", None)
     waited: Tensor = wait() if callable(wait) else local
     return waited
@@ -129,46 +137,50 @@ def to_local(x: Tensor) -> Tensor:
 
 def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> nn.Module:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if any(isinstance(one, Split) and one.dim >= tensor.dim() for one in sbp):
+        if any(isinstance(entry, Split) and entry.dim >= tensor.dim() for entry in sbp):
             raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
     placements = to_dtensor(sbp)
-    # Tied weights stay one tensor.
-    made: dict[Tensor, Tensor] = {}
+    # By plain tensor, so that tied weights stay one tensor.
+    global_tensors: dict[Tensor, Tensor] = {}
 
-    def cut(tensor: Tensor) -> Tensor:
-        if tensor not in made:
+    def made_global(tensor: Tensor) -> Tensor:
+        if tensor not in global_tensors:
             value = tensor.detach()
-            moves = value.redistribute if isinstance(value, DTensor) else partial(distribute_tensor, value)
-            made[tensor] = moves(placement, placements)
+            distribute = value.redistribute if isinstance(value, DTensor) else partial(distribute_tensor, value)
+            new: Tensor = distribute(placement, placements)
             if isinstance(tensor, nn.Parameter):
-                made[tensor] = new = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 copy_annotation(tensor, new)
-        return made[tensor]
+            global_tensors[tensor] = new
+        return global_tensors[tensor]
 
     for owner in module.modules():
         for key, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            owner.register_parameter(key, cut(parameter))  # type: ignore[arg-type]
+            owner.register_parameter(key, made_global(parameter))  # type: ignore[arg-type]
         for key, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(owner, key, cut(buffer))
+            setattr(owner, key, made_global(buffer))
     return module
 
 
 def _check_dims(shape: tuple[int, ...], sbp: NdSbp) -> None:
-    if any(isinstance(one, Split) and one.dim >= len(shape) for one in sbp):
+    if any(isinstance(entry, Split) and entry.dim >= len(shape) for entry in sbp):
         raise PlacementError(f"a tensor of shape {shape} has no dimension to be {_text(sbp)}")
 
 
 def _check_equal_parts(x: Tensor, placement: DeviceMesh) -> None:
-    mine = (tuple(x.shape), str(x.dtype))
+    """Check that the parts of all ranks have the same shape and dtype. A collective."""
+    own = (tuple(x.shape), str(x.dtype))
     for dim in range(placement.ndim):
         group = placement.get_group(dim)
         if group.size() == 1:
             continue
-        reports: list[Any] = [None] * group.size()
-        dist.all_gather_object(reports, mine, group=group)
-        if any(report != mine for report in reports):
-            shown = ", ".join(f"{shape} {dtype}" for shape, dtype in reports)
-            raise PlacementError(f"the parts of a global tensor must be alike on all ranks; they are {shown}")
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, own, group=group)
+        if any(part != own for part in parts):
+            shown = ", ".join(f"{shape} {dtype}" for shape, dtype in parts)
+            raise PlacementError(
+                f"the parts of a global tensor must have the same shape and dtype on all ranks; they are {shown}"
+            )
 
 
 def _text(sbp: NdSbp) -> str:

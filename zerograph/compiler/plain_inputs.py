@@ -1,8 +1,8 @@
-"""Plain inputs of several ranks: refuse those that are no part of one batch.
+"""Checks of plain inputs in a job of several ranks: refuse those that are not a part of the batch.
 
 A plain tensor is this rank's part of the batch along dimension 0. A tensor that every rank holds whole has the same
-type and fits the same operators, but its global shape is then a multiple of what the user means: eight classes instead
-of four. Ranks therefore compare their plain inputs once, when a step is compiled for them.
+type and fits the same operators, but its global shape is a multiple of what the user means: eight classes instead of
+four. So ranks compare their plain inputs once, when a step is compiled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from zerograph.runtime.job.signs import ranks_named
 
 @dataclass(frozen=True)
 class Values:
-    """What a rank tells the others of the values of one plain input.
+    """A summary of the values of one plain input on one rank, which ranks exchange.
 
     Attributes:
-        digest: of the bytes; equal for tensors that are bitwise equal.
-        constant: all rows are equal, of a tensor with one row all elements.
-        lowest, highest: of a tensor of integers; 0 for any other, and for an empty one.
+        digest: digest of the bytes; equal for tensors that are bitwise equal.
+        constant: all rows are equal; for a tensor of one row, all elements.
+        lowest, highest: the smallest and largest element of a tensor of integers; 0 for other dtypes and without
+            elements.
     """
 
     digest: int
@@ -44,10 +45,10 @@ class Values:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the ranks of a job know of each other's plain inputs; by default there are no other ranks.
+    """The plain inputs of all ranks; empty by default, for a job of one rank.
 
     Attributes:
-        values: for each rank, in order, those of each input; those of a DTensor are not looked at.
+        values: for each rank, in order, the summary of each input; that of a DTensor is empty.
         grid: the ranks as the placement arranges them, a nested list.
     """
 
@@ -56,42 +57,46 @@ class Comparison:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks; 0 if no inputs were compared."""
         return len(self.values)
 
-    def digests(self, at: int) -> set[int]:
-        """Return the different digests of an input."""
-        return {row[at].digest for row in self.values}
+    def digests(self, number: int) -> set[int]:
+        """Return the distinct digests of input ``number`` over the ranks."""
+        return {row[number].digest for row in self.values}
 
 
-# Of a graph that no other rank runs.
-NO_OTHERS = Comparison()
+NO_COMPARISON = Comparison()
 
-_NOTHING = Values(0, False, 0, 0)
+_NO_VALUES = Values(0, False, 0, 0)
 
-# A warning is for tensors that may well be a table of weights, not for a batch of images.
-_SMALL = 1 << 20
-# Integers are equal by chance: a few class labels often are.
-_FEW = 32
+# The warning is for tensors that may be a table of weights, not for a batch of images; in bytes.
+_MAX_WARNED_BYTES = 1 << 20
+# Fewer integers than this may be equal on all ranks by chance, for instance a few class labels.
+_MIN_INTEGERS = 32
 
 
 def compare_inputs(job: Job, batch: Batch, doing: str) -> Comparison:
-    """Return the values of every rank's plain inputs. Every rank calls it, with inputs of the same shapes."""
+    """Exchange a summary of the plain inputs. A collective: every rank calls it, with inputs of the same shapes.
+
+    Args:
+        doing: names the step in messages.
+    """
     if job.size == 1 or not batch.tensors:
-        return Comparison()
-    mine = [_values(tensor) if plain else _NOTHING for tensor, plain in zip(batch.tensors, batch.plain, strict=True)]
-    numbers = [[one.digest, int(one.constant), one.lowest, one.highest] for one in mine]
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)
+        return NO_COMPARISON
+    own = [_values(tensor) if plain else _NO_VALUES for tensor, plain in zip(batch.tensors, batch.plain, strict=True)]
+    numbers = [[values.digest, int(values.constant), values.lowest, values.highest] for values in own]
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)  # [inputs * 4]
     received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
     with explained(job, f"comparing the inputs of {doing}"):
         _torch.all_gather(received, sent, job.control)
-    rows: list[list[list[int]]] = received.view(job.size, len(mine), 4).tolist()
+    rows: list[list[list[int]]] = received.view(job.size, len(own), 4).tolist()
     values = [[Values(digest, bool(constant), low, high) for digest, constant, low, high in row] for row in rows]
     return Comparison(values, job.grid)
 
 
 def _values(tensor: Tensor) -> Values:
     if tensor.is_meta or not tensor.numel():
-        return _NOTHING
+        return _NO_VALUES
     tensor = tensor.detach().cpu().contiguous()
     content = tensor.view(-1).view(torch.uint8).numpy()
     digest = int.from_bytes(hashlib.blake2b(content.data, digest_size=8).digest(), signed=True)
@@ -105,126 +110,127 @@ def _values(tensor: Tensor) -> Values:
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_inputs(batch: Batch, read: Collection[int], compared: Comparison, warn: Callable[[str], None]) -> None:
-    """Refuse what cannot be a part of one batch, and warn of what may be none.
+def check_inputs(batch: Batch, read: Collection[int], comparison: Comparison, warn: Callable[[str], None]) -> None:
+    """Refuse inputs that cannot be a part of the batch, and warn of inputs that may not be one.
 
     Args:
         read: numbers of the inputs that the step computes with outside of local regions.
+        comparison: the plain inputs of all ranks.
+        warn: shows a message to the user.
 
     Raises:
-        InputError: ranks that hold the same part hold other values, or an input has another number of rows than the
-            batch and is bitwise equal on all ranks. The same on every rank.
+        InputError: ranks that must hold the same values hold different ones, or an input has another number of rows
+            than the batch and is bitwise equal on all ranks. Raised on every rank.
     """
-    if compared.ranks < 2:
+    if comparison.ranks < 2:
         return
-    for at in read:
-        if batch.plain[at]:
-            _check_equal_where_whole(at, batch, compared)
-    parts = [at for at in range(len(batch.tensors)) if is_part(batch, at) and batch.tensors[at].numel()]
-    equal = [at for at in parts if len(compared.digests(at)) == 1]
-    sizes = {len(batch.tensors[at]) for at in parts if at not in equal}
-    for at in equal if sizes else ():
-        if at in read:
-            _check_equal(at, batch, sizes, compared, warn)
+    for number in read:
+        if batch.plain[number]:
+            _check_replicated(number, batch, comparison)
+    parts = [number for number in range(len(batch.tensors)) if is_part(batch, number) and batch.tensors[number].numel()]
+    equal = [number for number in parts if len(comparison.digests(number)) == 1]
+    sizes = {len(batch.tensors[number]) for number in parts if number not in equal}
+    for number in equal if sizes else ():
+        if number in read:
+            _check_equal(number, batch, sizes, comparison, warn)
 
 
-def is_part(batch: Batch, at: int) -> bool:
-    """Return whether an input is a plain tensor that is taken for this rank's part of the batch."""
-    return batch.plain[at] and batch.tensors[at].dim() > 0 and Split(0) in batch.sbp[at]
+def is_part(batch: Batch, number: int) -> bool:
+    """Return True if input ``number`` is a plain tensor that counts as this rank's part of the batch."""
+    return batch.plain[number] and batch.tensors[number].dim() > 0 and Split(0) in batch.sbp[number]
 
 
 def _check_equal(
-    at: int, batch: Batch, sizes: Collection[int], compared: Comparison, warn: Callable[[str], None]
+    number: int, batch: Batch, sizes: Collection[int], comparison: Comparison, warn: Callable[[str], None]
 ) -> None:
     """Refuse an input that is equal on all ranks, or warn of it.
 
     Args:
+        number: number of the input.
         sizes: numbers of rows of the inputs that differ between the ranks.
     """
-    tensor, rows, constant = batch.tensors[at], len(batch.tensors[at]), compared.values[0][at].constant
-    few = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() < _FEW
+    name, tensor, constant = batch.names[number], batch.tensors[number], comparison.values[0][number].constant
+    rows = len(tensor)
+    few = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() < _MIN_INTEGERS
     multiple = any(size and (rows % size == 0 or size % rows == 0) for size in sizes)
-    about = f"{batch.names[at]} of shape {tuple(tensor.shape)} is bitwise equal on all {compared.ranks} ranks"
-    choices = choices_for(batch.names[at], compared.grid)
-    computes = f"the step computes with all ranks' together, a tensor of shape {batch.specs[at].shape}"
-    # A target for every position of a sample may be a constant, or by chance the same.
+    about = f"{name} of shape {tuple(tensor.shape)} is bitwise equal on all {comparison.ranks} ranks"
+    choices = choices_for(name, comparison.grid)
+    computes = f"the step concatenates the parts of all ranks, to a tensor of shape {batch.specs[number].shape}"
+    # A target for every position of a sample may be constant, or equal by chance.
     if rows not in sizes and not (multiple and (few or (constant and rows > 1))):
         raise InputError(
             f"{about}, and its dimension 0 is {rows} where the batch has {' or '.join(map(str, sorted(sizes)))}\n"
             f"A plain input is this rank's part of the batch: {computes}.\n{choices}"
         )
-    if not constant and not few and tensor.nbytes <= _SMALL:
-        warn(f"{about}, and is taken for this rank's part of the batch: {computes}\n{choices}")
+    if not constant and not few and tensor.nbytes <= _MAX_WARNED_BYTES:
+        warn(f"{about}, and counts as this rank's part of the batch: {computes}\n{choices}")
 
 
 def choices_for(name: str, grid: object) -> str:
-    """Return the advice on an input that is no part of the batch."""
-    placed = f"zg.to_global({name}, placement=zg.placement('cpu', ranks={grid}), sbp=zg.sbp"
+    """Return the advice for an input that is not a part of the batch."""
+    call = f"zg.to_global({name}, placement=zg.placement('cpu', ranks={grid}), sbp=zg.sbp"
     return (
-        f"If every rank holds all of it, give zg.replicated({name}), or {placed}.broadcast). If each rank holds a part "
-        f"of a larger tensor, give {placed}.split(0)). What each rank is to compute with its own goes into a zg.local "
-        "region."
+        f"If every rank holds all of it, pass zg.replicated({name}), or {call}.broadcast). If each rank holds a part "
+        f"of a larger tensor, pass {call}.split(0)). If each rank computes with its own values only, do so in a "
+        "zg.local region."
     )
 
 
-def _check_equal_where_whole(at: int, batch: Batch, compared: Comparison) -> None:
-    """Refuse a plain input that ranks with the same part of the batch hold different values of."""
-    for ranks in _sharing(compared.grid, batch.sbp[at]):
-        if len({compared.values[rank][at].digest for rank in ranks}) == 1:
+def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None:
+    """Refuse a plain input whose values differ between ranks that hold the same part of the batch."""
+    for ranks in _replica_groups(comparison.grid, batch.sbp[number]):
+        if len({comparison.values[rank][number].digest for rank in ranks}) == 1:
             continue
-        name, tensor = batch.names[at], batch.tensors[at]
-        head = (
-            f"{name} of shape {tuple(tensor.shape)} is {show(batch.sbp[at])}, but differs between {ranks_named(ranks)}"
-        )
+        name, tensor, sbp = batch.names[number], batch.tensors[number], batch.sbp[number]
+        head = f"{name} of shape {tuple(tensor.shape)} is {show(sbp)}, but differs between {ranks_named(ranks)}"
         if tensor.dim():
-            raise InputError(f"{head}\nGive these ranks the same tensor, or let the graph split it.")
+            raise InputError(f"{head}\nPass the same tensor on these ranks, or let the graph split it.")
         raise InputError(
-            f"{head}: a 0-d tensor is whole on every rank\nGive all ranks the same number. Numbers of single "
-            f"ranks go in as a tensor of one row, {name}.reshape(1): build() then sees one for each rank, and may sum "
-            "them."
+            f"{head}: a 0-d tensor is whole on every rank\nPass the same number on all ranks. For one number per rank "
+            f"pass a tensor of one row, {name}.reshape(1): build() then gets one row per rank, and may sum them."
         )
 
 
-def _sharing(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
-    """Yield the groups of ranks that hold the same piece of a tensor that is placed so."""
+def _replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
+    """Yield the groups of ranks that hold the same piece of a tensor placed ``sbp``."""
     ranks = torch.tensor(grid)
-    split = [isinstance(one, Split) for one in sbp]
-    pieces: dict[tuple[int, ...], list[int]] = {}
-    for place in itertools.product(*map(range, ranks.shape)):
-        key = tuple(index for index, cut in zip(place, split, strict=True) if cut)
-        pieces.setdefault(key, []).append(int(ranks[place]))
-    yield from pieces.values()
+    is_split = [isinstance(entry, Split) for entry in sbp]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position in itertools.product(*map(range, ranks.shape)):
+        piece = tuple(index for index, split in zip(position, is_split, strict=True) if split)
+        groups.setdefault(piece, []).append(int(ranks[position]))
+    yield from groups.values()
 
 
 @contextlib.contextmanager
-def unequal_explained(batch: Batch, compared: Comparison) -> Iterator[None]:
-    """Say what is wrong with the inputs where tracing ``build()`` fails inside and they have unequal numbers of rows.
+def explain_unequal_rows(batch: Batch, comparison: Comparison) -> Iterator[None]:
+    """Explain an error that tracing ``build()`` raises inside, if the inputs have unequal numbers of rows.
 
     Raises:
-        InputError: they have, and the error inside is not one of zerograph's.
+        InputError: the numbers of rows are unequal, and the error inside is not a :class:`ZeroGraphError`.
     """
     try:
         yield
     except ZeroGraphError:
         raise
     except Exception as error:
-        _explain_unequal(error, batch, compared)
+        _raise_unequal_rows(error, batch, comparison)
         raise
 
 
-def _explain_unequal(error: Exception, batch: Batch, compared: Comparison) -> None:
-    parts = [at for at in range(len(batch.tensors)) if is_part(batch, at)]
-    if len({len(batch.tensors[at]) for at in parts}) < 2:
+def _raise_unequal_rows(error: Exception, batch: Batch, comparison: Comparison) -> None:
+    parts = [number for number in range(len(batch.tensors)) if is_part(batch, number)]
+    if len({len(batch.tensors[number]) for number in parts}) < 2:
         return
     try:
-        check_inputs(batch, parts, compared, lambda message: None)
-    except InputError as found:
-        raise found from error
+        check_inputs(batch, parts, comparison, lambda message: None)
+    except InputError as input_error:
+        raise input_error from error
     line, code = raising_line(error.__traceback__)
-    shapes = "\n".join(f"  {batch.names[at]}: {tuple(batch.tensors[at].shape)}" for at in parts)
+    shapes = "\n".join(f"  {batch.names[number]}: {tuple(batch.tensors[number].shape)}" for number in parts)
     raise InputError(
         f"build() failed: {type(error).__name__}: {error}\n  {line}   {code}\n"
-        f"The inputs do not have equally many rows in dimension 0, along which the batch is split:\n{shapes}\n"
-        "Give all inputs of a batch equally many samples. What is no part of the batch goes in as zg.replicated(x), if "
-        "every rank holds all of it."
+        f"The inputs have unequal numbers of rows in dimension 0, along which the batch is split:\n{shapes}\n"
+        "Pass equally many samples in all inputs of the batch. Pass a tensor that is not part of the batch as "
+        "zg.replicated(x), if every rank holds all of it."
     ) from error

@@ -16,7 +16,7 @@ from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.layout import Planned, Update, plan_layout
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
-from zerograph.compiler.residence import assign, with_rooms
+from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
@@ -39,13 +39,13 @@ class Observer(Protocol):
     """Follows a compilation, to log or dump it."""
 
     def started(self) -> None:
-        """Called before anything is traced."""
+        """Receive the start, before anything is traced."""
 
     def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> AbstractContextManager[None]:
-        """Return a context for one run of the passes; it sees an exception of a pass."""
+        """Return a context manager for one run of the passes. It sees the exception of a pass."""
 
     def prepared(self, step: PreparedStep, rank: int) -> None:
-        """Called once the step is prepared."""
+        """Receive the prepared step."""
 
 
 def lay_out(
@@ -58,17 +58,37 @@ def lay_out(
     *,
     trains: bool,
 ) -> tuple[Planned, ...]:
-    """Return the buckets of a step, each with the place where it rests."""
+    """Return the buckets of a step with their storage.
+
+    Args:
+        zero_dim: the mesh dimension along which ZeRO splits.
+        updates: the update of each parameter that the step updates, by parameter name.
+        trains: the graph has optimizers.
+    """
     layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=trains)
-    return assign(layout, config, mesh)
+    return assign_storage(layout, config, mesh)
 
 
 @dataclass(eq=False, kw_only=True)
 class Preparation:
-    """Prepares one captured step for one rank, in as many ways as the memory search asks for.
+    """Prepares one captured step for one rank, once for each candidate of the memory search.
 
     Attributes:
-        rank: files the graphs of a failing pass; see :class:`Observer`.
+        config: the graph's options.
+        observer: follows the runs of the passes.
+        rank: dumps of a failing pass are filed under it.
+        mesh: the ranks, and the position of the one to prepare for.
+        zero_dim: the mesh dimension along which ZeRO splits.
+        members: the graph's modules and tensors.
+        batch: the inputs, on that rank.
+        captured: the captured graph.
+        capture_seconds: seconds that capturing took.
+        updates: the update of each parameter that the step updates, by parameter name.
+        update_seconds: seconds that tracing the updates took.
+        exchanges: the operators that replace torch's collectives, by collective.
+        blocks: names of the blocks that the model repeats.
+        backend: compiles the emitted graph.
+        micro_batches: number of micro-batches.
         trains: the graph has optimizers.
         warn: shows a message to the user.
     """
@@ -90,11 +110,11 @@ class Preparation:
     micro_batches: int
     trains: bool
     warn: Callable[[str], None]
-    # Several bucket sizes may lay the parameters out alike. Of a step with a shortage the graphs are not kept.
+    # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
 
     def prepare(self, candidate: Candidate) -> PreparedStep | Shortage:
-        """Return the step, or the shortage if it cannot keep its memory budget."""
+        """Return the candidate's step, or its shortage if it does not keep the memory budget."""
         config = replace(self.config, bucket_size=candidate.bucket_size)
         mesh, members, captured = self.mesh, self.members, self.captured
         layout = lay_out(config, mesh, self.zero_dim, members, captured, self.updates, trains=self.trains)
@@ -109,7 +129,7 @@ class Preparation:
         messages: dict[str, None] = {}
         show = self.warn
 
-        # The context outlives this: a reference to self would keep the stores that the step replaces, and their files.
+        # The context outlives self: a reference to self would keep the stores that the step replaces, and their files.
         def warn(message: str) -> None:
             messages[message] = None
             show(message)
@@ -123,7 +143,7 @@ class Preparation:
             context=context,
             aliases=self.members.aliases,
             warnings=tuple(messages),
-            layout=with_rooms(tuple(layout), passes[-1].graph.graph),
+            layout=keep_gather_buffers(tuple(layout), passes[-1].graph.graph),
             update_seconds=self.update_seconds,
         )
 

@@ -1,4 +1,4 @@
-"""Memory that two members of a graph share without being one tensor: the graph would take them apart unseen."""
+"""Check that members of a graph do not share memory without being one tensor: the graph would separate them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from zerograph.errors import ConfigError
 
 
 def check_shared_memory(members: Members) -> None:
-    """What is trained must have its memory to itself; parts of one large tensor that do not overlap have.
+    """Check that no trainable parameter shares memory with another member.
+
+    Parts of one large tensor that do not overlap share none.
 
     Raises:
-        ConfigError: a trainable parameter overlaps another member; both are named.
+        ConfigError: a trainable parameter overlaps another member; names both.
     """
-    # A parameter whose values are split between the ranks has one element, of its own.
+    # A parameter whose values are split between ranks has one element, in memory of its own.
     with _torch.without_torch_function():
-        spans = sorted(_spans(members), key=lambda one: one.begin)
-        reaching: list[_Span] = []
+        spans = sorted(_spans(members), key=lambda span: span.begin)
+        open_spans: list[_Span] = []
         for span in spans:
-            reaching = [one for one in reaching if one.end > span.begin]
-            for one in reaching:
-                if (one.tensor.requires_grad or span.tensor.requires_grad) and _overlap(one, span):
+            open_spans = [other for other in open_spans if other.end > span.begin]
+            for other in open_spans:
+                if (other.tensor.requires_grad or span.tensor.requires_grad) and _overlap(other, span):
                     raise ConfigError(
-                        f"{one.name} and {span.name} lie in the same memory, but are two tensors: a graph gives "
-                        "parameters memory of their own, and what it makes of the one the other would not see\n"
-                        "Tie parameters by making them one (b.weight = a.weight, without .data). Let a buffer be a "
-                        "copy (.clone()), or compute it in forward()."
+                        f"{other.name} and {span.name} share memory, but are two tensors: a graph gives each parameter "
+                        "its own memory, so an update of one would not change the other\n"
+                        "Tie parameters by making them one (b.weight = a.weight, without .data). Make a buffer a copy "
+                        "(.clone()), or compute it in forward()."
                     )
-            reaching.append(span)
+            open_spans.append(span)
 
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """A tensor from the address of its first byte to that behind its last."""
+    """A tensor's memory: the addresses ``begin <= address < end``."""
 
     begin: int
     end: int
@@ -56,22 +58,22 @@ def _spans(members: Members) -> Iterator[_Span]:
         yield _Span(begin, begin + (last + 1) * tensor.element_size(), name, tensor)
 
 
-def _overlap(one: _Span, other: _Span) -> bool:
-    """Whether any byte is in both: columns of one matrix, say, reach across each other without that."""
-    if one.tensor.device != other.tensor.device:
+def _overlap(first: _Span, second: _Span) -> bool:
+    """Return True if any byte is in both tensors. Spans of two columns of a matrix intersect, but share no byte."""
+    if first.tensor.device != second.tensor.device:
         return False
-    if one.begin == other.begin or (one.tensor.is_contiguous() and other.tensor.is_contiguous()):
+    if first.begin == second.begin or (first.tensor.is_contiguous() and second.tensor.is_contiguous()):
         return True
-    start = min(one.begin, other.begin)
-    marks = torch.zeros(max(one.end, other.end) - start, dtype=torch.bool, device="cpu")
-    _bytes(marks, one, start).fill_(True)
-    return bool(_bytes(marks, other, start).any())
+    start = min(first.begin, second.begin)
+    marks = torch.zeros(max(first.end, second.end) - start, dtype=torch.bool, device="cpu")
+    _bytes(marks, first, start).fill_(True)
+    return bool(_bytes(marks, second, start).any())
 
 
 def _bytes(marks: Tensor, span: _Span, start: int) -> Tensor:
-    """Of ``marks``, one for each byte from ``start`` on, those that are in the tensor."""
+    """Return the view of ``marks``, one mark per byte from ``start`` on, that covers the tensor's bytes."""
     size = span.tensor.element_size()
-    # What is expanded is there once.
+    # A dimension of stride 0 is expanded: its bytes exist once.
     dims = [(n, stride) for n, stride in zip(span.tensor.shape, span.tensor.stride(), strict=True) if stride]
     shape, strides = [n for n, _ in dims], [stride * size for _, stride in dims]
     return marks.as_strided([*shape, size], [*strides, 1], span.begin - start)

@@ -1,4 +1,4 @@
-"""How the optimizers of a graph update its parameters, and which of their numbers are inputs of the step."""
+"""The traced updates of a graph's optimizers, and the hyperparameters that are inputs of the step."""
 
 from __future__ import annotations
 
@@ -22,39 +22,48 @@ from zerograph.optim.hyperparameters import NotLiftedError
 
 @dataclass
 class Updates:
-    """Keeps the programs of the updates, and what became of the hyperparameters that changed."""
+    """Traces and caches the updates, and lifts hyperparameters that change to inputs of the step.
+
+    Attributes:
+        optimizers: those of the graph; an optimizer and a group are known by their numbers.
+        scheduled: the hyperparameters, other than the learning rate, that an optimizer's scheduler changes.
+    """
 
     optimizers: Optimizers
-    # By optimizer: the hyperparameters besides the learning rate that its scheduler changes.
     scheduled: dict[int, set[Path]] = field(default_factory=dict)
     _programs: Programs = field(default_factory=Programs)
-    # By (optimizer, group): the floats at the last step; those that are inputs, with what they were compared with.
+    # By (optimizer, group): the hyperparameters at the last step.
     _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
+    # By (optimizer, group): the hyperparameters that are inputs, with the numbers that the update compares them with.
     _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
+    # The hyperparameters that could not be lifted.
     _constant: set[tuple[int, int, Path]] = field(default_factory=set)
 
     def of(self, members: Members, captured: Captured, config: Config) -> dict[str, Update]:
-        """How each parameter that gets a gradient is updated, by its name."""
+        """Return the update of each parameter that gets a gradient, by parameter name."""
         names = members.names()
-        found = {}
+        updates = {}
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
                         program = self._program(number, index, parameter, members.device(parameter), config)
-                        found[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
-        return found
+                        updates[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
+        return updates
 
-    def expect(self, number: int, scheduler: object) -> None:
-        """Note what the scheduler of an optimizer is going to change: it is an input from the first step on."""
+    def expect_changes(self, number: int, scheduler: object) -> None:
+        """Make the hyperparameters that a scheduler changes inputs from the first step on."""
         for inner in getattr(scheduler, "_schedulers", ()):
-            self.expect(number, inner)
+            self.expect_changes(number, inner)
         if getattr(scheduler, "cycle_momentum", False):
             self.scheduled.setdefault(number, set()).update((("momentum",), ("betas", 0)))
 
     def constants(self, number: int, index: int) -> Mapping[str, Any]:
-        """An optimizer's group as compiled steps depend on it: of what is an input, only how it compares."""
+        """Return an optimizer's group as compiled steps depend on it.
+
+        A hyperparameter that is an input is replaced by the results of the update's comparisons with it.
+        """
         group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
         for path, thresholds in self._lifted.get((number, index), {}).items():
             value = hyperparameters.read(group, path)
@@ -62,21 +71,21 @@ class Updates:
         return group
 
     def lift_changed(self, config: Config) -> None:
-        """Make inputs of the hyperparameters that changed since the last step: from now on they need no compiling.
+        """Lift the hyperparameters that changed since the last step: further changes do not compile again.
 
-        One that the update uses in a way that is not understood stays a constant: each change compiles anew.
+        A hyperparameter stays constant if the update uses it in a way that cannot be lifted. Each change then compiles
+        again.
         """
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
-                place = number, index
                 now = hyperparameters.numbers(group)
-                before = self._last.get(place)
+                before = self._last.get((number, index))
                 if before is None:
-                    # One that a scheduler is going to change counts as changed.
+                    # A hyperparameter that a scheduler changes counts as changed.
                     scheduled = self.scheduled.get(number, ())
                     before = {path: math.nan if path in scheduled else value for path, value in now.items()}
-                self._last[place] = now
-                lifted = self._lifted.setdefault(place, {})
+                self._last[number, index] = now
+                lifted = self._lifted.setdefault((number, index), {})
                 for path in now:
                     if path in before and before[path] != now[path] and path not in lifted:
                         self._lift(number, index, path, config)
@@ -96,24 +105,25 @@ class Updates:
     def _program(
         self, number: int, index: int, parameter: nn.Parameter, device: torch.device, config: Config
     ) -> UpdateProgram:
+        """Return the traced update of a parameter of an optimizer's group."""
         optimizer = self.optimizers[number]
         group = optimizer.param_groups[index]
         lifted = self._lifted.get((number, index), {})
-        # It is updated where it rests.
+        # A parameter is updated where it is stored.
         whole = stays_whole(parameter, config)
         device = offload_device(config.optimizer_offload, device, whole=whole) or device
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
-        # Numbers that the update compared a hyperparameter with are known to this graph only.
-        which, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
-        kind = (which, constants, tuple(lifted), parameter.dtype, device)
+        # Only this graph has the numbers that the update compares a lifted hyperparameter with.
+        owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
+        kind = (owner, constants, tuple(lifted), parameter.dtype, device)
         key = (*kind, parameter.shape)
         traced = programs.traced
         if kind in traced:
             return traced[kind]
         if key not in traced:
-            known = [program for other, program in traced.items() if other[: len(kind)] == kind]
+            other_shapes = [program for other, program in traced.items() if other[: len(kind)] == kind]
             program = traced[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, device, known, tuple(lifted)
+                optimizer, group, parameter.shape, parameter.dtype, device, other_shapes, tuple(lifted)
             )
             for path, thresholds in lifted.items():
                 thresholds |= program.thresholds[hyperparameters.name(path)]

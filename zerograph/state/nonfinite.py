@@ -21,7 +21,7 @@ from zerograph.runtime.job.process_group import explained as exchange_explained
 _LAST = "loop"
 
 
-def explained(
+def nonfinite_error(
     step: CompiledStep,
     names: Sequence[str],
     tensors: Sequence[Tensor],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.zerograph.test_tree import CHANGES, Layer
+from zerograph.compiler.snapshot import Call
 
 
 class Train(zg.ZeroGraph):
@@ -27,7 +28,7 @@ class Train(zg.ZeroGraph):
         return loss
 
 
-def standing() -> tuple[Train, Tensor]:
+def repeated() -> tuple[Train, Tensor]:
     """Return a graph that has made equal steps, so that it keeps a snapshot, and their batch."""
     step, x = Train(), torch.ones(4, 3)
     for _ in range(3):
@@ -38,9 +39,9 @@ def standing() -> tuple[Train, Tensor]:
 
 def recognised(step: Train, *args: Any) -> bool:
     """Return whether the next call would run the same step without looking up its facts."""
-    snapshot = step._standing
+    snapshot = step._snapshot
     assert snapshot is not None
-    batch = snapshot.batch(step._join(), step._attributes(), step._optimizers, step.config, (args, {}))
+    batch = snapshot.match(Call(step._join(), step._attributes(), step._optimizers, step.config, (args, {})))
     return batch is not None
 
 
@@ -59,13 +60,13 @@ STATE: dict[str, Callable[[Train], object]] = {
     "another configuration": lambda step: setattr(step, "config", zg.Config()),
     "an annotation": lambda step: zg.annotate(step.model[0].linear.weight, sbp=zg.sbp.broadcast),
     "a store": lambda step: delattr(step.model[0].linear.weight, "_zerograph_store"),
-    "the first update": lambda step: setattr(step._standing.stores[0], "fresh", True),
+    "the first update": lambda step: setattr(step._snapshot.stores[0], "fresh", True),
 }
 
 
 @pytest.mark.parametrize("change", STATE)
 def test_a_change_of_state_is_seen(change: str) -> None:
-    step, x = standing()
+    step, x = repeated()
     STATE[change](step)
     assert not recognised(step, x, 0.5)
 
@@ -86,18 +87,18 @@ BATCHES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_another_batch_is_seen(batch: str) -> None:
-    step, _ = standing()
+    step, _ = repeated()
     assert not recognised(step, *BATCHES[batch])
 
 
 def test_autocast_is_seen() -> None:
-    step, x = standing()
+    step, x = repeated()
     with torch.autocast("cpu"):
         assert not recognised(step, x, 0.5)
 
 
 def test_other_values_and_another_learning_rate_run_the_same_step() -> None:
-    step, _ = standing()
+    step, _ = repeated()
     step.adamw.param_groups[0]["lr"] = 0.0
     before = step.model[0].linear.weight.clone()
     assert recognised(step, torch.zeros(4, 3), 0.5)
@@ -107,13 +108,13 @@ def test_other_values_and_another_learning_rate_run_the_same_step() -> None:
 
 
 def test_the_snapshot_keeps_no_batch_alive() -> None:
-    step, _ = standing()
-    assert step._standing is not None
-    assert step._standing._batch.tensors == ()
+    step, _ = repeated()
+    assert step._snapshot is not None
+    assert step._snapshot._batch.tensors == ()
 
 
 def test_replaced_data_are_refused_after_equal_steps() -> None:
-    step, x = standing()
+    step, x = repeated()
     step.model[0].linear.weight.data = torch.ones(3, 3)
     with pytest.raises(zg.InputError, match="was replaced"):
         step(x, 0.5)

@@ -1,0 +1,98 @@
+"""The step that a call of a graph selects, the facts that select it, and a warning if each call changes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.members import Members, first_updates
+
+# torch.compile compiles a function at most this often.
+RECOMPILE_LIMIT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class CacheEntry:
+    """A compiled step, under what selects it.
+
+    Attributes:
+        key: the facts of the graph, of its inputs and of its options.
+        layout: the store of each parameter.
+        step: the compiled step; None if there is none yet.
+        digest: equal on ranks whose keys are equal; 0 in a job of one rank.
+    """
+
+    key: tuple[Hashable, Hashable]
+    layout: Hashable
+    step: CompiledStep | None
+    digest: int
+
+
+@dataclass(eq=False, slots=True)
+class Selection:
+    """The step that a call selects on this rank.
+
+    Attributes:
+        batch: the call's inputs.
+        entry: the step to run, or the key to compile one under.
+        members: the graph's modules and tensors; None if a snapshot of the last call selected the step.
+        facts: what the captured graph depends on besides its inputs; empty if a snapshot selected the step.
+        repeated: the last call had the same key and layout.
+    """
+
+    batch: Batch
+    entry: CacheEntry
+    members: Members | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    repeated: bool = False
+
+
+def show_facts(facts: Mapping[str, Any], configuration: str) -> dict[str, str]:
+    """Return facts as text. Parameters, buffers and modules are one entry each, so that a difference has a short name.
+
+    Args:
+        facts: what a captured graph depends on, by name.
+        configuration: the graph's options as text.
+    """
+    shown = {"configuration": configuration}
+    for name, value in facts.items():
+        if name in ("parameters", "buffers", "modules"):
+            shown |= {f"{name}: {entry[0] or 'the graph'}": str(entry[1:]) for entry in value}
+        elif name not in shown:
+            shown[name] = str(value)
+    return shown
+
+
+class Recompiles:
+    """Count the compilations for each kind of inputs, and keep the facts of the last one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._latest_facts: dict[Hashable, Mapping[str, str]] = {}
+
+    def count(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
+        """Count a compilation. At the eighth for inputs of one kind, warn once and name the ``facts`` that changed.
+
+        Args:
+            inputs: the kind of the inputs and the configuration; equal where, but for constants, one step could serve.
+            members: those of the graph; the first update of its optimizers may be computed in another way.
+            facts: constants, and what else the step depends on, as text by name.
+            doing: names the step in messages.
+        """
+        facts = {**facts, **first_updates(members)}
+        before, self._latest_facts[inputs] = self._latest_facts.get(inputs, {}), facts
+        self._counts[inputs] += 1
+        if self._counts[inputs] == RECOMPILE_LIMIT:
+            changed = [name for name, fact in facts.items() if before.get(name) != fact]
+            what = ", ".join(changed) or "the buckets of parameters, which another graph lays out in between"
+            warnings.warn(
+                f"{doing} is compiled for the {RECOMPILE_LIMIT}th time for inputs of one kind; since the last time "
+                f"this has changed: {what}\nPass a value that changes in every step as a tensor, or keep it in a "
+                "buffer. Keep a value that build() does not need in an object that is not a module.",
+                stacklevel=2,
+            )

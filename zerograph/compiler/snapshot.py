@@ -1,0 +1,183 @@
+"""A snapshot of all that the last call depended on: while nothing changes, the next call runs the same step.
+
+The comparison is object by object and allocates next to nothing. Collecting the facts that select a compiled step takes
+longer than running a small step. Any difference leads back to those facts, which decide.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.base.dictionaries import Dictionaries
+from zerograph.compiler.batch import Batch, collect_leaves
+from zerograph.compiler.members import Optimizers, Tree
+from zerograph.compiler.selection import CacheEntry
+from zerograph.config import Config
+from zerograph.ir.annotate import is_replicated
+from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.state import stores_of
+
+# No compiled step depends on these values.
+_NOT_COMPARED = frozenset({"params", "lr", "initial_lr"})
+_IMMUTABLE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a graph: its arguments, and the objects of the graph that they meet.
+
+    Attributes:
+        job: the ranks.
+        attributes: the graph's public attributes, by name.
+        optimizers: those of the graph, in order of registration.
+        config: the graph's options.
+        arguments: ``(args, kwargs)``.
+    """
+
+    job: Job
+    attributes: Mapping[str, Any]
+    optimizers: Optimizers
+    config: Config
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Snapshot:
+    """The objects that a call depended on, and the step that it ran.
+
+    Args:
+        call: the call.
+        tree: the graph's members.
+        batch: the call's arguments, as they were read.
+        entry: the step that the call ran.
+    """
+
+    def __init__(self, call: Call, tree: Tree, batch: Batch, entry: CacheEntry) -> None:
+        self.entry, self.stores = entry, stores_of(tree.members.parameters.values())
+        self._job, self._config, self._tree = call.job, call.config, tree
+        self._attributes = list(call.attributes.items())
+        parameters: Iterable[nn.Parameter] = tree.members.parameters.values()
+        self._tensors: list[Tensor] = [*parameters, *tree.members.buffers.values()]
+        self._metadata = _metadata(self._tensors)
+        self._fresh = [store.fresh for store in self.stores]
+        hooks = [table for optimizer in call.optimizers for table in _torch.step_pre_hook_tables(optimizer)]
+        # A parameter's own attributes are its annotation and its store.
+        self._dictionaries = Dictionaries([vars(call.config), *map(vars, parameters), *hooks])
+        self._optimizers = [(optimizer, type(optimizer)) for optimizer in call.optimizers]
+        self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
+        leaves: list[Any] = []
+        self._nesting = collect_leaves(call.arguments, leaves)
+        # Without its tensors, which live no longer than their step.
+        self._batch = batch.with_tensors(())
+        self._inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in batch.tensors]
+        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+
+    def match(self, call: Call) -> Batch | None:
+        """Return the call's arguments as a batch of the step, or None if anything differs from the snapshot."""
+        groups = [group for optimizer in call.optimizers for group in optimizer.param_groups]
+        unchanged = (
+            call.job is self._job
+            and call.config is self._config
+            and self._dictionaries.are_same()
+            and list(call.attributes) == [name for name, _ in self._attributes]
+            and all(map(operator.is_, call.attributes.values(), [value for _, value in self._attributes]))
+            and self._tree.is_same_below()
+            and _metadata(self._tensors) == self._metadata
+            and not _torch.has_gradient_hooks(self._tree.members.parameters.values())
+            and [store.fresh for store in self.stores] == self._fresh
+            and len(call.optimizers) == len(self._optimizers)
+            and all(
+                optimizer is before and type(optimizer) is kind
+                for optimizer, (before, kind) in zip(call.optimizers, self._optimizers, strict=True)
+            )
+            and len(groups) == len(self._groups)
+            and all(before.is_same(group) for before, group in zip(self._groups, groups, strict=True))
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled("cuda")
+        )
+        return self._read(call.arguments) if unchanged else None
+
+    def _read(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Batch | None:
+        """Return the arguments as a batch, or None if their nesting, metadata or constants differ."""
+        leaves: list[Any] = []
+        nesting = collect_leaves(arguments, leaves)
+        if nesting is None or nesting != self._nesting:
+            return None
+        tensors: list[Tensor] = []
+        for leaf, constant in zip(leaves, self._constants, strict=True):
+            if constant is not None:
+                if leaf is not constant[0]:
+                    return None
+                continue
+            if not isinstance(leaf, Tensor):
+                return None
+            if (
+                (leaf.shape, leaf.dtype, leaf.device) != self._inputs[len(tensors)]
+                or leaf.layout is not torch.strided
+                or leaf.requires_grad
+                or is_replicated(leaf)
+            ):
+                return None
+            tensors.append(leaf.contiguous())
+        return self._batch.with_tensors(tuple(tensors))
+
+
+def take_snapshot(call: Call, tree: Tree, batch: Batch, entry: CacheEntry) -> Snapshot | None:
+    """Return the snapshot of a call, or None where identical objects may still have changed.
+
+    That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. The arguments are
+    those of :class:`Snapshot`.
+    """
+    groups = (group for optimizer in call.optimizers for group in optimizer.param_groups)
+    if (
+        batch.mesh is not None
+        or _torch.has_gradient_hooks(tree.members.parameters.values())
+        or not all(map(_Group.is_comparable, groups))
+    ):
+        return None
+    return Snapshot(call, tree, batch, entry)
+
+
+@dataclass(eq=False)
+class _Group:
+    """The parameters of an optimizer's group, and the hyperparameters that a compiled step depends on."""
+
+    group: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._size = len(self.group)
+        self._names = [name for name in self.group if name not in _NOT_COMPARED]
+        self._values = [self.group[name] for name in self._names]
+        self._parameters = list(self.group["params"])
+
+    def is_same(self, group: Mapping[str, Any]) -> bool:
+        """Return True if this is the same group, with the same objects."""
+        parameters: Sequence[Any] = group["params"]
+        return (
+            group is self.group
+            and len(group) == self._size
+            and all(map(operator.is_, map(group.get, self._names), self._values))
+            and len(parameters) == len(self._parameters)
+            and all(map(operator.is_, parameters, self._parameters))
+        )
+
+    @staticmethod
+    def is_comparable(group: Mapping[str, Any]) -> bool:
+        """Return True if no hyperparameter can change in place."""
+        values = (value for name, value in group.items() if name not in _NOT_COMPARED)
+        return all(map(_is_immutable, values))
+
+
+def _is_immutable(value: Any) -> bool:
+    return all(map(_is_immutable, value)) if type(value) is tuple else type(value) in _IMMUTABLE
+
+
+def _metadata(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    with _torch.plain_tensors():
+        return [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]

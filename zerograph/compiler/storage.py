@@ -1,0 +1,121 @@
+"""The storage of each bucket between steps, as the configuration says, and the space that it takes in files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from zerograph.compiler.layout import Planned
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+from zerograph.ir.buckets import Bucket, Folder, ShardStorage
+from zerograph.ir.mesh import Mesh, local_shape
+from zerograph.ir.metadata import meta
+from zerograph.ir.offload import Offload
+from zerograph.ir.step_graph import placeholders
+from zerograph.runtime.offload.files import Extent, open_file, reserve
+from zerograph.runtime.state import Extents
+
+
+def assign_storage(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Planned, ...]:
+    """Return the layout with the storage of each bucket that the step updates; other buckets keep theirs.
+
+    :func:`keep_gather_buffers` assigns the gather buffers, once the graph is emitted.
+
+    Raises:
+        ConfigError: the offload options do not fit the ZeRO stage or each other.
+    """
+    _check_options(layout, config)
+    # A bucket that is freed after its use has no gather buffer. A bucket that another graph updates is left as it is.
+    reshards = config.policy.reshard_after_forward or config.memory_budget is not None
+    frees = any(planned.updates for planned in layout) and reshards
+    bytes_left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
+    assigned = []
+    for planned in layout:
+        if planned.updates:
+            bucket, storage = planned.bucket, planned.bucket.storage
+            shard_bytes = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
+            stays = bucket.is_whole or shard_bytes <= bytes_left
+            parameters = None if stays else _folder(config.parameter_offload)
+            bytes_left -= 0 if bucket.is_whole or parameters is not None else shard_bytes
+            # Whole buckets of an accelerator are updated there.
+            state = _folder(config.optimizer_offload) if bucket.storage_device.type == "cpu" else None
+            storage = replace(storage, parameters=parameters, state=state)
+            planned = replace(planned, bucket=replace(bucket, storage=storage))
+        if frees and (planned.updates or planned.keeper is None):
+            storage = replace(planned.bucket.storage, gather_buffer=False)
+            planned = replace(planned, bucket=replace(planned.bucket, storage=storage))
+        assigned.append(planned)
+    return tuple(assigned)
+
+
+def keep_gather_buffers(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
+    """Return the layout with a gather buffer for each bucket that the emitted graph gathers into one."""
+    names = {meta(node)["role"].bucket for node in placeholders(graph, "gather_buffer")}
+    kept = []
+    for planned in layout:
+        storage = planned.bucket.storage
+        # A buffer that exists stays: two steps, of which one uses it, would free and allocate it in turn.
+        storage = replace(storage, gather_buffer=storage.gather_buffer or planned.bucket.name in names)
+        kept.append(replace(planned, bucket=replace(planned.bucket, storage=storage)))
+    return tuple(kept)
+
+
+def _check_options(layout: Sequence[Planned], config: Config) -> None:
+    if config.parameter_offload is not None and not (config.policy.split and config.policy.reshard_after_forward):
+        raise ConfigError(
+            "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
+            "Choose config.enable_zero(True, stage=3), or config.offload_parameters(None)."
+        )
+    if all(planned.bucket.device.type == "cpu" for planned in layout if planned.updates):
+        return
+    if config.parameter_offload is not None and config.optimizer_offload is None:
+        raise ConfigError(
+            "config.offload_parameters on an accelerator needs config.offload_optimizer: shards are updated where they "
+            "are stored\nCall config.offload_optimizer('cpu') or ('nvme', ...) too."
+        )
+    if config.optimizer_offload is not None and not config.policy.split:
+        raise ConfigError(
+            "config.offload_optimizer on an accelerator needs ZeRO: only shards are offloaded\n"
+            "Choose config.enable_zero(True, stage=1), which works on a single rank too."
+        )
+
+
+def _folder(option: Offload | None) -> Folder | None:
+    return None if option is None else option.folder
+
+
+def reserve_files(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Extents]:
+    """Reserve space in this rank's files for all state that moves there.
+
+    Space that is not used is freed when the result is deleted.
+
+    Returns:
+        The reserved extents: by bucket name, then by entry of the optimizer state; ``""`` for the parameters.
+
+    Raises:
+        OffloadError: the directory does not exist or cannot be written, or the disk is too full.
+    """
+    extents: dict[str, Extents] = {}
+    for planned in layout:
+        storage = planned.bucket.storage
+        before = ShardStorage() if planned.store is None else planned.store.layout.storage
+        moved: dict[str, tuple[Bucket, Folder]] = {}
+        if storage.parameters is not None and storage.parameters != before.parameters:
+            moved[""] = planned.bucket, storage.parameters
+        if storage.state is not None and storage.state != before.state:
+            moved |= {name: (entry, storage.state) for name, entry in planned.layouts.items()}
+        extents[planned.bucket.name] = _reserved(moved, mesh, rank)
+    return extents
+
+
+def _reserved(moved: Mapping[str, tuple[Bucket, Folder]], mesh: Mesh, rank: int) -> dict[str, Extent]:
+    return {
+        name: reserve(
+            open_file(folder.path, rank, keep=folder.keep), local_shape(entry.shape, entry.sbp, mesh), entry.dtype
+        )
+        for name, (entry, folder) in moved.items()
+    }
