@@ -17,7 +17,7 @@ from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.ir.zero import ZeroPolicy
 
-# The group of the mesh dimension that stands for time.
+# Name of the process group in the mesh dimension of time, which has no group.
 TIME = "time"
 
 
@@ -26,10 +26,10 @@ class BucketUpdate:
     """How a bucket is updated.
 
     Attributes:
-        programs: of each slot; where the bucket is not dealt, one for all.
-        first: it is the first update.
-        numbers: name of each hyperparameter's input in the graph, by its name in the programs: the learning rate, ...
-        layouts: of the state's entries that are 1-D, by name; see :class:`zerograph.runtime.state.Store`.
+        programs: the update program of each slot, if slots are dealt to ranks; else one program for the whole bucket.
+        first: whether this is the first update, so that the state is new.
+        numbers: name of the graph input of each hyperparameter (learning rate, ...), by its name in the programs.
+        layouts: layout of each 1-D entry of the optimizer state, by name; see :class:`zerograph.runtime.state.Store`.
         optimizer: name of the optimizer in the graph, ``"optimizer0"``.
     """
 
@@ -39,13 +39,13 @@ class BucketUpdate:
     layouts: Mapping[str, Bucket]
     optimizer: str
 
-    def number_of(self, found_infs: Mapping[str, fx.Node]) -> fx.Node | None:
-        """Return the bucket's number of those that ``step_graph.found_infs`` returns, if there is any."""
+    def found_inf_of(self, found_infs: Mapping[str, fx.Node]) -> fx.Node | None:
+        """Return the entry for this bucket's optimizer of what ``step_graph.found_infs`` returns, or None."""
         return found_infs.get(self.optimizer, found_infs.get(""))
 
     @property
     def program(self) -> UpdateProgram:
-        """The first slot's: what all have in common can be asked of it."""
+        """Program of the first slot, for properties that all slots share."""
         return self.programs[0]
 
 
@@ -54,10 +54,10 @@ class BatchLayout:
     """How the inputs of a step are placed and cut into micro-batches.
 
     Attributes:
-        inputs: SBP of each input, by its number.
-        micro_batches: number of micro-batches, computed one after another; see :meth:`Context.in_time`.
+        inputs: SBP of each input, in order.
+        micro_batches: number of micro-batches, computed one after another; see :meth:`Context.with_time_dim`.
         cut: whether each input is cut into micro-batches.
-        packed: outputs have one entry for each micro-batch.
+        packed: outputs have one entry per micro-batch.
     """
 
     inputs: tuple[NdSbp, ...]
@@ -73,7 +73,7 @@ class Numerics:
     Attributes:
         reduce_dtype: dtype in which gradients are reduced; None: the dtype that their parameters are computed with.
         scaler: scales the loss; None: no scaling.
-        checked: a step whose loss or gradients are not finite changes nothing.
+        checked: skip the update of a step whose loss or gradients are not finite.
     """
 
     reduce_dtype: torch.dtype | None = None
@@ -140,11 +140,11 @@ class Context:
         updates: how each bucket that this step updates is updated, by bucket name.
         batch: how the inputs are placed and cut.
         numerics: precision of reductions, loss scaling, checks.
-        memory: limits of memory.
+        memory: limits of memory, and what may be done to keep them.
         backend: traits of the backend and the transport.
         missing_rules: what to do about operators without a rule.
         pass_edits: the user's edits of the pipeline.
-        warn: is called, once per operator, with what could not be done well.
+        warn: is called with messages about operators that are placed badly, once per operator.
     """
 
     mesh: Mesh
@@ -160,12 +160,13 @@ class Context:
     warn: Callable[[str], None] = field(default=lambda message: None)
 
     @property
-    def timed(self) -> bool:
+    def has_time(self) -> bool:
         """Whether the last mesh dimension is time."""
         return self.mesh.groups[-1:] == (TIME,)
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.mesh.size
 
     @property
@@ -175,20 +176,21 @@ class Context:
 
     @property
     def rank_dims(self) -> int:
-        """How many mesh dimensions are ranks beside each other."""
-        return self.mesh.dims - self.timed
+        """Number of mesh dimensions that are ranks, without time."""
+        return self.mesh.dims - self.has_time
 
     @property
     def time_dim(self) -> int | None:
-        """The mesh dimension that is time, if there is one."""
-        return self.mesh.dims - 1 if self.timed else None
+        """Index of the mesh dimension that is time, or None."""
+        return self.mesh.dims - 1 if self.has_time else None
 
-    def in_time(self) -> Context:
-        """Return the context with a further mesh dimension, the innermost, which is time: its places are micro-batches.
+    def with_time_dim(self) -> Context:
+        """Return the context with a further, innermost mesh dimension for time: one place per micro-batch.
 
-        Along it the batch is S(0), so gradients come out P, and all state is B. Boxing from P to B along time
-        accumulates, from S to B collects, from B to S takes a micro-batch. None of these sends anything; the first two
-        are complete only after the last micro-batch.
+        Along time the batch is S(0), so gradients come out P, and all state is B. Boxing from P to B along time
+        accumulates, from S to B collects, from B to S takes a micro-batch. None of these sends anything. The first two
+        are
+        complete only after the last micro-batch.
         """
         if self.batch.micro_batches == 1:
             return self
@@ -199,14 +201,16 @@ class Context:
         return replace(
             self,
             mesh=mesh,
-            buckets=tuple(map(_at_all_times, self.buckets)),
+            buckets=tuple(map(_whole_in_time, self.buckets)),
             updates={
-                name: replace(one, layouts={entry: _at_all_times(layout) for entry, layout in one.layouts.items()})
-                for name, one in self.updates.items()
+                name: replace(
+                    update, layouts={entry: _whole_in_time(layout) for entry, layout in update.layouts.items()}
+                )
+                for name, update in self.updates.items()
             },
             batch=replace(self.batch, inputs=inputs),
         )
 
 
-def _at_all_times(bucket: Bucket) -> Bucket:
+def _whole_in_time(bucket: Bucket) -> Bucket:
     return replace(bucket, sbp=(*bucket.sbp, broadcast))

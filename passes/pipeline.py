@@ -1,4 +1,4 @@
-"""The passes in their order, and what is kept of each."""
+"""The pipeline: the passes in order, how they run, and a record of each."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ class Pass:
 
     Attributes:
         run: rewrites the graph.
-        scope: the graph that it works on: of ``"global"`` tensors, up to ``place``; of ``"placed"`` global tensors, up
-            to ``localize``; or of ``"local"`` tensors and collectives.
-        time: time is a mesh dimension for it if there are micro-batches; so up to ``loop``, which cuts there.
-        bodies: after ``loop`` it also rewrites the body of each loop, as a graph of its own.
-        essential: without it a graph does not run, or computes something else; it cannot be disabled.
-        requires: passes that must run before it.
+        scope: the graph that the pass works on: ``"global"`` tensors, up to ``place``; ``"placed"`` global tensors, up
+            to
+            ``localize``; ``"local"`` tensors and collectives.
+        time: time is a mesh dimension for the pass if there are micro-batches. This holds up to ``loop``.
+        bodies: after ``loop`` the pass also rewrites the body of each loop, as a graph of its own.
+        essential: without the pass a graph does not run, or computes something else; it cannot be disabled.
+        requires: passes that must run before this one.
     """
 
     run: Rewrite
@@ -79,135 +80,139 @@ class Pass:
 
     @property
     def summary(self) -> str:
-        """First line of the function's docstring: what is true after it."""
+        """First line of the function's docstring: what the pass does."""
         return (self.run.__doc__ or "").strip().partition("\n")[0]
 
 
 PIPELINE: tuple[Pass, ...] = (
-    # no operator hides what a simpler one says
+    # remove identities and merge what is equal
     Pass(simplify, "global"),
-    # a rank's offsets of bags count within the whole batch
+    # make a rank's offsets of embedding bags count within the whole batch
     Pass(offsets, "global", essential=True),
-    # where products may be summed over ranks, no bias is in them
+    # split biases off products that may be summed over ranks
     Pass(unfuse, "global"),
-    # no view merges the batch dimension into an earlier one
+    # keep the batch dimension first in views
     Pass(batch_first, "global"),
-    # parameters of one group lie end to end in buckets, each updated in one go
+    # concatenate parameters and gradients into buckets, each updated by one call
     Pass(flatten, "global", essential=True),
-    # a step that overflowed changes nothing but the loss scale
+    # let a step that overflowed change the loss scale only
     Pass(skip_overflowed_update, "global", essential=True, requires=("flatten",)),
-    # micro-batches are a mesh dimension in time, and the batch is cut along it
+    # make micro-batches a mesh dimension in time, and split the batch along it
     Pass(split_micro_batches, "global", essential=True),
-    # every tensor has an SBP, every operator a signature
+    # give every tensor an SBP, every operator a signature
     Pass(place, "global", essential=True, requires=("flatten", "split_micro_batches")),
-    # a table of which a batch reads little stays where its rows rest
+    # keep large embedding tables split; move indices and rows instead
     Pass(shard_embeddings, "placed"),
-    # where two SBPs meet stands one boxing node
+    # insert boxing nodes where a reader needs another SBP
     Pass(box, "placed", essential=True, requires=("place",)),
-    # no micro-batch waits for what only all of them yield
+    # compute batch statistics before the first micro-batch
     Pass(hoist_batch_statistics, "placed", essential=True, requires=("box",)),
-    # backward recomputes what costs one pass over memory
+    # recompute in backward what costs one pass over memory
     Pass(recompute_cheap, "placed", requires=("box",)),
-    # backward recomputes what the configuration says
+    # recompute in backward what the configuration says
     Pass(recompute, "placed", requires=("box",)),
-    # stage 3: no gathered bucket lives from forward into backward
+    # stage 3: free gathered buckets after forward, gather them again in backward
     Pass(reshard_after_forward, "placed", requires=("box",)),
-    # every shape is this rank's, every boxing node a collective
+    # give every tensor this rank's shape, replace boxing nodes by collectives
     Pass(localize, "placed", essential=True, requires=("box",)),
-    # all micro-batches are one node, whose body is the graph of one
+    # replace all micro-batches by one node, whose body is the graph of one
     Pass(loop, "local", essential=True, requires=("split_micro_batches", "localize")),
-    # small sums that only the step's end needs travel together
+    # merge small all-reduces that only the step's end needs
     Pass(coalesce, "local", time=False),
-    # fused optimizers update a bucket by their own operators
+    # let fused optimizers update a bucket by their own operators
     Pass(fuse, "local", time=False, requires=("flatten", "skip_overflowed_update")),
-    # weights are freed before their gradients take memory
+    # free weights before their gradients take memory
     Pass(release, "local", time=False),
-    # gathers start early, waits come late, gradients in few buckets
+    # start gathers early, wait late, reduce gradients in few buckets
     Pass(schedule, "local", time=False),
-    # ranks exchange pieces where that is faster than a collective
+    # exchange pieces between ranks where that is faster than a collective
     Pass(lower_to_p2p, "local", time=False),
-    # activations wait for backward in the CPU's memory, where their way there is hidden
+    # offload activations to the CPU between forward and backward where the copies overlap
     Pass(offload_activations, "local", time=False),
-    # gradients and updates are written where they belong
+    # write gradients and updates directly into their buffers
     Pass(reinplace, "local", time=False),
-    # temporaries are written over by their only reader, where nodes run one by one
+    # overwrite temporaries by their only reader, where nodes run one by one
     Pass(reuse_temporaries, "local", time=False),
-    # shards go up ahead of their gather, gradients down as they are reduced
+    # copy offloaded shards before their gather, gradients when they are reduced
     Pass(prefetch_offloaded, "local", time=False),
-    # tensors in files are fetched before they are read, and written back after they change
+    # read tensors from files before they are used, write them back after they change
     Pass(offload, "local", time=False, essential=True),
-    # what lives throughout the step is gathered where its shard rests
+    # gather buckets that live throughout the step into gather buffers
     Pass(gather_in_place, "local", time=False, bodies=False),
-    # a memory budget is kept, and used to spare and hide collectives
+    # keep a memory budget, and use it to avoid and hide collectives
     Pass(fit_memory_budget, "local", time=False, bodies=False, essential=True),
 )
 
 
 def edited(edits: tuple[PassEdit, ...]) -> tuple[Pass, ...]:
-    """Return the pipeline with a user's edits, made in order.
+    """Return the pipeline with a user's edits, applied in order.
 
-    An inserted pass works on the graph as it is there: its scope and time are those of its place.
+    An inserted pass has the scope and the time dimension of the pass after it.
 
     Raises:
-        ConfigError: an edit names a pass that does not exist, disables one that is essential or that another requires,
-            or gives a second pass of one name.
+        ConfigError: an edit names a pass that does not exist, disables a pass that is essential or that another
+            requires,
+            or adds a second pass of the same name.
     """
     passes = list(PIPELINE)
     for edit in edits:
-        names = [one.name for one in passes]
+        names = [entry.name for entry in passes]
         if edit.name not in names:
             raise ConfigError(f"config.passes: {edit}: there is no such pass\nThere are {', '.join(names)}.")
-        at = names.index(edit.name)
-        there = passes[at]
+        index = names.index(edit.name)
+        target = passes[index]
         if edit.run is None:
-            if there.essential:
+            if target.essential:
                 raise ConfigError(f"config.passes: {edit}: a step does not run without it\nReplace it instead.")
-            passes[at : at + 1] = []
+            passes[index : index + 1] = []
             continue
         if edit.run.__name__ in names and (edit.action != "replace" or edit.run.__name__ != edit.name):
             raise ConfigError(f"config.passes: {edit}: there is a pass of that name already\nGive it another one.")
         if edit.action == "replace":
-            passes[at] = dataclasses.replace(there, run=edit.run)
+            passes[index] = dataclasses.replace(target, run=edit.run)
             continue
         if edit.action == "after":
-            at += 1
-        passes.insert(at, _in_place_of(edit.run, passes[at - 1 : at], passes[at : at + 1]))
+            index += 1
+        passes.insert(index, _inserted(edit.run, passes[index - 1 : index], passes[index : index + 1]))
     _check_requirements(passes)
     return tuple(passes)
 
 
-def _in_place_of(run: Rewrite, before: list[Pass], after: list[Pass]) -> Pass:
-    """An inserted pass works on what the next one works on; at the end, on what the last one does."""
-    (there,) = after or before
-    return Pass(run, there.scope, there.time, bodies=not there.time)
+def _inserted(run: Rewrite, before: list[Pass], after: list[Pass]) -> Pass:
+    """Return the entry of an inserted pass: that of its successor, or of the last pass, with another function."""
+    (neighbour,) = after or before
+    return Pass(run, neighbour.scope, neighbour.time, bodies=not neighbour.time)
 
 
 def _check_requirements(passes: list[Pass]) -> None:
     done: set[str] = set()
-    for one in passes:
-        missing = [name for name in one.requires if name not in done]
+    for entry in passes:
+        missing = [name for name in entry.requires if name not in done]
         if missing:
-            raise ConfigError(f"config.passes: the pass {one.name} requires {', '.join(missing)} before it")
-        done.add(one.name)
+            raise ConfigError(f"config.passes: the pass {entry.name} requires {', '.join(missing)} before it")
+        done.add(entry.name)
 
 
 @dataclass(frozen=True, eq=False)
 class PassRecord:
-    """What a pass left: what is then true, how many nodes there are, the seconds it took, and the graph itself.
+    """The result of one pass.
 
-    Nodes of a loop's body count once.
+    Attributes:
+        name, summary: see :class:`Pass`.
+        nodes: number of nodes after the pass; nodes of a loop's body count once.
+        seconds: how long it took.
     """
 
     name: str
     summary: str
     nodes: int
     seconds: float
-    _make: Callable[[], fx.GraphModule]
+    _rebuild: Callable[[], fx.GraphModule]
 
     @functools.cached_property
     def graph(self) -> fx.GraphModule:
-        """The graph after the pass. Passes are functions: for those who ask it is made again, not kept for all."""
-        return self._make()
+        """The graph after the pass. It is not stored: the passes up to this one run again."""
+        return self._rebuild()
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
@@ -216,7 +221,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     Raises:
         VerificationError: a pass broke an invariant.
     """
-    summary = "The whole of build() and its backward() is one functional graph of operators on global tensors."
+    summary = "Trace build() and its backward() into one functional graph of operators on global tensors."
     nodes = len(captured.graph.nodes)
     records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
     module = _torch.graph_module(captured, copy_graph(captured.graph))
@@ -224,75 +229,75 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     total = len(passes) + 1
     seen: Seen = {}
     done: set[str] = set()
-    for at, one in enumerate(passes):
+    for index, entry in enumerate(passes):
         began = time.perf_counter()
-        tell("passes", at + 1, total, one.name)
-        module = _apply(one, module, context)
-        done.add(one.name)
+        tell("passes", index + 1, total, entry.name)
+        module = _apply(entry, module, context)
+        done.add(entry.name)
         for graph in _graphs(module):
-            verify(graph, one.name, seen, placed="place" in done, boxed="box" in done)
+            verify(graph, entry.name, seen, placed="place" in done, boxed="box" in done)
         seconds = time.perf_counter() - began
-        again = functools.partial(_rewritten, captured, context, at + 1)
+        rebuild = functools.partial(_graph_after, captured, context, index + 1)
         nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
-        records.append(PassRecord(one.name, one.summary, nodes, seconds, again))
+        records.append(PassRecord(entry.name, entry.summary, nodes, seconds, rebuild))
     tell("passes", total, total)
     for graph in _graphs(module):
         graph.graph.lint()
-    records[-1] = replace(records[-1], _make=lambda: _finished(module))
+    records[-1] = replace(records[-1], _rebuild=lambda: _finalize(module))
     return tuple(records)
 
 
-def _apply(one: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def _apply(entry: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Run a pass over the graph and, after ``loop``, over the body of each loop in it."""
-    if one.time:
-        return _returned(one, one.run(module, context.in_time()))
-    if one.bodies:
+    if entry.time:
+        return _check_result(entry, entry.run(module, context.with_time_dim()))
+    if entry.bodies:
         for inner in loops(module.graph):
-            inner.body = _returned(one, one.run(inner.body, context))
-    return _returned(one, one.run(module, context))
+            inner.body = _check_result(entry, entry.run(inner.body, context))
+    return _check_result(entry, entry.run(module, context))
 
 
-def _returned(one: Pass, module: Any) -> fx.GraphModule:
+def _check_result(entry: Pass, module: Any) -> fx.GraphModule:
     if not isinstance(module, fx.GraphModule):
         kind = type(module).__name__
-        raise VerificationError(f"the pass {one.name} returned {kind}: a pass returns the graph module")
+        raise VerificationError(f"the pass {entry.name} returned {kind}: a pass returns the graph module")
     return module
 
 
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph, and the bodies of its loops."""
+    """Return the graph and the bodies of its loops."""
     return [module, *(inner.body for inner in loops(module.graph))]
 
 
-def _finished(module: fx.GraphModule) -> fx.GraphModule:
+def _finalize(module: fx.GraphModule) -> fx.GraphModule:
     for inner in loops(module.graph):
         inner.body = fx.GraphModule(inner.body, inner.body.graph)
     return fx.GraphModule(module, module.graph)
 
 
 def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx.GraphModule]]:
-    """Yield each pass's name and the graph after it, ``"capture"`` first; the passes run again for it.
+    """Yield each pass's name and the graph after it, ``"capture"`` first. The passes run again for this.
 
-    A graph that was yielded is rewritten as soon as the next one is asked for: read it, or copy it, before.
+    The next pass rewrites the graph that was yielded: read or copy it before you ask for the next one.
     """
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     yield "capture", module
     passes = edited(context.pass_edits)
-    for at, one in enumerate(passes):
-        tell("passes again", at + 1, len(passes) + 1, one.name)
-        module = _apply(one, module, context)
-        yield one.name, module
+    for index, entry in enumerate(passes):
+        tell("passes again", index + 1, len(passes) + 1, entry.name)
+        module = _apply(entry, module, context)
+        yield entry.name, module
     tell("passes again", len(passes) + 1, len(passes) + 1)
 
 
-def _rewritten(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:
+def _graph_after(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:
     for _, module in itertools.islice(stages(captured, context), passes + 1):  # noqa: B007 (the last one is returned)
         pass
-    return _finished(module)
+    return _finalize(module)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same graph in nodes of its own; values and metadata are shared."""
+    """Copy a graph's nodes; values and metadata are shared."""
     copy = fx.Graph()
     returned = copy.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(returned, tuple)

@@ -1,4 +1,4 @@
-"""verify: what must hold after every pass, checked in one walk over the nodes."""
+"""verify: check the invariants after every pass, in one walk over the nodes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,43 @@ from zerograph.ir.sbp import PartialSum, Signature, show
 from zerograph.ir.step_graph import placeholders, writes
 from zerograph.passes import rules
 
-# Of each node what its signature was last compared with.
+# For each node the arguments and metadata that its signature was last checked with.
 Seen = dict[fx.Node, tuple[Any, ...]]
 
 
 def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxed: bool) -> None:
-    """Raise if the graph breaks an invariant that holds from ``place`` (``placed``) or ``box`` (``boxed``) on.
+    """Raise if the graph breaks an invariant.
 
     Args:
-        seen: empty before the first pass over a graph, then as the last call left it: most nodes are as they were.
+        module: the graph.
+        after: name of the pass that ran last, for the message.
+        seen: empty before the first pass over a graph, then as the last call left it. Unchanged nodes are not checked
+            again.
+        placed: whether the invariants that hold from ``place`` on apply.
+        boxed: whether the invariants that hold from ``box`` on apply.
 
     Raises:
-        VerificationError: naming the pass, the node and the user's line.
+        VerificationError: an invariant is broken; the message names the pass, the node and the user's line.
     """
-    made: set[fx.Node] = set()
+    computed: set[fx.Node] = set()
     changed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        inputs, known = node.all_input_nodes, meta(node)
-        if not made.issuperset(inputs):
-            missing = next(given for given in inputs if given not in made)
-            _fail(after, node, f"reads {missing.name}, which is not made yet")
-        made.add(node)
-        if placed and "sbp" not in known and "local" not in known and isinstance(known.get("val"), Tensor):
+        sources, node_meta = node.all_input_nodes, meta(node)
+        if not computed.issuperset(sources):
+            missing = next(source for source in sources if source not in computed)
+            _fail(after, node, f"reads {missing.name}, which is computed later")
+        computed.add(node)
+        if placed and "sbp" not in node_meta and "local" not in node_meta and isinstance(node_meta.get("val"), Tensor):
             _fail(after, node, "has no SBP")
         if not boxed:
             continue
-        signatures = known.get("signature", ())
-        now = node.args, node.kwargs, signatures, known.get("sbp"), known.get("val")
-        before = seen.get(node)
-        if before is None or not all(map(is_, now, before)):
-            seen[node] = now
+        signatures = node_meta.get("signature", ())
+        state = node.args, node.kwargs, signatures, node_meta.get("sbp"), node_meta.get("val")
+        last = seen.get(node)
+        if last is None or not all(map(is_, state, last)):
+            seen[node] = state
             changed.add(node)
-        if node in changed or not changed.isdisjoint(inputs):
+        if node in changed or not changed.isdisjoint(sources):
             for dim, signature in enumerate(signatures):
                 _check_signature(after, node, dim, signature)
     if placed:
@@ -53,9 +58,9 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
 
 def _check_signature(after: str, node: fx.Node, dim: int, signature: Signature) -> None:
     inputs = rules.tensor_arguments(node)
-    for given, wanted in zip(inputs, signature.inputs, strict=True):
-        if meta(given)["sbp"][dim] != wanted:
-            _fail(after, node, f"reads {given.name} as {wanted}, but it is {show(meta(given)['sbp'])}")
+    for source, wanted in zip(inputs, signature.inputs, strict=True):
+        if meta(source)["sbp"][dim] != wanted:
+            _fail(after, node, f"reads {source.name} as {wanted}, but it is {show(meta(source)['sbp'])}")
     if isinstance(node.meta["val"], Tensor) and meta(node)["sbp"][dim] != signature.outputs[0]:
         _fail(after, node, f"is {show(meta(node)['sbp'])}, but its signature yields {signature.outputs[0]}")
     reads_partial = any(isinstance(sbp, PartialSum) for sbp in signature.inputs)
@@ -72,6 +77,8 @@ def _check_state(graph: fx.Graph, after: str) -> None:
             _fail(after, node, "is an input without a role")
 
 
-def _fail(after: str, node: fx.Node, what: str) -> None:
-    where = origin(node)
-    raise VerificationError(f"after {after}: {node.format_node()} {what}\n  {where.source}   {where.code}")
+def _fail(after: str, node: fx.Node, problem: str) -> None:
+    node_origin = origin(node)
+    raise VerificationError(
+        f"after {after}: {node.format_node()} {problem}\n  {node_origin.source}   {node_origin.code}"
+    )

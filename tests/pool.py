@@ -29,7 +29,7 @@ _PUBLIC = (
     "graph",
     "state.checkpoint.export",
     "compat.deepspeed",
-    "passes.rules.users",
+    "passes.rules.register_rule",
     "planner.front.plan",
     "state.sharded_init",
 )

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
+    from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
-    from zerograph.passes.rules.users import register_rule
     from zerograph.planner.front.plan import plan
     from zerograph.planner.plan import Plan
     from zerograph.runtime.job.process_group import rank, world_size
@@ -102,7 +102,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "capture.local": ("local",),
     "ir.memory": ("Memory",),
     "passes.rules.registry": ("Operands",),
-    "passes.rules.users": ("register_rule",),
+    "passes.rules.register_rule": ("register_rule",),
     "compiler.placement": (
         "placement",
         "to_global",

@@ -1,8 +1,9 @@
-"""hoist_batch_statistics: compute what every micro-batch needs of the whole batch before the first one, or refuse.
+"""hoist_batch_statistics: compute before the first micro-batch what each one needs of the whole batch, or refuse.
 
 A loss that divides by the count of valid tokens divides by that of the whole batch, in each micro-batch. The count
-follows from the batch alone, so it can be had first, from the whole batch, at the cost of what leads to it. What also
-depends on parameters (batch norm's statistics, a loss between all pairs of samples) would be the whole forward pass.
+follows from the batch alone, so it is computed first, from the whole batch, with everything that leads to it. What
+also depends on parameters (statistics of batch norm, a loss between all pairs of samples) would need the whole forward
+pass first; such a step is refused.
 """
 
 from __future__ import annotations
@@ -13,122 +14,123 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import PlacementError
-from zerograph.ir.metadata import Boxing, meta, origin, role
+from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.rewrite import ancestors, drop_unused
 from zerograph.ir.sbp import NdSbp, Signature, broadcast, partial_sum
 from zerograph.passes import rules
-from zerograph.passes.accumulation.in_time import along_time, change_sbps, follow_from_batch, sbps
+from zerograph.passes.accumulation.time_boxing import batch_only_nodes, change_sbps, sbps, time_boxing
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
 
 def hoist_batch_statistics(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No micro-batch waits for what only all of them together yield."""
-    if not context.timed:
+    """Compute batch statistics that every micro-batch needs once, before the first micro-batch."""
+    if not context.has_time:
         return module
     graph = module.graph
-    within, known = _within(graph, context), follow_from_batch(graph)
-    whole = _Whole(context)
+    in_loop, batch_only = _loop_nodes(graph, context), batch_only_nodes(graph)
+    whole_batch = _WholeBatch(context)
     for node in list(graph.nodes):
-        if node in within and (found := along_time(node, context)) and found.target[-1] == broadcast:
-            if node not in known:
-                _refuse(node, within, context)
-            node.replace_all_uses_with(whole.copy(node))
+        if node in in_loop and (change := time_boxing(node, context)) and change.target[-1] == broadcast:
+            if node not in batch_only:
+                _refuse(node, in_loop, context)
+            node.replace_all_uses_with(whole_batch.copy(node))
     drop_unused(graph)
     _check_gradients(graph, context)
     return module
 
 
 def _check_gradients(graph: fx.Graph, context: Context) -> None:
-    """Refuse a step of which micro-batches have no part, because the whole batch is put together before the model."""
-    known = follow_from_batch(graph)
+    """Reject a step that gathers the whole batch before the model: micro-batching would save nothing."""
+    batch_only = batch_only_nodes(graph)
     for joined in graph.nodes:
         if "gradient" not in joined.meta or meta(joined)["sbp"][-1] != broadcast:
             continue
-        cone = ancestors([joined])
-        sums = any((found := along_time(one, context)) and found.source[-1] == partial_sum for one in cone)
-        model = cone - known
-        fed = [one for one in graph.nodes if one in model and not known.isdisjoint(one.all_input_nodes)]
-        if fed and not sums and any(_is_input(one) for one in cone):
-            _refuse(fed[0], model, context)
+        sources = ancestors([joined])
+        sums = any((change := time_boxing(one, context)) and change.source[-1] == partial_sum for one in sources)
+        model_nodes = sources - batch_only
+        fed = [one for one in graph.nodes if one in model_nodes and not batch_only.isdisjoint(one.all_input_nodes)]
+        if fed and not sums and any(_is_batch_input(one) for one in sources):
+            _refuse(fed[0], model_nodes, context)
 
 
-def _is_input(node: fx.Node) -> bool:
-    found = role(node)
-    return found is not None and found.kind == "input" and bool(node.meta["val"].dim())
+def _is_batch_input(node: fx.Node) -> bool:
+    node_role = role(node)
+    return node_role is not None and node_role.kind == "input" and bool(node.meta["val"].dim())
 
 
-def _within(graph: fx.Graph, context: Context) -> set[fx.Node]:
-    """What micro-batches differ in, and all that such nodes read."""
-    found: set[fx.Node] = set()
+def _loop_nodes(graph: fx.Graph, context: Context) -> set[fx.Node]:
+    """Return the nodes that differ between micro-batches, and their ancestors."""
+    nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and (_varies(node, context) or not found.isdisjoint(node.users)):
-            found.add(node)
-    return found
+        if node.op == "call_function" and (_varies(node, context) or not nodes.isdisjoint(node.users)):
+            nodes.add(node)
+    return nodes
 
 
 def _varies(node: fx.Node, context: Context) -> bool:
-    """Whether the node is another for each micro-batch: it yields, or reads, what is not B along time."""
-    if (found := along_time(node, context)) is not None:
-        return found.target[-1] != broadcast
-    return any(sbp[-1] != broadcast for one in (node, *node.all_input_nodes) for sbp in sbps(one))
+    """Return whether a node differs between micro-batches: it yields, or reads, a tensor that is not B along time."""
+    if (change := time_boxing(node, context)) is not None:
+        return change.target[-1] != broadcast
+    return any(sbp[-1] != broadcast for source in (node, *node.all_input_nodes) for sbp in sbps(source))
 
 
-class _Whole:
-    """Copies of nodes that are B along time: computed once, from the whole batch."""
+class _WholeBatch:
+    """Copies of nodes that are B along time. They are computed once, from the whole batch."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """What the node is of the whole batch: itself, where it is that already."""
-        if along_time(node, self.context) is not None:
+        """Return the node's counterpart on the whole batch: the node itself if it is B along time."""
+        if time_boxing(node, self.context) is not None:
             return self.copy(node.all_input_nodes[0])
         if not _varies(node, self.context):
             return node
         if node not in self.copies:
-            inputs = {given: self.copy(given) for given in node.all_input_nodes}
+            inputs = {source: self.copy(source) for source in node.all_input_nodes}
             with node.graph.inserting_before(node):
-                made = node.graph.node_copy(node, inputs.__getitem__)
-            self._settle(made)
-            self.copies[node] = made
+                copy = node.graph.node_copy(node, inputs.__getitem__)
+            self._make_broadcast(copy)
+            self.copies[node] = copy
         return self.copies[node]
 
-    def _settle(self, made: fx.Node) -> None:
-        change_sbps(made, _always)
-        if "signature" in made.meta:
-            *others, last = meta(made)["signature"]
+    def _make_broadcast(self, node: fx.Node) -> None:
+        change_sbps(node, _whole_in_time)
+        if "signature" in node.meta:
+            *others, last = meta(node)["signature"]
             whole = Signature((broadcast,) * len(last.inputs), (broadcast,) * len(last.outputs))
-            meta(made)["signature"] = (*others, whole)
-        found = meta(made).get("boxing")
-        if isinstance(found, Boxing):
-            meta(made)["boxing"] = replace(found, source=_always(found.source), target=_always(found.target))
+            meta(node)["signature"] = (*others, whole)
+        change = boxing_of(node)
+        if change is not None:
+            source, target = _whole_in_time(change.source), _whole_in_time(change.target)
+            meta(node)["boxing"] = replace(change, source=source, target=target)
 
 
-def _always(sbp: NdSbp) -> NdSbp:
+def _whole_in_time(sbp: NdSbp) -> NdSbp:
     return (*sbp[:-1], broadcast)
 
 
-def _refuse(node: fx.Node, within: set[fx.Node], context: Context) -> None:
-    reader = _reader(node, within)
-    where = origin(reader)
-    help_ = (
+def _refuse(node: fx.Node, in_loop: set[fx.Node], context: Context) -> None:
+    reader = _reader(node, in_loop)
+    node_origin = origin(reader)
+    advice = (
         "No rule says how it may be split: give it one with zg.register_rule."
-        if isinstance(reader.target, OpOverload) and rules.find(reader.target) is None
+        if isinstance(reader.target, OpOverload) and rules.rule_of(reader.target) is None
         else "For batch norm set config.batch_norm = 'local': the statistics are then each micro-batch's. What else "
         "compares samples can be computed on each micro-batch by itself, in a region (zg.local)."
     )
     raise PlacementError(
         f"{reader.target} needs the whole batch at once, but config.gradient_accumulation_steps cuts it into "
         f"{context.batch.micro_batches} micro-batches, computed one after another\n"
-        f"  {where.source}   {where.code}\n"
-        f"{help_}\nOr set gradient_accumulation_steps to 1."
+        f"  {node_origin.source}   {node_origin.code}\n"
+        f"{advice}\nOr set gradient_accumulation_steps to 1."
     )
 
 
-def _reader(node: fx.Node, within: set[fx.Node]) -> fx.Node:
-    """What computes with it in the loop, behind boxing."""
+def _reader(node: fx.Node, in_loop: set[fx.Node]) -> fx.Node:
+    """Return the operator in the loop that reads the node, through boxing nodes."""
     while node.target is boxing:
-        node = next(user for user in node.users if user in within)
+        node = next(user for user in node.users if user in in_loop)
     return node

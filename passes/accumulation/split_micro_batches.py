@@ -1,4 +1,4 @@
-"""split_micro_batches: micro-batches are a mesh dimension in time, and the batch is cut along it."""
+"""split_micro_batches: add micro-batches as a mesh dimension in time, and split the batch along it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zerograph.passes.placement.boxing import boxing
 
 
 def split_micro_batches(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """What reads an input of the batch reads its micro-batch, S(0) along time, if there are several."""
+    """Box each input of the batch to S(0) along time for its readers, if there are several micro-batches."""
     graph = module.graph
-    if not context.timed:
+    if not context.has_time:
         return module
     for node in placeholders(graph, "input"):
         target = context.batch.inputs[int(meta(node)["role"].name)]
@@ -23,8 +23,8 @@ def split_micro_batches(module: fx.GraphModule, context: Context) -> fx.GraphMod
             continue
         readers = list(node.users)
         with graph.inserting_before(first_computed(graph)):
-            taken = emit(graph, boxing, (node, show(target)), Origin("forward"))
-        meta(taken).update({"target_sbp": target, "tensor": TensorRef("value", str(meta(node)["role"]))})
+            micro_batch = emit(graph, boxing, (node, show(target)), Origin("forward"))
+        meta(micro_batch).update({"target_sbp": target, "tensor": TensorRef("value", str(meta(node)["role"]))})
         for reader in readers:
-            reader.replace_input_with(node, taken)
+            reader.replace_input_with(node, micro_batch)
     return module

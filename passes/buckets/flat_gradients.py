@@ -1,4 +1,4 @@
-"""flatten, its part about gradients: what build() does to many gradients is done once, on flat buckets."""
+"""Gradient edits and total norms of ``build()``, computed once per bucket instead of once per parameter."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class FlatGradient:
     """The gradient of a bucket.
 
     Attributes:
-        flat: the bucket's parameters at rest.
-        reduced: the raw gradients end to end, in the bucket's SBP.
-        edited: how the gradient of each parameter was edited, in slot order: the same for all.
+        bucket: the bucket.
+        flat: the bucket's parameters as they are stored.
+        reduced: the raw gradients, concatenated, in the bucket's SBP.
+        edited: how the gradient of each parameter was edited, in slot order. The edits are the same for all.
     """
 
     bucket: Bucket
@@ -37,49 +38,54 @@ class FlatGradient:
     edited: Sequence[Edited]
 
     def final(self, graph: fx.Graph) -> fx.Node:
-        """What the update reads: the edit, made once at the graph's insertion point."""
-        one = self._example
-        return self._edit(graph, one.final)
+        """Emit the edited gradient, which the update reads, at the graph's insertion point."""
+        return self._edit(graph, self._example.final)
 
     def term(self, graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
-        """What a total norm reads, likewise; None if the bucket has no part in it."""
+        """Emit the gradient that a total norm reads; return None if the norm does not read this bucket."""
         end = self._example.norms.get(norm)
         return None if end is None else self._edit(graph, end)
 
     @property
     def _example(self) -> Edited:
-        # Of a 0-d gradient, the numbers that it is computed with have its shape: any other tells them apart.
-        return max(self.edited, key=lambda one: one.parameter.meta["val"].dim())
+        # For a 0-d gradient the numbers that it is computed with have its shape. Any other gradient tells them apart.
+        return max(self.edited, key=lambda edited: edited.parameter.meta["val"].dim())
 
     def is_edited(self, norm: fx.Node) -> bool:
-        """Whether a total norm reads something else than the raw gradient."""
+        """Return whether a total norm reads the gradient after an edit."""
         return self._example.norms[norm] is not self._example.raw
 
     def _edit(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
         raw = self.reduced
         if raw.meta["val"].dtype is not self.bucket.dtype:
-            # Only now: until somebody reads it, the gradient is held as it travelled.
+            # The cast comes as late as possible: the gradient is stored in the dtype of the reduction until it is read.
             raw = emit(graph, aten._to_copy.default, (raw,), Origin("update"), dtype=self.bucket.dtype)
         flat = self.flat
         if self.bucket.storage_device != self.bucket.device:
-            # Few edits read the parameters; of the others' nobody reads this.
+            # Few edits read the parameters; otherwise this copy is dead and removed.
             flat = emit(graph, aten._to_copy.default, (flat,), Origin("update"), device=self.bucket.device)
         return _replay(graph, end, {self._example.raw: raw, self._example.parameter: flat}, self.bucket)
 
 
-def _replay(graph: fx.Graph, node: fx.Node, done: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:
-    if node not in done:
+def _replay(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], bucket: Bucket) -> fx.Node:
+    if node not in copies:
         if node.target is aten.full.default:
-            done[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **keywords(node))
+            copies[node] = emit(graph, node.target, (list(bucket.shape), node.args[1]), origin(node), **keywords(node))
         else:
-            flat = {given: _replay(graph, given, done, bucket) for given in gradient_operands(node)}
-            args, kwargs = fx.map_arg((node.args, keywords(node)), lambda given: flat.get(given, given))
-            done[node] = emit(graph, node.target, args, origin(node), **kwargs)
-    return done[node]
+            flat = {source: _replay(graph, source, copies, bucket) for source in gradient_operands(node)}
+            args, kwargs = fx.map_arg((node.args, keywords(node)), lambda source: flat.get(source, source))
+            copies[node] = emit(graph, node.target, args, origin(node), **kwargs)
+    return copies[node]
 
 
-def settle_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_dims: int) -> None:
-    """Each total norm is a sum over this rank's part of every bucket, and one boxing of a scalar."""
+def compute_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_dims: int) -> None:
+    """Replace each total norm by a sum over this rank's part of every bucket, and one boxing of a scalar.
+
+    Args:
+        graph: the step graph.
+        gradients: the gradients of the buckets.
+        mesh_dims: number of mesh dimensions.
+    """
     for norm in graph.find_nodes(op="call_function", target=TOTAL_NORM):
         with graph.inserting_before(norm):
             total = _total_norm(graph, norm, gradients, mesh_dims)
@@ -88,31 +94,31 @@ def settle_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_
 
 
 def drop_unread_edits(graph: fx.Graph) -> None:
-    """Edits that were made on buckets are not made on single gradients too. A write to a buffer is read by the user."""
+    """Erase edits of single gradients that nobody reads. Writes to buffers stay: the user reads them."""
     for node in reversed(list(graph.nodes)):
         if is_edit(node) and not node.users and node.target is not aten.copy_.default:
             graph.erase_node(node)
 
 
 def _total_norm(graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient], mesh_dims: int) -> fx.Node:
-    maker = _Norm(graph, norm, float(norm.args[1]), mesh_dims)  # type: ignore[arg-type]
-    apart = Counter(norm_terms(norm))
-    flat = []
+    emitter = _Norm(graph, norm, float(norm.args[1]), mesh_dims)  # type: ignore[arg-type]
+    single = Counter(norm_terms(norm))
+    bucket_terms = []
     for gradient in gradients:
         term = gradient.term(graph, norm)
         if term is not None:
-            apart -= Counter(one.norms[norm] for one in gradient.edited)
-            if maker.counts(gradient.bucket.padded):
-                flat.append(maker.part(gradient, term))
-    found = [maker.boxed(flat)] if flat else []
-    # In nobody's bucket: gradients without an optimizer, and those that were edited in ways of their own.
-    found += [maker.whole(term) for term in apart.elements() if maker.counts(term.meta["val"].numel())]
-    return maker.root(found) if found else maker.nothing()
+            single -= Counter(edited.norms[norm] for edited in gradient.edited)
+            if emitter.counts(gradient.bucket.padded):
+                bucket_terms.append(emitter.part(gradient, term))
+    terms = [emitter.boxed(bucket_terms)] if bucket_terms else []
+    # Gradients in no bucket: those without an optimizer, and those that were edited differently.
+    terms += [emitter.whole(term) for term in single.elements() if emitter.counts(term.meta["val"].numel())]
+    return emitter.root(terms) if terms else emitter.nothing()
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """Emits one p-norm. Sums are in fp64, which hides how the terms lie in buckets; a maximum is exact anyway."""
+    """Emits one p-norm. Sums are in fp64, which hides the order of the terms; a maximum is exact in any order."""
 
     graph: fx.Graph
     norm: fx.Node
@@ -123,7 +129,7 @@ class _Norm:
         return emit(self.graph, target, args, origin(self.norm), **kwargs)
 
     def counts(self, elements: int) -> bool:
-        """Whether so many elements have a share: no largest one is among none."""
+        """Return whether this many elements contribute: the maximum over no elements is undefined."""
         return elements > 0 or not math.isinf(self.p)
 
     def nothing(self) -> fx.Node:
@@ -131,7 +137,7 @@ class _Norm:
         return self.emit(aten.full.default, [], 0.0, dtype=value.dtype, device=value.device, pin_memory=False)
 
     def part(self, gradient: FlatGradient, term: fx.Node) -> fx.Node:
-        """The bucket's share: a partial sum, or of a maximum the largest element on each rank, S(0).
+        """Emit the bucket's contribution: a partial sum; for a maximum the largest element of each rank, S(0).
 
         A whole bucket is summed in the same pieces as a split one, so that the stages agree bitwise.
         """
@@ -143,31 +149,31 @@ class _Norm:
         if not math.isinf(self.p):
             return self.summed(term)
         rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
-        largest = self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
+        largest = self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
         if bucket.rows is None:
             return largest
         across = self.box(
             largest, all_broadcast(self.mesh_dims), TensorRef("value", "the largest gradient of each rank")
         )
-        # As many as the others have, so that they go together.
+        # The shape of the other contributions, so that they can be stacked.
         return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
     def without_padding(self, term: fx.Node, bucket: Bucket) -> fx.Node:
-        """An edit may make something of the zeros between and behind the gradients."""
+        """Emit the term with zeros in the padding, which an edit may have changed."""
         options = {"device": bucket.device, "pin_memory": False}
-        places = self.emit(aten.arange.default, bucket.padded, **options)
+        positions = self.emit(aten.arange.default, bucket.padded, **options)
         zero = self.emit(aten.full.default, [], 0.0, dtype=term.meta["val"].dtype, **options)
         for start, end in bucket.gaps:
-            behind = self.emit(aten.ge.Scalar, places, start)
-            inside = self.emit(aten.logical_and.default, behind, self.emit(aten.lt.Scalar, places, end))
+            after_start = self.emit(aten.ge.Scalar, positions, start)
+            inside = self.emit(aten.logical_and.default, after_start, self.emit(aten.lt.Scalar, positions, end))
             term = self.emit(aten.where.self, inside, zero, term)
         return term
 
     def whole(self, term: fx.Node) -> fx.Node:
-        """The share of a gradient that lies in no bucket."""
+        """Emit the contribution of a gradient that is in no bucket."""
         if math.isinf(self.p):
             dims = list(range(term.meta["val"].dim()))
-            return self.widest(self.emit(aten.amax.default, self.emit(aten.abs.default, term), dims))
+            return self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, term), dims))
         return self.summed(term)
 
     def summed(self, term: fx.Node) -> fx.Node:
@@ -184,12 +190,12 @@ class _Norm:
                 term = self.emit(aten.pow.Tensor_Scalar, term, self.p)
         return self.emit(aten.sum.dim_IntList, term, list(range(value.dim())), False, dtype=torch.float64)
 
-    def widest(self, value: fx.Node) -> fx.Node:
+    def in_norm_dtype(self, value: fx.Node) -> fx.Node:
         dtype = self.norm.meta["val"].dtype
         return value if value.meta["val"].dtype == dtype else self.emit(aten._to_copy.default, value, dtype=dtype)
 
     def boxed(self, shares: Sequence[fx.Node]) -> fx.Node:
-        """All buckets' shares as one number that every rank has."""
+        """Emit the sum, or the maximum, of the buckets' contributions, which every rank then has."""
         if math.isinf(self.p):
             rows = self.emit(aten.stack.default, list(shares), 1)
             largest = self.box(
@@ -212,7 +218,7 @@ class _Norm:
             total = self.emit(aten.sqrt.default, total)
         elif self.p != 1:
             total = self.emit(aten.pow.Tensor_Scalar, total, 1 / self.p)
-        return self.widest(total)
+        return self.in_norm_dtype(total)
 
     def folded(self, operator: Callable[..., Any], shares: Sequence[fx.Node]) -> fx.Node:
         total = shares[0]
@@ -221,7 +227,7 @@ class _Norm:
         return total
 
     def box(self, source: fx.Node, sbp: NdSbp, tensor: TensorRef) -> fx.Node:
-        made = self.emit(boxing, source, show(sbp))
-        meta(made)["target_sbp"] = sbp
-        meta(made)["tensor"] = tensor
-        return made
+        node = self.emit(boxing, source, show(sbp))
+        meta(node)["target_sbp"] = sbp
+        meta(node)["tensor"] = tensor
+        return node

@@ -1,7 +1,7 @@
-"""fuse: an optimizer's own fused operators, where its group asks for them, update a bucket in one go.
+"""fuse: let an optimizer's own fused operators update a bucket, where its group asks for them.
 
-Placement, and the proof that the update is elementwise, saw the plain operators; here they are replaced, so the
-optimizer reads and writes its state once where they do so many times.
+Placement, and the proof that the update is elementwise, use the plain operators. This pass replaces them by the fused
+ones, which read and write the state once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 
 def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Buckets of optimizers with ``fused=True`` are updated in place by the fused operators."""
+    """Update buckets of optimizers with ``fused=True`` in place by the fused operators."""
     graph = module.graph
-    inputs = {found.name: node for node in placeholders(graph) if (found := role(node)) is not None}
+    inputs = {node_role.name: node for node in placeholders(graph) if (node_role := role(node)) is not None}
     overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):
@@ -32,9 +32,9 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         program = update.program
         assert program.fused is not None
         state = {entry: inputs[f"{name}.{entry}"] for entry in program.state}
-        numbers = {short: inputs[found] for short, found in update.numbers.items()}
-        given = {"param": inputs[name], "grad": gradient.all_input_nodes[0], **numbers, **state}
-        _put(graph, written[inputs[name]], program.fused, given, update.number_of(overflows))
+        numbers = {short: inputs[name] for short, name in update.numbers.items()}
+        operands = {"param": inputs[name], "grad": gradient.all_input_nodes[0], **numbers, **state}
+        _emit_fused(graph, written[inputs[name]], program.fused, operands, update.found_inf_of(overflows))
         for node in (inputs[name], *state.values()):
             if node in written:
                 graph.erase_node(written[node])
@@ -42,32 +42,34 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def _put(
-    graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, given: dict[str, fx.Node], found: fx.Node | None
+def _emit_fused(
+    graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, operands: dict[str, fx.Node], found_inf: fx.Node | None
 ) -> None:
-    """The program's operators, which write what they are given, unless an overflow was ``found``."""
-    if found is not None and found.meta["val"].device != given["param"].meta["val"].device:
+    """Emit the fused operators before ``before``; they write to ``operands`` unless ``found_inf`` is set."""
+    if found_inf is not None and found_inf.meta["val"].device != operands["param"].meta["val"].device:
         with graph.inserting_before(before):
-            device = given["param"].meta["val"].device
-            found = emit(graph, aten._to_copy.default, (found,), Origin("update"), like=found, device=device)
+            device = operands["param"].meta["val"].device
+            found_inf = emit(
+                graph, aten._to_copy.default, (found_inf,), Origin("update"), like=found_inf, device=device
+            )
     copies: dict[fx.Node, fx.Node] = {}
     for node in fused.graph.nodes:
         if node.op == "placeholder":
-            copies[node] = given[meta(node)["update_input"]]
-        elif found is not None and node.target is aten._foreach_add_.Scalar:
-            _count_made(graph, before, [copies[step] for step in node.all_input_nodes], found)
+            copies[node] = operands[meta(node)["update_input"]]
+        elif found_inf is not None and node.target is aten._foreach_add_.Scalar:
+            _count_steps(graph, before, [copies[step] for step in node.all_input_nodes], found_inf)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-            if found is not None and node.target in _SKIPPING:
-                kwargs = {**kwargs, "found_inf": found}
+            if found_inf is not None and node.target in _SKIPPING:
+                kwargs = {**kwargs, "found_inf": found_inf}
             with graph.inserting_before(before):
                 sources: list[fx.Node] = []
                 fx.map_arg(args, sources.append)
-                # Only a step count is a tensor, copied to where an accelerator's kernel reads it.
+                # The only tensor result is a step count, copied to the device of the kernel.
                 copies[node] = emit(graph, node.target, args, Origin("update"), like=sources[0], **kwargs)
 
 
-# The fused operators that leave everything as it is where they are told of an overflow.
+# The fused operators that take ``found_inf`` and skip the update if it is set.
 _SKIPPING = {
     overload
     for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
@@ -75,12 +77,12 @@ _SKIPPING = {
 }
 
 
-def _count_made(graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found: fx.Node) -> None:
-    """Steps are counted by an operator before the fused one: only those that are made."""
+def _count_steps(graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found_inf: fx.Node) -> None:
+    """Add 1 to the steps before the fused operator, unless the update is skipped."""
     with graph.inserting_before(before):
-        made = emit(graph, aten.rsub.Scalar, (found, 1), Origin("update"), like=found)
+        increment = emit(graph, aten.rsub.Scalar, (found_inf, 1), Origin("update"), like=found_inf)
         for step in steps:
             value = step.meta["val"]
-            kind = {"dtype": value.dtype, "device": value.device}
-            count = emit(graph, aten._to_copy.default, (made,), Origin("update"), like=found, **kind)
+            options = {"dtype": value.dtype, "device": value.device}
+            count = emit(graph, aten._to_copy.default, (increment,), Origin("update"), like=found_inf, **options)
             emit(graph, aten.add_.Tensor, (step, count), Origin("update"), like=step)

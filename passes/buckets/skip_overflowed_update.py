@@ -1,10 +1,10 @@
-"""skip_overflowed_update: an optimizer whose gradients overflowed changes nothing, nor does a step that is not finite.
+"""skip_overflowed_update: let an optimizer whose gradients overflowed, or a step that is not finite, change nothing.
 
-Each optimizer skips its update for an overflow of its own gradients, as with ``torch.amp.GradScaler.step``, and for one
-of others' gradients that its own were edited with.
-After an overflow of scaled gradients the loss scale falls, by the formulas of ``torch._amp_update_scale_``, with the
-hysteresis of Megatron-LM's ``DynamicGradScaler`` and a smallest scale; with the defaults, 1 and 0, they say the same.
-What is not finite for other reasons (``config.on_nonfinite``) leaves the scale alone as well, and the buffers.
+Each optimizer skips its update if its own gradients overflow, as with ``torch.amp.GradScaler.step``, or if gradients
+overflow that its own were edited with. After an overflow of scaled gradients the loss scale falls, by the formulas of
+``torch._amp_update_scale_`` with the hysteresis of Megatron-LM's ``DynamicGradScaler`` and a minimum scale; the
+defaults, 1 and 0, give torch's formulas. A step that is not finite for other reasons (``config.on_nonfinite``) keeps
+the scale and the buffers as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerograph.ir.metadata import Origin, Role, meta
 from zerograph.ir.rewrite import emit, fake, first_computed
 from zerograph.ir.sbp import Signature, broadcast
 from zerograph.ir.step_graph import found_inf_role, found_infs, output_nodes, output_with_role, placeholders, writes
-from zerograph.passes.buckets.deal import dealt_update
+from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -30,38 +30,41 @@ _UPDATE = Origin("update")
 
 
 def skip_overflowed_update(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Keep what an optimizer updates where its gradients overflowed or, on request, the step is not finite."""
+    """Skip the update of an optimizer whose gradients overflowed or, on request, of a step that is not finite."""
     graph = module.graph
     overflows, residue = found_infs(graph), output_with_role(graph, "check", NOT_FINITE.name)
     if not overflows and residue is None:
         return module
-    held, skips = None, overflows
+    not_finite, skip_numbers = None, overflows
     if residue is not None:
-        held, skips = _checked(graph, residue, overflows, context.numerics.scaler)
-    # By the number that is not 0 where an optimizer changes nothing: the condition on each device.
-    skipped = {skip: {skip.meta["val"].device: _is_set(graph, skip)} for skip in skips.values()}
-    of_buffers = None if held is None else {held.meta["val"].device: held}
+        not_finite, skip_numbers = _finite_check(graph, residue, overflows, context.numerics.scaler)
+    # For each number that is not 0 to skip an update: the condition, by device.
+    skipped = {number: {number.meta["val"].device: _is_set(graph, number)} for number in skip_numbers.values()}
+    buffer_conditions = None if not_finite is None else {not_finite.meta["val"].device: not_finite}
     for write, target, value in list(writes(graph)):
         role = meta(target)["role"]
         if role.bucket is not None and role.bucket in context.updates:
-            skip = context.updates[role.bucket].number_of(skips)
-            assert skip is not None
-            if value.all_input_nodes and value.all_input_nodes[0].target is dealt_update:
-                _guard_dealt(value.all_input_nodes[0], skip)
+            number = context.updates[role.bucket].found_inf_of(skip_numbers)
+            assert number is not None
+            if value.all_input_nodes and value.all_input_nodes[0].target is owner_update:
+                _guard_owner_update(value.all_input_nodes[0], number)
                 continue
-            conditions = skipped[skip]
-        elif role.kind == "buffer" and of_buffers is not None:
-            # An overflow of scaled gradients says nothing against what forward saw.
-            conditions = of_buffers
+            conditions = skipped[number]
+        elif role.kind == "buffer" and buffer_conditions is not None:
+            # Buffers are computed in forward: an overflow of scaled gradients does not concern them.
+            conditions = buffer_conditions
         else:
             continue
         with graph.inserting_before(write):
-            kept = emit(graph, aten.where.self, (_on(target, conditions), target, value), _UPDATE)
-        write.update_arg(1, kept)
+            new = emit(graph, aten.where.self, (_on(target, conditions), target, value), _UPDATE)
+        write.update_arg(1, new)
     if context.numerics.scaler is not None and context.numerics.scaler.dynamic and overflows:
-        by_overflow = {number: next(iter(conditions.values())) for number, conditions in skipped.items()}
-        flags = [by_overflow[one] if one in by_overflow else _is_set(graph, one) for one in overflows.values()]
-        _update_scale(graph, _any(graph, flags), context.numerics.scaler, held)
+        first_conditions = {number: next(iter(conditions.values())) for number, conditions in skipped.items()}
+        flags = [
+            first_conditions[overflow] if overflow in first_conditions else _is_set(graph, overflow)
+            for overflow in overflows.values()
+        ]
+        _update_scale(graph, _any(graph, flags), context.numerics.scaler, not_finite)
     return module
 
 
@@ -73,32 +76,32 @@ def _is_set(graph: fx.Graph, number: fx.Node) -> fx.Node:
 def _any(graph: fx.Graph, flags: Sequence[fx.Node]) -> fx.Node:
     """Return whether any of the flags is set."""
     with graph.inserting_before(max(flags).next):
-        return functools.reduce(lambda one, other: _made(graph, aten.logical_or.default, one, other), flags)
+        return functools.reduce(lambda left, right: _emit_update(graph, aten.logical_or.default, left, right), flags)
 
 
-def _checked(
+def _finite_check(
     graph: fx.Graph, residue: fx.Node, overflows: Mapping[str, fx.Node], scaler: GradScaler | None
 ) -> tuple[fx.Node, dict[str, fx.Node]]:
-    """Return whether the step is not finite, and the numbers that are not 0 where an optimizer changes nothing.
+    """Emit whether the step is not finite, and for each optimizer a number that is not 0 to skip its update.
 
-    The graph returns these instead of the overflows; there is one for all, under ``""``, if no loss is scaled.
+    The graph returns these numbers instead of the overflows. If no loss is scaled there is one number, under ``""``.
     """
     nodes = dict(zip(meta(graph.output_node())["roles"], output_nodes(graph), strict=True))
     scaled = nodes.pop(SCALED_GRADIENTS, None)
-    read = [node for node in (residue, scaled, *overflows.values()) if node is not None]
-    with graph.inserting_before(max(read).next):
-        made = functools.partial(_made, graph)
+    inputs = [node for node in (residue, scaled, *overflows.values()) if node is not None]
+    with graph.inserting_before(max(inputs).next):
+        op = functools.partial(_emit_update, graph)
         if scaled is not None:
             assert scaler is not None
-            residue = made(aten.add.Tensor, residue, _beyond_the_scaler(graph, scaled, scaler))
-        held = made(aten.ne.Scalar, residue, 0)
+            residue = op(aten.add.Tensor, residue, _unscalable_residue(graph, scaled, scaler))
+        not_finite = op(aten.ne.Scalar, residue, 0)
         numbers = {}
         for optimizer in overflows or [""]:
-            skip = held
+            skip = not_finite
             if optimizer in overflows:
-                skip = made(aten.logical_or.default, held, made(aten.ne.Scalar, overflows[optimizer], 0))
-            numbers[optimizer] = made(aten._to_copy.default, skip, dtype=torch.float32)
-    # What the user gets comes first.
+                skip = op(aten.logical_or.default, not_finite, op(aten.ne.Scalar, overflows[optimizer], 0))
+            numbers[optimizer] = op(aten._to_copy.default, skip, dtype=torch.float32)
+    # The user's outputs come first.
     returned_numbers = {found_inf_role(optimizer): number for optimizer, number in numbers.items()}
     for role in (*returned_numbers, NOT_FINITE):
         nodes.pop(role, None)
@@ -106,22 +109,22 @@ def _checked(
     output = graph.output_node()
     output.args = (tuple(nodes.values()),)
     meta(output)["roles"] = list(nodes)
-    return held, numbers
+    return not_finite, numbers
 
 
-def _beyond_the_scaler(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) -> fx.Node:
-    """The residue of the scaled gradients where the scale cannot fall, else 0."""
+def _unscalable_residue(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) -> fx.Node:
+    """Emit the residue of the scaled gradients where the scale cannot fall, else 0."""
     if not scaler.dynamic:
         return scaled
-    made = functools.partial(_made, graph)
+    op = functools.partial(_emit_update, graph)
     scale = _scale(graph)
-    lowest = made(aten.ge.Tensor, _lowered(graph, scale, scaler), scale)
-    zero = made(aten.full.default, [], 0.0, dtype=torch.float32, device=scaled.meta["val"].device)
-    return made(aten.where.self, lowest, scaled, zero)
+    lowest = op(aten.ge.Tensor, _lowered(graph, scale, scaler), scale)
+    zero = op(aten.full.default, [], 0.0, dtype=torch.float32, device=scaled.meta["val"].device)
+    return op(aten.where.self, lowest, scaled, zero)
 
 
 def _on(target: fx.Node, conditions: dict[torch.device, fx.Node]) -> fx.Node:
-    """The condition where the target lies: step counts lie on the CPU. Made once for each device."""
+    """Return the condition on the device of ``target`` (step counts are on the CPU); one copy per device."""
     device, value = target.meta["val"].device, target.meta["val"]
     if device not in conditions:
         first = next(iter(conditions.values()))
@@ -130,16 +133,17 @@ def _on(target: fx.Node, conditions: dict[torch.device, fx.Node]) -> fx.Node:
     return conditions[device]
 
 
-def _guard_dealt(update: fx.Node, found: fx.Node) -> None:
-    """The condition is one more of its numbers."""
+def _guard_owner_update(update: fx.Node, number: fx.Node) -> None:
+    """Add the condition to the hyperparameters of the update."""
     flat, gradient, numbers, states = update.args
     assert isinstance(numbers, (list, tuple))
-    if found in numbers:
+    if number in numbers:
         return
-    update.args = (flat, gradient, [*numbers, found], states)
-    at = 2 + len(numbers)
+    update.args = (flat, gradient, [*numbers, number], states)
+    index = 2 + len(numbers)
     meta(update)["signatures"] = tuple(
-        Signature((*one.inputs[:at], broadcast, *one.inputs[at:]), one.outputs) for one in meta(update)["signatures"]
+        Signature((*signature.inputs[:index], broadcast, *signature.inputs[index:]), signature.outputs)
+        for signature in meta(update)["signatures"]
     )
 
 
@@ -148,37 +152,44 @@ def _scale(graph: fx.Graph) -> fx.Node:
 
 
 def _lowered(graph: fx.Graph, scale: fx.Node, scaler: GradScaler) -> fx.Node:
-    fallen = _made(graph, aten.mul.Tensor, scale, scaler.backoff_factor)
-    return _made(graph, aten.clamp_min.default, fallen, scaler.min_scale)
+    scaled = _emit_update(graph, aten.mul.Tensor, scale, scaler.backoff_factor)
+    return _emit_update(graph, aten.clamp_min.default, scaled, scaler.min_scale)
 
 
-def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, held: fx.Node | None) -> None:
-    """``overflow``: whether a scaled gradient did; ``held``: whether the scale stays in any case."""
+def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, not_finite: fx.Node | None) -> None:
+    """Emit the update of the loss scale.
+
+    Args:
+        graph: the step graph.
+        overflow: whether a scaled gradient overflowed.
+        scaler: factors and limits.
+        not_finite: whether the scale stays in any case; None: never.
+    """
     scale = _scale(graph)
     device = scale.meta["val"].device
-    steps, left = (_tracker(graph, name, device) for name in ("growth_tracker", "hysteresis_tracker"))
+    steps, hysteresis = (_tracker(graph, name, device) for name in ("growth_tracker", "hysteresis_tracker"))
     with graph.inserting_before(graph.output_node()):
-        made = functools.partial(_made, graph)
-        zero, one = (made(aten.full.default, [], value, dtype=torch.int32, device=device) for value in (0, 1))
-        fewer = made(aten.sub.Tensor, left, one)
+        op = functools.partial(_emit_update, graph)
+        zero, one = (op(aten.full.default, [], value, dtype=torch.int32, device=device) for value in (0, 1))
+        decremented = op(aten.sub.Tensor, hysteresis, one)
         lowered = _lowered(graph, scale, scaler)
-        lowered = made(aten.where.self, made(aten.le.Scalar, fewer, 0), lowered, scale)
-        more = made(aten.add.Tensor, steps, one)
-        grows = made(aten.eq.Scalar, more, scaler.growth_interval)
-        raised = made(aten.mul.Tensor, scale, scaler.growth_factor)
-        # The largest finite scale stays.
-        finite = made(aten.lt.Scalar, raised, float("inf"))
-        raised = made(aten.where.self, made(aten.logical_and.default, grows, finite), raised, scale)
-        again = made(aten.logical_or.default, overflow, grows)
-        full = made(aten.full.default, [], scaler.hysteresis, dtype=torch.int32, device=device)
-        left_now = made(aten.where.self, grows, full, left)
+        lowered = op(aten.where.self, op(aten.le.Scalar, decremented, 0), lowered, scale)
+        incremented = op(aten.add.Tensor, steps, one)
+        grows = op(aten.eq.Scalar, incremented, scaler.growth_interval)
+        raised = op(aten.mul.Tensor, scale, scaler.growth_factor)
+        # The scale does not grow beyond the largest finite number.
+        finite = op(aten.lt.Scalar, raised, float("inf"))
+        raised = op(aten.where.self, op(aten.logical_and.default, grows, finite), raised, scale)
+        restarts = op(aten.logical_or.default, overflow, grows)
+        full = op(aten.full.default, [], scaler.hysteresis, dtype=torch.int32, device=device)
+        new_hysteresis = op(aten.where.self, grows, full, hysteresis)
         for target, value in (
-            (scale, made(aten.where.self, overflow, lowered, raised)),
-            (steps, made(aten.where.self, again, zero, more)),
-            (left, made(aten.where.self, overflow, fewer, left_now)),
+            (scale, op(aten.where.self, overflow, lowered, raised)),
+            (steps, op(aten.where.self, restarts, zero, incremented)),
+            (hysteresis, op(aten.where.self, overflow, decremented, new_hysteresis)),
         ):
-            kept = value if held is None else made(aten.where.self, held, target, value)
-            made(aten.copy_.default, target, kept)
+            new = value if not_finite is None else op(aten.where.self, not_finite, target, value)
+            op(aten.copy_.default, target, new)
 
 
 def _tracker(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
@@ -188,5 +199,5 @@ def _tracker(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
     return node
 
 
-def _made(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _emit_update(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return emit(graph, target, args, _UPDATE, **kwargs)

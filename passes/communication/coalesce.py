@@ -1,7 +1,7 @@
-"""coalesce: small tensors that nobody needs summed before the step's end are summed over the ranks in one go.
+"""coalesce: merge small all-reduces whose results are needed only at the end of the step.
 
-A batch norm of each rank's own part leaves two sums for its running statistics, a loss one for its mean: by themselves
-they cost a message and a meeting of the ranks each, in the middle of forward.
+A batch norm on each rank's own part adds two sums for its running statistics, a loss adds one for its mean. By
+themselves each costs a message, and a synchronization of the ranks in the middle of forward.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from zerograph.passes.context import Context
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-# Marks of gradients, which are reduced bucket by bucket, each as early as it can.
+# Metadata keys of gradients, which are reduced bucket by bucket, each as early as possible.
 _GRADIENTS = {"gradient", "accumulated"}
 
-# Bytes of what is rather sent with others than by itself.
+# Maximum bytes of a sum that is merged with others.
 _SMALL = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum over ranks, and what follows from it."""
+    """An all-reduce.
+
+    Attributes:
+        start, wait: its nodes.
+        followers: the nodes that follow from it, without ``wait`` and the writes and outputs at the end.
+    """
 
     start: fx.Node
     wait: fx.Node
@@ -41,39 +46,40 @@ class _Sum:
 
     @property
     def source(self) -> fx.Node:
-        (found,) = self.start.all_input_nodes
-        return found
+        """The tensor that is summed."""
+        (source,) = self.start.all_input_nodes
+        return source
 
     @property
     def kind(self) -> str:
-        """Of those that can travel together: ranks and data type."""
+        """The ranks, data type and device; all-reduces of one kind can be merged."""
         return f"{self.start.args[-1]} {self.start.meta['val'].dtype} {self.start.meta['val'].device}"
 
 
 def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Small sums over the same ranks of which only written state and outputs are made are one all-reduce."""
+    """Merge small all-reduces over the same ranks whose results only reach state writes and outputs."""
     graph = module.graph
     order = positions(graph)
     ends = {graph.output_node(), *(write for write, _, _ in writes(graph))}
     end = min(ends, key=order.__getitem__)
     starts = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    found = [one for start in starts if (one := _put_off(start, ends)) and one.source < end]
+    sums = [late for start in starts if (late := _deferrable(start, ends)) and late.source < end]
     moved: set[fx.Node] = set()
-    for _, group in groupby(sorted(found, key=attrgetter("kind")), key=attrgetter("kind")):
-        together = sorted(group, key=lambda one: order[one.start])
+    for _, group in groupby(sorted(sums, key=attrgetter("kind")), key=attrgetter("kind")):
+        together = sorted(group, key=lambda member: order[member.start])
         if len(together) > 1:
-            _join(graph, together, end, order)
-            moved.update(*(one.followers for one in together))
+            _merge(graph, together, end, order)
+            moved.update(*(member.followers for member in together))
     for node in sorted(moved, key=order.__getitem__):
         if order[node] < order[end]:
             end.prepend(node)
     return module
 
 
-def _put_off(start: fx.Node, ends: set[fx.Node]) -> _Sum | None:
-    """The sum, if it is no gradient's, it and what follows are small, and only writes and the output need it."""
+def _deferrable(start: fx.Node, ends: set[fx.Node]) -> _Sum | None:
+    """Return the sum if it is no gradient, it and its followers are small, and only writes and the output need them."""
     (wait,), (source,) = start.users, start.all_input_nodes
-    if not all(isinstance(one, Broadcast) for one in meta(wait)["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
+    if not all(isinstance(sbp, Broadcast) for sbp in meta(wait)["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
         return None
     followers: set[fx.Node] = set()
     stack = [start]
@@ -101,32 +107,32 @@ def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags or is_view(node))
 
 
-def _join(graph: fx.Graph, together: list[_Sum], end: fx.Node, order: dict[fx.Node, int]) -> None:
-    """One all-reduce behind the last source, cut into its parts at the step's end."""
-    first = together[0]
+def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Emit one all-reduce after the last source; cut its result into the parts at the end of the step."""
+    first = sums[0]
     boxing = meta(first.start)["boxing"]
-    sizes = [one.source.meta["val"].numel() for one in together]
+    sizes = [member.source.meta["val"].numel() for member in sums]
 
-    def made(target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
+    def new(target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
         return emit(graph, target, args, origin(first.start), sbp=meta(like)["sbp"])
 
-    last = max([*(one.source for one in together), placeholders(graph)[-1]], key=order.__getitem__)
+    last = max([*(member.source for member in sums), placeholders(graph)[-1]], key=order.__getitem__)
     with graph.inserting_before(last.next):
-        flat = [made(aten.reshape.default, one.source, [-1], like=one.source) for one in together]
-        joined = made(aten.cat.default, flat, like=first.source)
-        start = made(c10d.all_reduce.default, joined, *first.start.args[1:], like=first.start)
+        flat = [new(aten.reshape.default, member.source, [-1], like=member.source) for member in sums]
+        joined = new(aten.cat.default, flat, like=first.source)
+        start = new(c10d.all_reduce.default, joined, *first.start.args[1:], like=first.start)
         meta(start)["boxing"] = replace(
             boxing,
-            bytes=sum(meta(one.start)["boxing"].bytes for one in together),
-            tensor=TensorRef("value", f"{boxing.tensor} and {len(together) - 1} more"),
+            bytes=sum(meta(member.start)["boxing"].bytes for member in sums),
+            tensor=TensorRef("value", f"{boxing.tensor} and {len(sums) - 1} more"),
         )
-        wait = made(c10d.wait_tensor.default, start, like=first.wait)
+        wait = new(c10d.wait_tensor.default, start, like=first.wait)
     offset = 0
     with graph.inserting_before(end):
-        for one, size in zip(together, sizes, strict=True):
-            part = made(aten.slice.Tensor, wait, 0, offset, offset + size, like=first.wait)
-            total = made(aten.view.default, part, list(one.wait.meta["val"].shape), like=first.wait)
-            one.wait.replace_all_uses_with(total)
-            graph.erase_node(one.wait)
-            graph.erase_node(one.start)
+        for member, size in zip(sums, sizes, strict=True):
+            part = new(aten.slice.Tensor, wait, 0, offset, offset + size, like=first.wait)
+            total = new(aten.view.default, part, list(member.wait.meta["val"].shape), like=first.wait)
+            member.wait.replace_all_uses_with(total)
+            graph.erase_node(member.wait)
+            graph.erase_node(member.start)
             offset += size

@@ -1,8 +1,8 @@
-"""release: in backward, what reads a gathered weight for the last time comes before that weight's gradient is made.
+"""release: in backward, run a gathered weight's last reader before the gradient of that weight is computed.
 
-Autograd makes the gradients of a product's two factors one after the other, in an order of its own. That of the
-activation reads the weight, which may then be freed; that of the weight takes as much memory again. For a language
-model's head, whose gradient is made while the logits' is alive, this is the peak of the step.
+Autograd computes the gradients of a product's two factors one after the other, in its own order. The activation's
+gradient reads the weight, which can then be freed; the weight's gradient takes as much memory again. For the head of a
+language model, whose gradient is computed while that of the logits is alive, this is the peak of the step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 
 def release(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No gradient of a weight is made between a backward's product with a gathered weight and what that reads."""
+    """Move a backward product that reads a gathered weight before the gradients that are computed in between."""
     for product in list(module.graph.nodes):
         if product.target not in _PRODUCTS or origin(product).phase != "backward":
             continue
         weights = [operand for operand in product.all_input_nodes if _is_gathered(operand)]
         others = [operand for operand in product.all_input_nodes if operand not in weights]
-        if weights and others and _makes_gradient(max(others), product):
-            _move_after(max(others), product, weights)
+        if weights and others and _computes_gradient(max(others), product):
+            _move_product(max(others), product, weights)
     return module
 
 
@@ -36,7 +36,7 @@ _PRODUCTS = {aten.mm.default, aten.bmm.default}
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Whether it is a view of a bucket that a collective gathered."""
+    """Return whether the node is a view of a bucket that a collective gathered."""
     while is_view(node):
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
@@ -44,17 +44,17 @@ def _is_gathered(node: fx.Node) -> bool:
     return source_bucket(node.all_input_nodes[0].all_input_nodes[0]) is not None
 
 
-def _makes_gradient(start: fx.Node, end: fx.Node) -> bool:
+def _computes_gradient(start: fx.Node, end: fx.Node) -> bool:
     node = start.next
     while node is not end:
-        if any(isinstance(one, PartialSum) for one in meta(node).get("sbp", ())):
+        if any(isinstance(sbp, PartialSum) for sbp in meta(node).get("sbp", ())):
             return True
         node = node.next
     return False
 
 
-def _move_after(place: fx.Node, product: fx.Node, weights: list[fx.Node]) -> None:
-    """Move the product after ``place``, with the views and the gather that it reads: they need only the bucket."""
+def _move_product(place: fx.Node, product: fx.Node, weights: list[fx.Node]) -> None:
+    """Move the product after ``place``, with the views and the gather that it reads, which need only the bucket."""
     late = [weight for weight in weights if place < weight]
     moving = closure(late, lambda node: (source for source in node.all_input_nodes if place < source))
     move_after([*sorted(moving), product], place)

@@ -1,4 +1,4 @@
-"""localize: every shape is this rank's, and every boxing node a collective of ``torch.distributed``."""
+"""localize: give every tensor this rank's shape, and replace every boxing node by a collective."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ from zerograph.ir.region import local, region_of
 from zerograph.ir.rewrite import drop_unused, emit_like, fake
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.passes import rules
-from zerograph.passes.accumulation.in_time import enter, leave, pack
-from zerograph.passes.buckets.deal import dealt_update, own_updates
+from zerograph.passes.accumulation.time_boxing import enter, leave, pack
+from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
 from zerograph.passes.context import Context
-from zerograph.passes.lower.inline import put_in_place
+from zerograph.passes.lower.inline import inline_region
 from zerograph.passes.placement.boxing import boxing
-from zerograph.passes.placement.shard_embeddings import is_apart, own_rows
+from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
 def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Values, arguments that are sizes, and dealt updates are this rank's; boxing nodes have become collectives."""
+    """Give values, sizes and updates of dealt buckets this rank's shape; replace boxing nodes by collectives."""
     graph = module.graph
-    # Nodes whose local value is their global one.
-    same: set[fx.Node] = set()
+    # Nodes whose local value is their global value.
+    unchanged: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op == "placeholder":
-            _enter(node, context, same)
+            _localize_input(node, context, unchanged)
         elif node.target is boxing:
             _lower(graph, node, context)
         elif node.target is pack:
             _pack(graph, node, context)
         elif node.target is local:
-            # Its readers, which take one output each, come first; then its graph takes its place.
-            _make_local(node, context)
-        elif node.op == "call_function" and is_apart(node):
+            # The region is inlined last: its readers, which each take one output, are localized first.
+            _localize_region(node, context)
+        elif node.op == "call_function" and is_sharded_embedding(node):
             node.replace_all_uses_with(own_rows(node, context))
             graph.erase_node(node)
         elif node.op == "call_function":
-            _compute_locally(node, context, same)
-    for node in graph.find_nodes(op="call_function", target=dealt_update):
-        _update_own(module, node, context)
+            _localize_operator(node, context, unchanged)
+    for node in graph.find_nodes(op="call_function", target=owner_update):
+        _update_own_slots(module, node, context)
     for node in graph.find_nodes(op="call_function", target=local):
-        put_in_place(graph, node, context)
+        inline_region(graph, node, context)
     drop_unused(graph)
     return module
 
 
-def _enter(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
+def _localize_input(node: fx.Node, context: Context, unchanged: set[fx.Node]) -> None:
     value = node.meta["val"]
     meta(node)["global"] = tuple(value.shape)
-    if any(isinstance(one, Split) for one in meta(node)["sbp"]):
+    if any(isinstance(sbp, Split) for sbp in meta(node)["sbp"]):
         shape = local_shape(value.shape, meta(node)["sbp"], context.mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
     else:
-        same.add(node)
+        unchanged.add(node)
 
 
-def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> None:
+def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node]) -> None:
     outputs = rules.output_values(node)
     sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node).get("sbp", ()))
     shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
@@ -81,36 +81,36 @@ def _compute_locally(node: fx.Node, context: Context, same: set[fx.Node]) -> Non
     elif node.target in _BATCH_ARGUMENT:
         node.update_arg(_BATCH_ARGUMENT[node.target], shapes[0][0])
     elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
-        _squeeze_what_is_one_globally(node)
+        _squeeze_global_ones(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
-    # What all ranks hold whole, and made of nothing else, is here what it is everywhere.
-    if same.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
-        same.add(node)
+    # A whole tensor that is computed from whole tensors only is the same on all ranks.
+    if unchanged.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
+        unchanged.add(node)
         return
     node.meta["val"] = evaluate(node)
-    found = [tuple(value.shape) for value in rules.output_values(node)]
-    if found != shapes:
+    computed_shapes = [tuple(value.shape) for value in rules.output_values(node)]
+    if computed_shapes != shapes:
         raise errors.VerificationError(
-            f"{node.target} yields local shapes {found} where its SBP {meta(node)['sbp']} says {shapes}: "
+            f"{node.target} yields local shapes {computed_shapes} where its SBP {meta(node)['sbp']} says {shapes}: "
             f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
         )
 
 
-def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
-    """Update in place what this rank owns. State is then written; a bucket that is whole is gathered first."""
+def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
+    """Update in place the slots that this rank owns: state is written, and a whole bucket is gathered first."""
     name = meta(node)["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
     rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
-    module.add_submodule(f"update_{name}", own_updates(bucket, context.updates[name], rank, guarded=guarded))
+    module.add_submodule(f"update_{name}", owner_update_module(bucket, context.updates[name], rank, guarded=guarded))
     inputs = node.all_input_nodes
     flat = inputs[0]
     with module.graph.inserting_before(node):
         own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
-    # Of the update that needs most, on any rank: all ranks predict the same.
+    # The maximum over ranks, so that all ranks predict the same peak.
     meta(own)["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
     for part in list(node.users):
         for write in list(part.users):
@@ -121,7 +121,7 @@ def _update_own(module: fx.GraphModule, node: fx.Node, context: Context) -> None
     module.graph.erase_node(node)
 
 
-# Operators that are told the size of their result, and where.
+# Position of the argument that is the size of the result.
 _SIZE_ARGUMENT: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -135,23 +135,26 @@ _SIZE_ARGUMENT: dict[Any, int] = {
     **{backward: 2 for _, backward in rules.spatial.RESAMPLING},
 }
 
-# Operators that are told the number of samples, and where.
+# Position of the argument that is the number of samples.
 _BATCH_ARGUMENT: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
 
-def _squeeze_what_is_one_globally(node: fx.Node) -> None:
-    """A split dimension may have size one here; it stays."""
+def _squeeze_global_ones(node: fx.Node) -> None:
+    """Squeeze only dimensions of global size one: a split dimension may have local size one, and stays."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     shape: tuple[int, ...] = meta(source)["global"]
-    asked = rules.arguments(node).get("dim", list(range(len(shape))))
-    dims = [dim % len(shape) for dim in ([asked] if isinstance(asked, int) else asked)] if shape else []
+    requested = rules.arguments(node).get("dim", list(range(len(shape))))
+    dims = [dim % len(shape) for dim in ([requested] if isinstance(requested, int) else requested)] if shape else []
     node.target = aten.squeeze.dims
     node.args, node.kwargs = (source, [dim for dim in dims if shape[dim] == 1]), {}
 
 
 def _bound_slice(node: fx.Node) -> None:
-    """A slice of a split tensor cuts another dimension, or takes all of the split one: then up to its local end."""
+    """Let a slice that takes all of the split dimension end at its local end.
+
+    A slice of a split tensor either takes all of the split dimension or cuts another one.
+    """
     arguments = rules.arguments(node)
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -160,46 +163,54 @@ def _bound_slice(node: fx.Node) -> None:
         node.update_arg(3, torch.iinfo(torch.int64).max)
 
 
-def _make_local(node: fx.Node, context: Context) -> None:
+def _localize_region(node: fx.Node, context: Context) -> None:
     node.meta["val"] = [
-        fake(node.graph, local_shape(one.shape, sbp, context.mesh), one.dtype, one.device)
-        for one, sbp in zip(region_of(node).outputs, meta(node)["sbp"], strict=True)
+        fake(node.graph, local_shape(output.shape, sbp, context.mesh), output.dtype, output.device)
+        for output, sbp in zip(region_of(node).outputs, meta(node)["sbp"], strict=True)
     ]
 
 
 def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
-    """The numbers that one device would draw, from where this rank's piece begins."""
+    """Draw this rank's part of the numbers that one device would draw."""
     node.update_arg(2, list(shape))
     node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
     meta(node)["rank_arguments"] = (3,)
     time = meta(node)["sbp"][-1]
-    if context.timed and isinstance(time, Split):
+    if context.has_time and isinstance(time, Split):
         meta(node)["draw_dim"] = time.dim
 
 
 @dataclass(frozen=True)
 class _Lowering:
-    """Emits the nodes of one boxing node, all with its origin; ``waited`` is what asynchronous collectives yield."""
+    """Emits the nodes that replace one boxing node.
+
+    Attributes:
+        graph: the graph.
+        node: the boxing node, whose origin, SBP and global shape the new nodes get.
+        context: the context of the passes.
+        change: the change of SBP.
+    """
 
     graph: fx.Graph
     node: fx.Node
     context: Context
-    found: Boxing
+    change: Boxing
 
     @property
     def ranks(self) -> int:
-        return self.found.ranks
+        return self.change.ranks
 
     @property
     def rank(self) -> int:
-        return self.context.mesh.position[self.found.dim]
+        return self.context.mesh.position[self.change.dim]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit_like(self.node, target, *args, **kwargs)
 
     def collective(self, target: Any, *args: Any) -> fx.Node:
-        start = self.emit(target, *args, self.context.mesh.groups[self.found.dim])
-        meta(start)["boxing"] = self.found
+        """Emit an asynchronous collective and its wait; return the wait."""
+        start = self.emit(target, *args, self.context.mesh.groups[self.change.dim])
+        meta(start)["boxing"] = self.change
         return self.emit(c10d.wait_tensor.default, start)
 
     def contiguous(self, source: fx.Node) -> fx.Node:
@@ -208,7 +219,7 @@ class _Lowering:
         return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
 
     def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
-        """As many equal parts as ranks along ``cut``, laid end to end along ``join``."""
+        """Cut ``source`` along ``cut`` into one equal part per rank; concatenate the parts along ``join``."""
         if cut == join:
             return source
         size = source.meta["val"].shape[cut] // self.ranks
@@ -217,32 +228,32 @@ class _Lowering:
 
 
 def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
-    found: Boxing = meta(node)["boxing"]
+    change: Boxing = meta(node)["boxing"]
     source = node.args[0]
     assert isinstance(source, fx.Node)
     meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
-        lowering = _Lowering(graph, node, context, found)
-        if found.ranks == 1 or found.source[found.dim] == found.target[found.dim]:
+        lowering = _Lowering(graph, node, context, change)
+        if change.ranks == 1 or change.source[change.dim] == change.target[change.dim]:
             result = lowering.emit(aten.alias.default, source)
-        elif found.dim == context.time_dim:
-            result = _through_time(lowering, source, found)
+        elif change.dim == context.time_dim:
+            result = _lower_time(lowering, source, change)
         else:
-            before, after = found.source[found.dim], found.target[found.dim]
+            before, after = change.source[change.dim], change.target[change.dim]
             result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _through_time(lower: _Lowering, source: fx.Node, found: Boxing) -> fx.Node:
-    before, after = found.source[-1], found.target[-1]
+def _lower_time(lower: _Lowering, source: fx.Node, change: Boxing) -> fx.Node:
+    before, after = change.source[-1], change.target[-1]
     if isinstance(after, Split):
-        part = lower.emit(enter, source, after.dim, found.ranks)
-        meta(part)["boxing"] = found
+        part = lower.emit(enter, source, after.dim, change.ranks)
+        meta(part)["boxing"] = change
         return lower.contiguous(part)
-    made = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, found.ranks)
-    meta(made)["boxing"] = found
-    return made
+    result = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, change.ranks)
+    meta(result)["boxing"] = change
+    return result
 
 
 def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
@@ -252,8 +263,8 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     with graph.inserting_before(node):
         entry = emit_like(node, aten.unsqueeze.default, source, 0)
         meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
-        made = emit_like(node, leave, entry, 0, context.batch.micro_batches)
-    node.replace_all_uses_with(made)
+        stacked = emit_like(node, leave, entry, 0, context.batch.micro_batches)
+    node.replace_all_uses_with(stacked)
     graph.erase_node(node)
 
 
@@ -283,7 +294,7 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     size = source.meta["val"].shape[dim] // lower.ranks
     start = lower.rank * size
     part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
-    meta(part)["boxing"] = lower.found
+    meta(part)["boxing"] = lower.change
     meta(part)["rank_arguments"] = (2, 3)
     return lower.contiguous(part)
 

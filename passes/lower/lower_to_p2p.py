@@ -1,7 +1,7 @@
-"""lower_to_p2p: what moves shards between pairs of ranks takes the place of collectives that serve worse on this wire.
+"""lower_to_p2p: replace collectives by exchanges of pieces between pairs of ranks where the runtime asks for it.
 
-It comes behind ``schedule``, which sees torch's own collectives: each start and each wait keeps its place. A
-reduce-scatter's pieces are summed where they arrive, which frees the tensor that they were cut from.
+The pass runs after ``schedule``, which sees torch's own collectives: each start and each wait keeps its place. The
+pieces of a reduce-scatter are summed after the wait, which frees the tensor that they were cut from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Gathers, reduce-scatters and all-reduces are exchanges of pieces where the runtime asks for them."""
+    """Replace collectives by exchanges of pieces between ranks where the runtime asks for it."""
     graph = module.graph
     if "all-gather" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
@@ -35,21 +35,22 @@ def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 
 def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
-    found: Boxing = meta(start)["boxing"]
+    """Replace a reduce-scatter by an exchange of pieces and a local sum."""
+    change: Boxing = meta(start)["boxing"]
     (wait,) = start.users
     whole, _, _, group = start.args
     assert isinstance(whole, fx.Node)
     with graph.inserting_before(start):
-        pieces = emit_like(start, context.backend.exchanges["reduce-scatter"], whole, found.ranks, group)
-    meta(pieces)["boxing"] = found
-    rank = context.mesh.position[found.dim]
-    size = whole.meta["val"].shape[0] // found.ranks
+        pieces = emit_like(start, context.backend.exchanges["reduce-scatter"], whole, change.ranks, group)
+    meta(pieces)["boxing"] = change
+    rank = context.mesh.position[change.dim]
+    size = whole.meta["val"].shape[0] // change.ranks
     with graph.inserting_before(wait):
         received = emit_like(start, c10d.wait_tensor.default, pieces)
-        # In memory of its own, which nobody else reads.
+        # The total has memory of its own, so the in-place addition below changes no other tensor.
         total = (
             emit_like(start, aten.select.int, received, 0, 0)
-            if found.ranks == 2
+            if change.ranks == 2
             else emit_like(start, aten.sum.dim_IntList, received, [0])
         )
         own = emit_like(start, aten.slice.Tensor, whole, 0, rank * size, (rank + 1) * size)

@@ -1,8 +1,8 @@
-"""prefetch_offloaded: copy shards between CPU and device while the device computes.
+"""prefetch_offloaded: copy offloaded shards between CPU and device while the device computes.
 
-Way up: a shard is copied while the one before it is gathered. Way down: a gradient's shard leaves when it is reduced,
-and the update, on the CPU, waits for it; so bucket by bucket goes down while backward still runs. What comes back after
-it went down keeps its place (``offload_activations``).
+A shard is copied to the device while the one before it is gathered. The shard of a gradient is copied to the CPU when
+it is reduced, where the update waits for it; so gradients leave bucket by bucket while backward still runs. Activations
+that come back keep their place (``offload_activations``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 
 
 def prefetch_offloaded(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """What goes to another device leaves early, shards one ahead of their gather, and is awaited when it is read."""
+    """Start copies between devices early, shards one before their gather, and wait for them when they are read."""
     graph = module.graph
-    before: fx.Node | None = None
+    previous: fx.Node | None = None
     for copy in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if not _crosses(copy):
             continue
         if source_bucket(copy) is not None:
-            before = _start(copy, copy if before is None else before)
+            previous = _start(copy, copy if previous is None else previous)
             continue
         source = copy.all_input_nodes[0]
         if source.target is TRANSFER:
@@ -38,13 +38,13 @@ def prefetch_offloaded(module: fx.GraphModule, context: Context) -> fx.GraphModu
 
 
 def _crosses(node: fx.Node) -> bool:
-    """Between devices, and more than a number."""
+    """Return whether the node copies more than a number to another device."""
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return isinstance(value, Tensor) and bool(value.dim()) and value.device != source.device
 
 
 def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
-    """Start the copy before ``place``, wait for it before its first reader; that wait."""
+    """Start the copy before ``place`` and wait for it before its first reader; return the wait."""
     graph, value = copy.graph, copy.meta["val"]
     first = min(copy.users)
     with graph.inserting_before(place):

@@ -1,4 +1,4 @@
-"""reinplace: gradients are written into their bucket as they are made, and updates into the state they replace."""
+"""reinplace: compute gradients directly in their bucket, and write updates directly into the state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ c10d = torch.ops._c10d_functional
 
 
 def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Gradients are made in their bucket where they can be, and a step never holds two copies of its state."""
+    """Compute gradients in their bucket where possible; update state in place, without a second copy."""
     graph = module.graph
     for node in list(graph.nodes):
-        # Rows lie in no one piece: they are joined where the gradients are complete.
+        # The rows of a 2-D bucket are not contiguous: they are concatenated once the gradients are complete.
         if "gradient" in node.meta and node.meta["val"].dim() == 1:
-            _fill(graph, node)
+            _fill_bucket(graph, node)
     for write, state, new in list(writes(graph)):
         _update_in_place(graph, write, state, new)
     in_place = context.backend.exchanges.get("all-reduce in place", c10d.all_reduce_.default)
@@ -37,41 +37,41 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def _fill(graph: fx.Graph, joined: fx.Node) -> None:
-    """An empty bucket before the first gradient; each is made in its place there, or copied in and freed."""
+def _fill_bucket(graph: fx.Graph, joined: fx.Node) -> None:
+    """Allocate the bucket before the first gradient; compute each gradient in it, or copy it there and free it."""
     parts = list(joined.all_input_nodes)
     if len(parts) == 1 and parts[0].target is not aten.constant_pad_nd.default:
         joined.replace_all_uses_with(parts[0])
         meta(parts[0])["gradient"] = meta(joined).pop("gradient")
         return
     pieces = [_gaps(part) for part in parts]
-    # One that had to change its SBP first comes flat from a collective.
+    # A gradient that changed its SBP first comes flat from a collective.
     gradients = [flat.all_input_nodes[0] if flat.target is aten.reshape.default else flat for flat, _, _ in pieces]
-    makers = [_maker(gradient) for gradient in gradients]
-    first = min(maker or gradient for maker, gradient in zip(makers, gradients, strict=True))
+    producers = [_out_operator(gradient) for gradient in gradients]
+    first = min(producer or gradient for producer, gradient in zip(producers, gradients, strict=True))
     flat: Tensor = joined.meta["val"]
     with graph.inserting_before(first):
         bucket = emit_like(joined, aten.empty.memory_format, list(flat.shape), dtype=flat.dtype, device=flat.device)
     offset = 0
-    for gradient, maker, (_, before, behind) in zip(gradients, makers, pieces, strict=True):
-        made = maker or gradient
-        value: Tensor = made.meta["val"]
+    for gradient, producer, (_, before, after) in zip(gradients, producers, pieces, strict=True):
+        source = producer or gradient
+        value: Tensor = source.meta["val"]
         offset = _zero(graph, bucket, joined, offset, offset + before)
-        with graph.inserting_before(maker or _behind(gradient, bucket)):
-            put = functools.partial(emit, graph, origin=origin(made), sbp=meta(joined)["sbp"])
+        with graph.inserting_before(producer or _place_after(gradient, bucket)):
+            put = functools.partial(emit, graph, origin=origin(source), sbp=meta(joined)["sbp"])
             part = put(aten.slice.Tensor, (bucket, 0, offset, offset + value.numel()))
             view = put(aten.view.default, (part, list(value.shape)))
-            if maker is None:
+            if producer is None:
                 put(aten.copy_.default, (view, gradient))
             else:
-                put(_OUT[maker.target], maker.args, **keywords(maker), out=view)
+                put(_OUT[producer.target], producer.args, **keywords(producer), out=view)
         offset += value.numel()
-        offset = _zero(graph, bucket, joined, offset, offset + behind)
+        offset = _zero(graph, bucket, joined, offset, offset + after)
     joined.replace_all_uses_with(bucket)
     meta(bucket)["gradient"] = meta(joined).pop("gradient")
 
 
-# Operators whose kernels write a result of its natural layout wherever they are told.
+# Operators whose kernels write a contiguous result to any memory.
 _OUT: dict[Any, OpOverload] = {
     aten.mm.default: aten.mm.out,
     aten.bmm.default: aten.bmm.out,
@@ -83,8 +83,11 @@ _OUT: dict[Any, OpOverload] = {
 }
 
 
-def _maker(gradient: fx.Node) -> fx.Node | None:
-    """The operator that could make the gradient in the bucket: nobody else reads it, and its elements lie as there."""
+def _out_operator(gradient: fx.Node) -> fx.Node | None:
+    """Return the operator that can compute the gradient in the bucket, or None.
+
+    The layout must be the same, and nobody else may read the gradient.
+    """
     node = gradient
     while is_view(node):
         source = node.all_input_nodes[0]
@@ -97,7 +100,7 @@ def _maker(gradient: fx.Node) -> fx.Node | None:
 
 
 def _reduce_in_place(start: fx.Node, in_place: OpOverload) -> None:
-    """A bucket of gradients that nobody reads any more becomes their sum over the ranks."""
+    """All-reduce a bucket of gradients in place if nobody reads it later."""
     source = start.args[0]
     assert isinstance(source, fx.Node)
     if "gradient" not in source.meta and "accumulated" not in source.meta:
@@ -108,20 +111,20 @@ def _reduce_in_place(start: fx.Node, in_place: OpOverload) -> None:
 
 
 def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:
-    """A flat gradient, and how many unused elements of the bucket lie before and behind it."""
+    """Return a flat gradient, and the numbers of unused elements of the bucket before and after it."""
     if part.target is not aten.constant_pad_nd.default:
         return part, 0, 0
     flat, gaps = part.args[:2]
     assert isinstance(flat, fx.Node)
     assert isinstance(gaps, (list, tuple))
-    before, behind = gaps
+    before, after = gaps
     assert isinstance(before, int)
-    assert isinstance(behind, int)
-    return flat, before, behind
+    assert isinstance(after, int)
+    return flat, before, after
 
 
 def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: int) -> int:
-    """Fill what lies between two gradients right behind the allocation; the end of it."""
+    """Fill the gap between two gradients with zeros right after the allocation; return its end."""
     if start < end:
         with graph.inserting_before(bucket.next):
             put = functools.partial(emit, graph, origin=origin(joined), sbp=meta(joined)["sbp"])
@@ -129,15 +132,15 @@ def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: in
     return end
 
 
-def _behind(node: fx.Node, bucket: fx.Node) -> fx.Node:
-    """The place right behind ``node``, or behind the bucket's own allocation for a gradient that is an input."""
+def _place_after(node: fx.Node, bucket: fx.Node) -> fx.Node:
+    """Return the node after ``node``, or after the bucket's allocation for a gradient that is an input."""
     return bucket.next if node.op == "placeholder" else node.next
 
 
 def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.Node) -> None:
-    """Turn the operators that lead from the state to its new value into their in-place forms, if nobody notices."""
+    """Make the operators from the state to its new value in-place ones, if no other reader sees the change."""
     if graph.output_node() in _readers(new):
-        return  # what the user was given must not change with the next step
+        return  # the user's output must not change in the next step
     chain: list[fx.Node] = []
     node = new
     while node is not state:
@@ -151,7 +154,7 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
         assert isinstance(source, fx.Node)
         if any(reader >= node for reader in _readers(source) if reader not in (node, write)):
             return
-        # A part of what is written over would change while it is read.
+        # Another operand that shares the memory would change while it is read.
         if occurrences(node, source) > 1 or not _views(source).isdisjoint(node.all_input_nodes):
             return
     for node in chain:
@@ -162,10 +165,10 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Everything that reads the node's memory: its users, and those of its views."""
-    return {user for one in (node, *_views(node)) for user in one.users}
+    """Return the nodes that read the node's memory: its users, and those of its views."""
+    return {user for alias in (node, *_views(node)) for user in alias.users}
 
 
 def _views(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes whose values lie in the node's memory: its views, and their views."""
+    """Return the node's views, and their views."""
     return closure([node], lambda source: (user for user in source.users if viewed(user) is source)) - {node}

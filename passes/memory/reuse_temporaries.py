@@ -1,6 +1,6 @@
-"""reuse_temporaries: an operator writes over its operand where that is a temporary that nobody else reads.
+"""reuse_temporaries: let an operator overwrite its operand if that is a temporary without other readers.
 
-Only where nodes run one by one: a compiler decides for itself what lies where, and fuses better what it may read twice.
+Only where nodes run one by one: a compiler assigns memory itself, and fuses better what it may read twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def reuse_temporaries(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """A temporary's last and only reader has taken its memory, where the backend runs node by node."""
+    """Overwrite a temporary by its only reader, if the backend runs node by node."""
     if context.backend.node_by_node:
         for node in module.graph.nodes:
             _write_over_operand(node)
@@ -41,7 +41,7 @@ def _write_over_operand(node: fx.Node) -> None:
     elif node.target in _BACKWARD and value.device.type == "cpu":
         node.target, name = _BACKWARD[node.target]
         node.kwargs = {**node.kwargs, name: source}
-        meta(node).pop("signature", None)  # of the operator without the operand more
+        meta(node).pop("signature", None)  # it is that of the operator without the additional operand
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
 
 
 def _is_temporary(node: fx.Node) -> bool:
-    """Whether the node's value lies in memory that the graph has taken for it, and that has one reader at a time."""
+    """Return whether the node's value is in memory that the graph allocated, with one reader at a time."""
     if node.target in _FRESH:
         return True
     if not isinstance(node.target, OpOverload) or not isinstance(node.meta["val"], Tensor):
@@ -60,13 +60,13 @@ def _is_temporary(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags
 
 
-# Makers of memory that is theirs alone; pointwise operators are others.
+# Operators that allocate memory for their result alone; pointwise operators do, too.
 _FRESH = {aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.mm.default, aten.bmm.default}
 
 _SCATTERS: dict[Any, OpOverload] = {aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value}
 
-# Kernels that read an element, or a row, of the gradient before they write it: they may write over it. Of the largest
-# tensor of a language model, the logits, a step so holds one less.
+# Kernels that read an element, or a row, of the gradient before they write it, so they may overwrite it. A step of a
+# language model then holds one copy less of its largest tensor, the logits.
 _BACKWARD: dict[Any, tuple[OpOverload, str]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),

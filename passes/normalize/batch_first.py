@@ -1,10 +1,10 @@
-"""batch_first: rows of a flattened dimension lie batch first, so that the batch stays split through the flattening.
+"""batch_first: put the batch first where a view flattens it with other dimensions, so that it stays split.
 
 ``nn.Transformer``, ``nn.MultiheadAttention`` and recurrent networks compute on ``(time, batch, channels)``, and a
 matrix product flattens that to ``(time batch) channels``: a slice of the batch is no slice of those rows. Rows of a
-product, a pointwise operator or a sum may stand in any order, so ``(batch time)`` is flattened instead, and the rows
-are put back where a reader cares. The rules say who does not: what may be split may be permuted, where all operands
-that are split together are permuted together.
+product, a pointwise operator or a sum may stand in any order, so this pass flattens ``(batch time)`` instead, and
+restores the order for readers that depend on it. The rules tell which do not: a dimension that may be split may be
+permuted, if all operands that are split together are permuted together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def batch_first(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No view flattens the batch behind another dimension."""
+    """Flatten the batch before the dimensions that it is flattened with, not after them."""
     if context.ranks > 1:
         walk = _Walk(context.ranks)
         for node in placeholders(module.graph, "input"):
@@ -46,17 +46,24 @@ def batch_first(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Order:
-    """Dimension ``dim`` runs over ``(batch, front, rest)`` where the program means ``(front, batch, rest)``."""
+    """Dimension ``dim`` runs over ``(batch, front, inner)``; in the program it runs over ``(front, batch, inner)``."""
 
     dim: int
     front: int
     batch: int
-    rest: int
+    inner: int
 
 
 @dataclass
 class _Walk:
-    """One walk over the nodes: which dimension of each is the batch's, and which tensors are out of order."""
+    """One walk over the nodes.
+
+    Attributes:
+        ranks: number of ranks.
+        batch: the batch dimension of each tensor that has one; a list for a node with several results.
+        order: the order of tensors whose rows are permuted, likewise.
+        restored: permuted tensors with the program's order.
+    """
 
     ranks: int
     batch: dict[fx.Node, Any] = field(default_factory=dict)
@@ -72,14 +79,14 @@ class _Walk:
             source, index = node.args
             assert isinstance(source, fx.Node)
             assert isinstance(index, int)
-            # What an operator was told not to compute is no output of its signature.
+            # Results that the operator was told not to compute are None, and no outputs of its signature.
             number = sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
-            for known in (self.batch, self.order):
-                if isinstance(known.get(source), list):
-                    known[node] = known[source][number]
+            for table in (self.batch, self.order):
+                if isinstance(table.get(source), list):
+                    table[node] = table[source][number]
         elif node.target in _VIEWS:
             self._view(node)
-        elif _orderly(node):
+        elif _is_described(node):
             self._compute(node)
         else:
             self._restore_inputs(node)
@@ -93,43 +100,43 @@ class _Walk:
         if dim is None:
             return
         if self.order:
-            # What was put in order has other strides than the program's tensor.
+            # A permuted tensor has other strides than the program's tensor.
             node.target = aten.reshape.default
-        kept = _same_dimension(shape, target, dim)
-        if kept is not None:
-            self.batch[node] = kept
+        same = _same_dimension(shape, target, dim)
+        if same is not None:
+            self.batch[node] = same
             if order:
-                self.order[node] = replace(order, dim=kept)
+                self.order[node] = replace(order, dim=same)
             return
         if order:
             with node.graph.inserting_before(node):
-                sizes = (order.batch, order.front, order.rest)
-                node.target, node.args = aten.reshape.default, (_apart(node, source, dim, sizes), list(target))
-            self.batch[node] = _begins(target, math.prod(shape[:dim]) * order.front, self.ranks)
+                sizes = (order.batch, order.front, order.inner)
+                node.target, node.args = aten.reshape.default, (_factored(node, source, dim, sizes), list(target))
+            self.batch[node] = _batch_dim(target, math.prod(shape[:dim]) * order.front, self.ranks)
             return
         merged = _merged(shape, target, dim)
         if merged is None:
-            self.batch[node] = _begins(target, math.prod(shape[:dim]), self.ranks)
+            self.batch[node] = _batch_dim(target, math.prod(shape[:dim]), self.ranks)
             return
         start, into = merged
-        front, rest = math.prod(shape[start:dim]), target[into] // math.prod(shape[start : dim + 1])
+        front, inner = math.prod(shape[start:dim]), target[into] // math.prod(shape[start : dim + 1])
         dims = [d for d in range(len(shape)) if d != dim]
         dims.insert(start, dim)
         with node.graph.inserting_before(node):
             moved = emit(node.graph, aten.permute.default, (source, dims), origin(node))
         node.target, node.args = aten.reshape.default, (moved, list(target))
-        self.batch[node], self.order[node] = into, _Order(into, front, shape[dim], rest)
+        self.batch[node], self.order[node] = into, _Order(into, front, shape[dim], inner)
 
     def _compute(self, node: fx.Node) -> None:
-        given = rules.tensor_arguments(node)
-        orders = {(o.front, o.batch, o.rest) for one in given if (o := self.order.get(one))}
-        if not any(self.batch.get(one) is not None for one in given):
+        inputs = rules.tensor_arguments(node)
+        orders = {(o.front, o.batch, o.inner) for tensor in inputs if (o := self.order.get(tensor))}
+        if not any(self.batch.get(tensor) is not None for tensor in inputs):
             return
         if len(orders) > 1:
             self._restore_inputs(node)
-            given = rules.tensor_arguments(node)
+            inputs = rules.tensor_arguments(node)
             orders = set()
-        signature = self._signature(node, given)
+        signature = self._signature(node, inputs)
         if signature is None:
             if orders:
                 self._restore_inputs(node)
@@ -137,51 +144,53 @@ class _Walk:
             orders = set()
         if signature is None:
             return
-        found = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.outputs]
+        batch_dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.outputs]
         if orders:
             sizes = next(iter(orders))
-            for one, sbp in zip(given, signature.inputs, strict=True):
-                if isinstance(sbp, Split) and one not in self.order:
-                    self._put_in_order(node, one, _Order(sbp.dim, *sizes))
-            made = [None if dim is None else _Order(dim, *sizes) for dim in found]
-            _record(self.order, node, made)
-        _record(self.batch, node, found)
+            for tensor, sbp in zip(inputs, signature.inputs, strict=True):
+                if isinstance(sbp, Split) and tensor not in self.order:
+                    self._permute_input(node, tensor, _Order(sbp.dim, *sizes))
+            permuted = [None if dim is None else _Order(dim, *sizes) for dim in batch_dims]
+            _store(self.order, node, permuted)
+        _store(self.batch, node, batch_dims)
 
-    def _signature(self, node: fx.Node, given: Sequence[fx.Node]) -> Signature | None:
-        """That in which every input of the batch is split along it."""
-        wanted = [self.batch.get(one) for one in given]
-        for signature in rules.of_node(node, self.ranks) or ():
+    def _signature(self, node: fx.Node, inputs: Sequence[fx.Node]) -> Signature | None:
+        """Return the first signature in which every input with a batch dimension is split along it."""
+        wanted = [self.batch.get(tensor) for tensor in inputs]
+        for signature in rules.signatures_of(node, self.ranks) or ():
             split = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.inputs]
             if any(dim is not None for dim in split) and all(
-                dim is None or dim == at for dim, at in zip(wanted, split, strict=True)
+                dim is None or dim == split_dim for dim, split_dim in zip(wanted, split, strict=True)
             ):
                 return signature
         return None
 
-    def _put_in_order(self, node: fx.Node, given: fx.Node, order: _Order) -> None:
+    def _permute_input(self, node: fx.Node, source: fx.Node, order: _Order) -> None:
         with node.graph.inserting_before(node):
-            sizes = (order.front, order.batch, order.rest)
-            node.replace_input_with(given, _turned(node, given, order.dim, sizes))
+            sizes = (order.front, order.batch, order.inner)
+            node.replace_input_with(source, _exchanged(node, source, order.dim, sizes))
 
     def _restore_inputs(self, node: fx.Node) -> None:
-        for given in dict.fromkeys(node.all_input_nodes):
-            order = self.order.get(given)
+        for source in dict.fromkeys(node.all_input_nodes):
+            order = self.order.get(source)
             if isinstance(order, _Order):
-                if given not in self.restored:
+                if source not in self.restored:
                     with node.graph.inserting_before(node):
-                        self.restored[given] = _turned(node, given, order.dim, (order.batch, order.front, order.rest))
-                node.replace_input_with(given, self.restored[given])
+                        self.restored[source] = _exchanged(
+                            node, source, order.dim, (order.batch, order.front, order.inner)
+                        )
+                node.replace_input_with(source, self.restored[source])
 
 
-def _record(known: dict[fx.Node, Any], node: fx.Node, values: list[Any]) -> None:
+def _store(table: dict[fx.Node, Any], node: fx.Node, values: list[Any]) -> None:
     if not isinstance(node.meta["val"], Tensor):
-        known[node] = values
+        table[node] = values
     elif values[0] is not None:
-        known[node] = values[0]
+        table[node] = values[0]
 
 
-def _orderly(node: fx.Node) -> bool:
-    """Whether the operator's rule says all about it: writes to state and random numbers depend on more."""
+def _is_described(node: fx.Node) -> bool:
+    """Return whether the rule describes the operator fully. Writes to state and random numbers depend on more."""
     target = node.target
     if not isinstance(target, OpOverload) or target is aten.copy_.default:
         return False
@@ -189,19 +198,19 @@ def _orderly(node: fx.Node) -> bool:
     return not random or rules.arguments(node).get("dropout_p") == 0
 
 
-def _turned(reader: fx.Node, given: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
-    """``given`` with the first two of ``sizes``, which dimension ``dim`` runs over, exchanged."""
-    apart = _apart(reader, given, dim, sizes)
-    return emit(given.graph, aten.reshape.default, (apart, list(_shape(given))), origin(reader))
+def _exchanged(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
+    """Emit ``source`` with the first two of ``sizes``, the factors of dimension ``dim``, exchanged."""
+    factors = _factored(reader, source, dim, sizes)
+    return emit(source.graph, aten.reshape.default, (factors, list(_shape(source))), origin(reader))
 
 
-def _apart(reader: fx.Node, given: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
-    """The same, with a dimension for each of the sizes."""
-    shape, where = list(_shape(given)), origin(reader)
-    apart = emit(given.graph, aten.reshape.default, (given, [*shape[:dim], *sizes, *shape[dim + 1 :]]), where)
+def _factored(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
+    """Emit the same, with one dimension per factor."""
+    shape, node_origin = list(_shape(source)), origin(reader)
+    factors = emit(source.graph, aten.reshape.default, (source, [*shape[:dim], *sizes, *shape[dim + 1 :]]), node_origin)
     dims = list(range(len(shape) + 2))
     dims[dim], dims[dim + 1] = dim + 1, dim
-    return emit(given.graph, aten.permute.default, (apart, dims), where)
+    return emit(source.graph, aten.permute.default, (factors, dims), node_origin)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -209,25 +218,29 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _same_dimension(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:
-    """Where in the view's result the dimension lies, if it is still one."""
+    """Return the index of the dimension in the view's result, or None if it is flattened or split."""
     return next(
         (
-            at
-            for at, size in enumerate(target)
-            if size == source[dim] and math.prod(target[:at]) == math.prod(source[:dim])
+            index
+            for index, size in enumerate(target)
+            if size == source[dim] and math.prod(target[:index]) == math.prod(source[:dim])
         ),
         None,
     )
 
 
-def _begins(target: Sequence[int], before: int, ranks: int) -> int | None:
-    """The dimension of a view's result that runs over the batch first, ``before`` indices of which lie in front."""
-    starts = ((at, size) for at, size in enumerate(target) if math.prod(target[:at]) == before and size > 1)
-    return next((at for at, size in starts if size % ranks == 0), None)
+def _batch_dim(target: Sequence[int], before: int, ranks: int) -> int | None:
+    """Return the dimension of a view's result whose slowest index is the batch, after ``before`` outer indices."""
+    starts = ((index, size) for index, size in enumerate(target) if math.prod(target[:index]) == before and size > 1)
+    return next((index for index, size in starts if size % ranks == 0), None)
 
 
 def _merged(source: Sequence[int], target: Sequence[int], dim: int) -> tuple[int, int] | None:
-    """The first dimension of those that are flattened together with ``dim`` behind others, and into which."""
+    """Return which dimensions a view flattens together with ``dim``, if any precede it.
+
+    Returns:
+        The first of these dimensions, and the dimension of the result; None if none precede ``dim``.
+    """
     for into, size in enumerate(target):
         before = math.prod(target[:into])
         for start in range(dim):

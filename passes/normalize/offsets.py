@@ -1,4 +1,4 @@
-"""offsets: where a bag begins is counted from the first index of the whole batch, not from that of one rank's part."""
+"""offsets: make offsets of embedding bags count from the first index of the whole batch, not of one rank's part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerograph.passes.context import Context
 
 aten = torch.ops.aten
 
-# Operators that read indices in bags that begin at offsets, and where these stand among their arguments.
+# Operators that read indices in bags; the positions of the arguments for indices and offsets.
 BAGS: dict[Any, tuple[int, int]] = {
     aten._embedding_bag.default: (1, 2),
     aten._embedding_bag_forward_only.default: (1, 2),
@@ -26,55 +26,56 @@ BAGS: dict[Any, tuple[int, int]] = {
 
 
 def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Offsets of bags that each rank counts from its own first index count from the first of the whole batch.
+    """Make the offsets of bags that each rank counts from its own first index count in the whole batch.
 
-    A rank after the first whose offsets begin at 0 counts within its part; one that counts within the whole batch
-    begins where the bags before it end. Both are thus right, in every step, whatever was compared at the first.
+    If a later rank's offsets begin at 0, they count within its part. Offsets that count within the whole batch begin
+    where the bags of the ranks before end. Both are thus right in every step, whatever the first step had.
     """
-    if context.timed:
-        # Parts of parts: ``check_indices`` refuses such offsets among a graph's plain inputs.
+    if context.has_time:
+        # The batch is cut twice: ``check_indices`` refuses such offsets.
         return module
     for node in list(module.graph.nodes):
-        places = BAGS.get(node.target)
-        if places is None or not counts_from_whole(node, context.batch.inputs):
+        positions = BAGS.get(node.target)
+        if positions is None or not counts_from_whole(node, context.batch.inputs):
             continue
-        indices, begins = (node.args[place] for place in places)
+        indices, starts = (node.args[position] for position in positions)
         assert isinstance(indices, fx.Node)
-        assert isinstance(begins, fx.Node)
-        placed = _input_sbp(begins, context.batch.inputs)
-        assert placed is not None
-        ranks = piece_count(placed, context.mesh)
+        assert isinstance(starts, fx.Node)
+        sbp = _input_sbp(starts, context.batch.inputs)
+        assert sbp is not None
+        ranks = piece_count(sbp, context.mesh)
         if ranks > 1:
-            node.update_arg(places[1], _in_whole(node, begins, meta(indices)["val"].shape[0] // ranks, ranks))
+            node.update_arg(positions[1], _in_whole(node, starts, meta(indices)["val"].shape[0] // ranks, ranks))
     return module
 
 
 def counts_from_whole(node: fx.Node, inputs: Sequence[NdSbp]) -> bool:
     """Return whether :func:`offsets` makes the offsets of this operator of ``BAGS`` count in the whole batch.
 
-    Indices and offsets must be inputs as they were given, split alike along dimension 0.
+    Indices and offsets must be unchanged inputs, split alike along dimension 0.
 
     Args:
-        inputs: SBP of each input of the step, by its number.
+        node: an operator of ``BAGS``.
+        inputs: SBP of each input of the step, in order.
     """
-    indices, begins = (node.args[place] for place in BAGS[node.target])
-    if not isinstance(indices, fx.Node) or not isinstance(begins, fx.Node):
+    indices, starts = (node.args[position] for position in BAGS[node.target])
+    if not isinstance(indices, fx.Node) or not isinstance(starts, fx.Node):
         return False
-    placed = _input_sbp(begins, inputs)
-    if placed is None or placed != _input_sbp(indices, inputs):
+    sbp = _input_sbp(starts, inputs)
+    if sbp is None or sbp != _input_sbp(indices, inputs):
         return False
-    return Split(0) in placed and all(one in (Split(0), broadcast) for one in placed)
+    return Split(0) in sbp and all(placement in (Split(0), broadcast) for placement in sbp)
 
 
 def _input_sbp(node: fx.Node, inputs: Sequence[NdSbp]) -> NdSbp | None:
-    """Return the SBP of the input that the node holds as it was given; None for any other node."""
-    while node.target in _AS_GIVEN:
+    """Return the SBP of the input that the node is a copy or view of; None for any other node."""
+    while node.target in _UNCHANGED:
         node = node.all_input_nodes[0]
-    placed = role(node)
-    return inputs[int(placed.name)] if placed is not None and placed.kind == "input" else None
+    node_role = role(node)
+    return inputs[int(node_role.name)] if node_role is not None and node_role.kind == "input" else None
 
 
-_AS_GIVEN: set[Any] = {
+_UNCHANGED: set[Any] = {
     aten._to_copy.default,
     aten._unsafe_view.default,
     aten.alias.default,
@@ -84,17 +85,17 @@ _AS_GIVEN: set[Any] = {
 }
 
 
-def _in_whole(node: fx.Node, begins: fx.Node, part: int, ranks: int) -> fx.Node:
-    """Emit the offsets from the first index of the whole batch, of which each rank brings ``part`` indices."""
-    graph, value, where = node.graph, meta(begins)["val"], origin(node)
+def _in_whole(node: fx.Node, starts: fx.Node, part: int, ranks: int) -> fx.Node:
+    """Emit the offsets from the first index of the whole batch, in which each rank has ``part`` indices."""
+    graph, value, node_origin = node.graph, meta(starts)["val"], origin(node)
     with graph.inserting_before(node):
-        rows = emit(graph, aten.view.default, (begins, [ranks, -1]), where)
-        first = emit(graph, aten.slice.Tensor, (rows, 1, 0, 1), where)
+        rows = emit(graph, aten.view.default, (starts, [ranks, -1]), node_origin)
+        first = emit(graph, aten.slice.Tensor, (rows, 1, 0, 1), node_origin)
         options = {"dtype": value.dtype, "device": value.device}
-        starts = emit(graph, aten.arange.default, (ranks,), where, **options)
-        starts = emit(graph, aten.mul.Tensor, (starts, part), where)
-        starts = emit(graph, aten.unsqueeze.default, (starts, 1), where)
-        own = emit(graph, aten.eq.Scalar, (first, 0), where)
-        shifted = emit(graph, aten.add.Tensor, (rows, starts), where)
-        chosen = emit(graph, aten.where.self, (own, shifted, rows), where)
-        return emit(graph, aten.view.default, (chosen, list(value.shape)), where)
+        part_starts = emit(graph, aten.arange.default, (ranks,), node_origin, **options)
+        part_starts = emit(graph, aten.mul.Tensor, (part_starts, part), node_origin)
+        part_starts = emit(graph, aten.unsqueeze.default, (part_starts, 1), node_origin)
+        own = emit(graph, aten.eq.Scalar, (first, 0), node_origin)
+        shifted = emit(graph, aten.add.Tensor, (rows, part_starts), node_origin)
+        chosen = emit(graph, aten.where.self, (own, shifted, rows), node_origin)
+        return emit(graph, aten.view.default, (chosen, list(value.shape)), node_origin)

@@ -1,4 +1,4 @@
-"""simplify: what a captured graph says in a roundabout way is said plainly, so that no rule need see through it."""
+"""simplify: replace roundabout operators by plain ones, so that no rule need see through them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Copies over memory that nobody reads are what was copied; lookups at all positions in order are views."""
+    """Replace copies over unread memory by their source, and lookups of all positions in order by views."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        _replace(node, _copied(node))
+        _replace(node, _copy_source(node))
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        _replace(node, _in_order(node))
+        _replace(node, _as_view(node))
     drop_unused(graph)
     return module
 
@@ -33,7 +33,7 @@ def _replace(node: fx.Node, plain: fx.Node | None) -> None:
         node.graph.erase_node(node)
 
 
-def _copied(node: fx.Node) -> fx.Node | None:
+def _copy_source(node: fx.Node) -> fx.Node | None:
     target, source = node.args[:2]
     assert isinstance(target, fx.Node)
     assert isinstance(source, fx.Node)
@@ -43,40 +43,43 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 
 def _may_change(node: fx.Node) -> bool:
-    """Whether it is an input or a view of one: state is written at the end of the step, and a copy keeps the old."""
+    """Return whether the node is an input or a view of one. State is written at the end; a copy keeps the old value."""
     return base_of(node).op != "call_function"
 
 
-def _in_order(node: fx.Node) -> fx.Node | None:
-    """``x[arange(n)[:, None], arange(m)]`` with all of x's sizes is x; its batch dimension may then stay split."""
+def _as_view(node: fx.Node) -> fx.Node | None:
+    """Return a view instead of a lookup ``x[arange(n)[:, None], arange(m)]`` of all of x, or None.
+
+    The batch dimension of a view can stay split.
+    """
     source, indices = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(indices, (list, tuple))
     value, result = source.meta["val"], node.meta["val"]
     if len(indices) != value.dim() or not all(isinstance(index, fx.Node) for index in indices):
         return None
-    found = [_counts_along(index, size, result.dim()) for index, size in zip(indices, value.shape, strict=True)]
-    axes = [axis for axis in found if axis is not None]
-    # Each dimension along a later one of the result: then the elements come in the order in which they lie.
-    if len(axes) < len(found) or axes != sorted(set(axes)) or value.numel() != result.numel():
+    counted = [_counts_along(index, size, result.dim()) for index, size in zip(indices, value.shape, strict=True)]
+    axes = [axis for axis in counted if axis is not None]
+    # The order of elements is kept if each dimension counts along a later one of the result.
+    if len(axes) < len(counted) or axes != sorted(set(axes)) or value.numel() != result.numel():
         return None
     with node.graph.inserting_before(node):
         return emit(node.graph, aten.view.default, (source, list(result.shape)), origin(node))
 
 
 def _counts_along(index: fx.Node, size: int, rank: int) -> int | None:
-    """The result's dimension along which ``index`` counts from 0 to ``size`` - 1; None if it is something else."""
+    """Return the result's dimension along which ``index`` counts from 0 to ``size`` - 1, or None."""
     shape: Sequence[int] = index.meta["val"].shape
     node: Any = index
-    while node.target in _STILL_COUNT and (node.target is not aten.add.Tensor or node.args[1] == 0):
+    while node.target in _KEEPS_COUNT and (node.target is not aten.add.Tensor or node.args[1] == 0):
         node = node.args[0]
     if node.target is not aten.arange.default or tuple(node.meta["val"].shape) != (size,) or node.args != (size,):
         return None
-    long = [at for at, one in enumerate(shape) if one == size]
+    long = [dim for dim, length in enumerate(shape) if length == size]
     if index.meta["val"].numel() != size or len(long) != 1:
         return None
     return rank - len(shape) + long[0]
 
 
-# What leaves a table of positions one, whatever dimensions of size one it gets.
-_STILL_COUNT = {aten.unsqueeze.default, aten.view.default, aten._to_copy.default, aten.add.Tensor}
+# Operators that only add dimensions of size one to a table of positions, or cast it.
+_KEEPS_COUNT = {aten.unsqueeze.default, aten.view.default, aten._to_copy.default, aten.add.Tensor}

@@ -1,4 +1,4 @@
-"""unfuse: a bias is added beside its product, so that a product may be summed over ranks first."""
+"""unfuse: split the bias off a matrix product, so that the product can be summed over ranks first."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ aten = torch.ops.aten
 
 
 def unfuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No product has a bias in it, if the mesh has several dimensions: partial products must not each add one."""
+    """Split biases off matrix products if the mesh has several dimensions, so that no partial product adds one."""
     graph = module.graph
     if context.rank_dims == 1:
         return module
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
-        given = rules.arguments(node)
+        arguments = rules.arguments(node)
         with graph.inserting_before(node):
-            product = emit(graph, aten.mm.default, (given["mat1"], given["mat2"]), origin(node))
-            bias = given["self"]
-            if given["alpha"] != 1:
-                product = emit(graph, aten.mul.Tensor, (product, given["alpha"]), origin(node))
-            if given["beta"] != 1:
-                bias = emit(graph, aten.mul.Tensor, (bias, given["beta"]), origin(node))
+            product = emit(graph, aten.mm.default, (arguments["mat1"], arguments["mat2"]), origin(node))
+            bias = arguments["self"]
+            if arguments["alpha"] != 1:
+                product = emit(graph, aten.mul.Tensor, (product, arguments["alpha"]), origin(node))
+            if arguments["beta"] != 1:
+                bias = emit(graph, aten.mul.Tensor, (bias, arguments["beta"]), origin(node))
             total = emit(graph, aten.add.Tensor, (product, bias), origin(node))
         node.replace_all_uses_with(total)
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""box: where a tensor's SBP is not the one that its reader needs, one boxing node stands between them."""
+"""box: insert a boxing node wherever a tensor's SBP is not the one that its reader needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin, role
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import NdSbp, Split, broadcast, show
-from zerograph.passes.accumulation.in_time import packed, packed_sbp, through_time
+from zerograph.passes.accumulation.time_boxing import pack_output, packed_sbp, route_with_time
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.place import needed
@@ -17,83 +17,83 @@ from zerograph.passes.placement.route import held_bytes, route
 
 
 def box(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Every operator reads its inputs in the SBP of its signature; readers with the same need share a boxing node."""
+    """Insert one boxing node where a reader needs another SBP; readers with the same need share it."""
     graph = module.graph
-    made: dict[tuple[fx.Node, NdSbp], fx.Node] = {}
+    boxed: dict[tuple[fx.Node, NdSbp], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is boxing:
             _split_steps(graph, node, context)
             continue
         if node.op == "output" and context.batch.packed:
             _pack_outputs(graph, node, context)
-        inputs = [_boxed(graph, given, sbp, node, made, context) for given, sbp in needed(node)]
+        inputs = [_boxed(graph, tensor, sbp, node, boxed, context) for tensor, sbp in needed(node)]
         _replace_tensors(node, inputs)
     return module
 
 
 def _pack_outputs(graph: fx.Graph, output: fx.Node, context: Context) -> None:
-    """What every micro-batch makes of an output is returned one behind the other."""
+    """Return the values that micro-batches compute of an output stacked, one entry per micro-batch."""
     with graph.inserting_before(output):
         pairs = [
-            (given, sbp)
-            if meta(given)["sbp"][-1] == broadcast
-            else (packed(graph, given, context), packed_sbp((*sbp[:-1], broadcast)))
-            for given, sbp in needed(output)
+            (tensor, sbp)
+            if meta(tensor)["sbp"][-1] == broadcast
+            else (pack_output(graph, tensor, context), packed_sbp((*sbp[:-1], broadcast)))
+            for tensor, sbp in needed(output)
         ]
-    output.args = (tuple(given for given, _ in pairs),)
+    output.args = (tuple(tensor for tensor, _ in pairs),)
     meta(output)["needs"] = [sbp for _, sbp in pairs]
 
 
 def _boxed(
     graph: fx.Graph,
-    given: fx.Node,
+    source: fx.Node,
     sbp: NdSbp,
     reader: fx.Node,
-    made: dict[tuple[fx.Node, NdSbp], fx.Node],
+    boxed: dict[tuple[fx.Node, NdSbp], fx.Node],
     context: Context,
 ) -> fx.Node:
-    """``given`` in the SBP that ``reader`` needs; ``made`` remembers the boxing nodes so far."""
-    source = given
-    for step in _route(given, sbp, context, ranks_first=False):
-        if (given, step) not in made:
+    """Return ``source`` in the SBP that ``reader`` needs. ``boxed`` maps tensors and SBPs to boxing nodes."""
+    current = source
+    for step in _route(source, sbp, context, ranks_first=False):
+        if (source, step) not in boxed:
             with graph.inserting_before(reader):
-                made[given, step] = emit(graph, boxing, (source, show(step)), origin(reader), sbp=step)
-            _describe(made[given, step], _name_of(given), context)
-        source = made[given, step]
-    return source
+                boxed[source, step] = emit(graph, boxing, (current, show(step)), origin(reader), sbp=step)
+            _describe(boxed[source, step], _tensor_ref(source), context)
+        current = boxed[source, step]
+    return current
 
 
 def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
-    """A boxing node that an earlier pass asked for: one node for each step of its way."""
-    given = node.args[0]
-    assert isinstance(given, fx.Node)
-    source = given
+    """Replace a boxing node of an earlier pass by one node for each step of its route."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    current = source
     target: NdSbp = meta(node)["sbp"]
-    # Of a gradient that rests split, what each micro-batch adds is scattered at once where the stage says so.
-    early = context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dim], Split)
-    for step in _route(given, target, context, ranks_first=early)[:-1]:
+    # With reduce_early, the part of a split gradient that a micro-batch adds is reduce-scattered at once.
+    ranks_first = context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dim], Split)
+    for step in _route(source, target, context, ranks_first=ranks_first)[:-1]:
         with graph.inserting_before(node):
-            source = emit(graph, boxing, (source, show(step)), origin(node), sbp=step)
-        meta(source)["tensor"] = meta(node)["tensor"]
-        _describe(source, meta(node)["tensor"], context)
-    node.replace_input_with(given, source)
-    if meta(source)["sbp"] == meta(node)["sbp"]:
-        node.replace_all_uses_with(source)
+            current = emit(graph, boxing, (current, show(step)), origin(node), sbp=step)
+        meta(current)["tensor"] = meta(node)["tensor"]
+        _describe(current, meta(node)["tensor"], context)
+    node.replace_input_with(source, current)
+    if meta(current)["sbp"] == meta(node)["sbp"]:
+        node.replace_all_uses_with(current)
         graph.erase_node(node)
     else:
         _describe(node, meta(node)["tensor"], context)
 
 
-def _route(given: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
-    value: Tensor = given.meta["val"]
-    kind = tuple(value.shape), value.element_size(), context.mesh
-    if context.timed:
-        return through_time(meta(given)["sbp"], sbp, *kind, ranks_first=ranks_first)
-    return route(meta(given)["sbp"], sbp, *kind)
+def _route(source: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
+    value: Tensor = source.meta["val"]
+    tensor = tuple(value.shape), value.element_size(), context.mesh
+    if context.has_time:
+        return route_with_time(meta(source)["sbp"], sbp, *tensor, ranks_first=ranks_first)
+    return route(meta(source)["sbp"], sbp, *tensor)
 
 
 def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
-    """By position, not by name: an operator may need one tensor in two SBPs."""
+    """Replace tensor arguments by position: an operator may need one tensor in two SBPs."""
     remaining = iter(inputs)
 
     def replaced(argument: fx.Node) -> fx.Node:
@@ -105,21 +105,22 @@ def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
 
 
 def _describe(node: fx.Node, tensor: TensorRef, context: Context) -> None:
+    """Record the change of SBP that a boxing node makes."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before: NdSbp = meta(source)["sbp"]
     after: NdSbp = meta(node)["sbp"]
     value: Tensor = node.meta["val"]
-    dim = next(index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
+    dim = next(index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     held = held_bytes(before, dim, tuple(value.shape), value.element_size(), context.mesh)
     meta(node)["boxing"] = Boxing(before, after, dim, context.mesh.shape[dim], tensor, held, origin(node).phase)
 
 
-def _name_of(node: fx.Node) -> TensorRef:
-    known = role(node)
-    if known is None:
-        where = origin(node)
-        return TensorRef("value", f"{node.name} of {where.module or where.source or 'the step'}")
-    if known.kind == "bucket":
-        return TensorRef("bucket", known.name)
-    return TensorRef("value", known.name if known.kind in ("state", "buffer") else str(known))
+def _tensor_ref(node: fx.Node) -> TensorRef:
+    node_role = role(node)
+    if node_role is None:
+        node_origin = origin(node)
+        return TensorRef("value", f"{node.name} of {node_origin.module or node_origin.source or 'the step'}")
+    if node_role.kind == "bucket":
+        return TensorRef("bucket", node_role.name)
+    return TensorRef("value", node_role.name if node_role.kind in ("state", "buffer") else str(node_role))

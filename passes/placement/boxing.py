@@ -1,4 +1,4 @@
-"""The boxing node: the one thing between a producer's SBP and the one that its consumer needs."""
+"""The boxing node, which changes the SBP of a global tensor."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def boxing(x: Tensor, sbp: str) -> Tensor:
-    """The same global tensor under another SBP. Says nothing yet of how: ``localize`` makes it a collective."""
+    """Return the same global tensor under another SBP. ``localize`` replaces the node by a collective or a slice."""
     return x.view_as(x)

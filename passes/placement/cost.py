@@ -1,9 +1,9 @@
-"""The cost model of placement, all of it: what one mesh dimension's choice of SBPs costs per step.
+"""The cost model of placement: the cost per step of one mesh dimension's SBPs.
 
-Bytes sent decide, counted in packets, and one more for each collective: what is tiny costs its latency. A byte that
-is only cut away or copied on the way counts a thousandth, so that of two choices that send the same the one wins that
-touches less memory; and a split that no input asks for counts next to nothing, so that what could stay whole for free
-stays whole (what comes next may need it whole, and a slice is free).
+The unit is a byte sent. Bytes are counted in whole packets, plus one packet of latency per collective. A byte that is
+only sliced or copied costs a thousandth, so of two choices that send the same the one that touches less memory wins. A
+split that no input has costs next to nothing, so a tensor that can stay whole for free stays whole: a later reader may
+need it whole, and slicing it is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ INVENTED = 1e-6
 
 
 def boxing_cost(have: Sbp, needs: Iterable[Sbp], nbytes: int, ranks: int) -> float:
-    """Of giving a tensor of ``nbytes`` to readers that need it so: those with the same need share one boxing."""
+    """Return the cost of boxing a tensor for its readers; readers with the same need share one boxing.
+
+    Args:
+        have: the tensor's SBP.
+        needs: the SBPs that readers need.
+        nbytes: bytes of the tensor that the ranks hold together.
+        ranks: number of ranks along the mesh dimension.
+    """
     total = 0.0
     for need in needs if isinstance(needs, tuple) and len(needs) == 1 else set(needs):
         if need is not have and need != have:
@@ -36,7 +43,7 @@ def _change_cost(have: Sbp, need: Sbp, nbytes: int, ranks: int) -> float:
 
 
 def signature_cost(signature: Signature) -> float:
-    """Of a signature by itself."""
+    """Return the cost of a signature by itself, without boxing."""
     if any(isinstance(sbp, Split) for sbp in signature.inputs):
         return 0.0
     return INVENTED * sum(isinstance(sbp, Split) for sbp in signature.outputs)

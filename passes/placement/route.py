@@ -1,4 +1,4 @@
-"""The cheapest way from one SBP to another: one mesh dimension at a time, so that each step is one collective."""
+"""The cheapest route from one SBP to another. Each step changes one mesh dimension, so it is one collective."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from zerograph.ir.sbp import NdSbp, Split, broadcast, wire_bytes
 
 
 def route(source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[NdSbp, ...]:
-    """The SBPs on the way from ``source`` (left out) to ``target``, by fewest bytes sent, then fewest steps.
+    """Return the SBPs from ``source`` (left out) to ``target``, by fewest bytes sent, then fewest steps.
 
     Args:
-        shape, itemsize: of the global tensor.
+        source, target: SBPs of the global tensor.
+        shape, itemsize: shape and bytes per element of the global tensor.
+        mesh: the ranks.
     """
     return _route(source, target, shape, itemsize, mesh.shape) if source != target else ()
 
@@ -28,41 +30,48 @@ def _route(
     mesh = Mesh(mesh_shape, (0,) * len(mesh_shape), ("",) * len(mesh_shape))
     graph = nx.DiGraph()
     choices = [dict.fromkeys((a, b, broadcast)) for a, b in zip(source, target, strict=True)]
-    for here in itertools.product(*choices):
+    for before in itertools.product(*choices):
         for dim, options in enumerate(choices):
             for option in options:
-                there = (*here[:dim], option, *here[dim + 1 :])
-                cost = step_bytes(here, there, dim, shape, itemsize, mesh)
-                if there != here and cost < math.inf and _divides(there, shape, mesh):
-                    # The constant makes fewer steps win where bytes are equal, slices above all.
-                    graph.add_edge(here, there, cost=cost + 1e-3)
-    found: list[NdSbp] = nx.shortest_path(graph, source, target, weight="cost")
-    return tuple(found[1:])
+                after = (*before[:dim], option, *before[dim + 1 :])
+                cost = step_bytes(before, after, dim, shape, itemsize, mesh)
+                if after != before and cost < math.inf and _is_even(after, shape, mesh):
+                    # The constant makes fewer steps win where the bytes are equal.
+                    graph.add_edge(before, after, cost=cost + 1e-3)
+    path: list[NdSbp] = nx.shortest_path(graph, source, target, weight="cost")
+    return tuple(path[1:])
 
 
 def step_bytes(source: NdSbp, target: NdSbp, dim: int, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-    """Bytes that each rank sends for a change along ``dim`` alone; ``inf`` where that alone cannot be made.
+    """Return the bytes that each rank sends for a change along ``dim`` alone; ``inf`` if it needs other changes first.
 
-    Of two mesh dimensions that split one dimension of the tensor the later one cuts the finer pieces, so the
-    earlier one cannot change while the later one is split there.
+    Where two mesh dimensions split one dimension of the tensor, the later one cuts the finer pieces. The earlier one
+    cannot change while the later one is split there.
+
+    Args:
+        source, target: SBPs that differ at ``dim`` only.
+        dim: the mesh dimension.
+        shape, itemsize: shape and bytes per element of the global tensor.
+        mesh: the ranks.
     """
-    cuts = {one.dim for one in (source[dim], target[dim]) if isinstance(one, Split)}
+    cuts = {sbp.dim for sbp in (source[dim], target[dim]) if isinstance(sbp, Split)}
     if any(isinstance(inner, Split) and inner.dim in cuts for inner in source[dim + 1 :]):
         return math.inf
     return wire_bytes(source[dim], target[dim], held_bytes(source, dim, shape, itemsize, mesh), mesh.shape[dim])
 
 
 def held_bytes(sbp: NdSbp, dim: int, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
-    """Bytes of the tensor that the ranks along mesh dimension ``dim`` hold together."""
-    others = tuple(broadcast if index == dim else one for index, one in enumerate(sbp))
+    """Return the bytes of the tensor that the ranks along mesh dimension ``dim`` hold together."""
+    others = tuple(broadcast if index == dim else other for index, other in enumerate(sbp))
     return math.prod(local_shape(shape, others, mesh)) * itemsize
 
 
-def _divides(sbp: NdSbp, shape: tuple[int, ...], mesh: Mesh) -> bool:
+def _is_even(sbp: NdSbp, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Return whether every split cuts its dimension into equal parts."""
     pieces = list(shape)
-    for one, ranks in zip(sbp, mesh.shape, strict=True):
-        if isinstance(one, Split):
-            if pieces[one.dim] % ranks:
+    for placement, ranks in zip(sbp, mesh.shape, strict=True):
+        if isinstance(placement, Split):
+            if pieces[placement.dim] % ranks:
                 return False
-            pieces[one.dim] //= ranks
+            pieces[placement.dim] //= ranks
     return True

@@ -1,8 +1,8 @@
-"""Where the greedy choice pays for a boxing, the cheapest placement of the chain of operators around it.
+"""Improve a greedy placement: solve the chain of operators around a boxing that costs something.
 
-With the rest of the graph held as it is, the placements of a chain are the paths through a graph with one layer for
-each operator and one node for each of its signatures; an edge costs the boxing between the two. The shortest path is
-then exact. A change is kept only if the true cost, chains that meet themselves again included, is lower.
+With the rest of the graph held fixed, the placements of a chain are the paths through a graph with one layer per
+operator and one node per signature. An edge costs the boxing between two operators. The shortest path is then exact.
+A change is kept only if the true cost is lower, which also counts chains that meet themselves again.
 """
 
 from __future__ import annotations
@@ -14,202 +14,225 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from zerograph.ir.rewrite import positions
 from zerograph.ir.sbp import Sbp, Signature
 from zerograph.passes.placement.cost import signature_cost
-from zerograph.passes.placement.line import Line, Made
+from zerograph.passes.placement.problem import PlacementProblem, TensorId
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]
 
-# Chains overlap, and few of them change anything: costs around a node, and what they follow from.
-_Known = dict[tuple[Any, ...], tuple[Any, list[list[float]]]]
+# Costs around a node, with the inputs that they were computed from. Chains overlap, and few costs change in between.
+_Cache = dict[tuple[Any, ...], tuple[Any, list[list[float]]]]
 
-
-def improve(line: Line, candidates: Candidates) -> None:
-    """Chains of operators around a boxing could not be placed more cheaply while the rest stays as it is.
-
-    Args:
-        candidates: the signatures of each operator whose placement is free.
-    """
-    order = {node: index for index, node in enumerate(line.graph.nodes)}
-    settled: set[tuple[fx.Node, ...]] = set()
-    known: _Known = {}
-    paying = {reader: found for reader in candidates if (found := _paid(line, reader))}
-    waiting = [(reader, made) for reader in paying for made in paying[reader]]
-    for _ in range(_MOST_CHAINS):
-        if not waiting:
-            return
-        chain = tuple(_chain(line, *waiting.pop(), candidates, order))
-        if chain not in settled:
-            settled.add(chain)
-            if _solve(line, chain, candidates, known):
-                # That may open a better way for the chains that it meets, and moves boxings.
-                settled = {one for one in settled if set(chain).isdisjoint(one)}
-                for reader in _around(line, chain):
-                    paying[reader] = _paid(line, reader) if reader in candidates else []
-                waiting = [
-                    (reader, made) for reader in sorted(paying, key=order.__getitem__) for made in paying[reader]
-                ]
-
-
-# Most operators of a chain on either side of the boxing: farther ones seldom have a say, and cost compile time.
+# Maximum number of operators of a chain on either side of the boxing. Farther ones seldom matter, and take time.
 _REACH = 16
 
-# Of two that cost the same the placement that is there stays: what else is in the chain shall not decide.
+# Added to a signature other than the present one, so that of equal placements the present one stays.
 _CHANGED = 1e-7
 
-# A step that pays for more boxings than this is no data-parallel one, and would compile for minutes.
+# A data-parallel step pays for fewer boxings than this. Other steps would compile for minutes.
 _MOST_CHAINS = 100
 
 
-def _paid(line: Line, reader: fx.Node) -> list[Made]:
-    """The tensors that an operator reads under another SBP than they have."""
+def improve(problem: PlacementProblem, candidates: Candidates) -> None:
+    """Place chains of operators around boxings more cheaply, until none can be improved while the rest stays.
+
+    Args:
+        problem: a complete placement, which is changed.
+        candidates: the signatures of each operator whose placement is free.
+    """
+    order = positions(problem.graph)
+    solved: set[tuple[fx.Node, ...]] = set()
+    cache: _Cache = {}
+    boxed = {reader: tensors for reader in candidates if (tensors := _boxed_inputs(problem, reader))}
+    pending = [(reader, tensor) for reader in boxed for tensor in boxed[reader]]
+    for _ in range(_MOST_CHAINS):
+        if not pending:
+            return
+        chain = tuple(_chain(problem, *pending.pop(), candidates, order))
+        if chain not in solved:
+            solved.add(chain)
+            if _solve(problem, chain, candidates, cache):
+                # The change moves boxings, and may allow a better placement of the chains that share a node.
+                solved = {other for other in solved if set(chain).isdisjoint(other)}
+                for reader in _chain_and_readers(problem, chain):
+                    boxed[reader] = _boxed_inputs(problem, reader) if reader in candidates else []
+                pending = [
+                    (reader, tensor) for reader in sorted(boxed, key=order.__getitem__) for tensor in boxed[reader]
+                ]
+
+
+def _boxed_inputs(problem: PlacementProblem, reader: fx.Node) -> list[TensorId]:
+    """Return the tensors that an operator reads under another SBP than they have, at a cost."""
     return [
-        made
-        for made, need in zip(line.inputs(reader), line.signature[reader].inputs, strict=True)
-        if need != (have := line.sbp[made[0]][made[1]]) and line.cost(made, have, (need,))
+        tensor
+        for tensor, need in zip(problem.inputs(reader), problem.signature[reader].inputs, strict=True)
+        if need != (have := problem.sbp_of(tensor)) and problem.cost(tensor, have, (need,))
     ]
 
 
-def _around(line: Line, chain: Sequence[fx.Node]) -> set[fx.Node]:
-    """The chain, and what reads it: boxings elsewhere are as they were."""
-    outputs = [(node, index) for node in chain for index in range(len(line.values[node]))]
-    return {*chain, *(reader for made in outputs for reader in line.readers(made))}
+def _chain_and_readers(problem: PlacementProblem, chain: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose boxings a change of the chain moves."""
+    outputs = [tensor for node in chain for tensor in problem.tensors_of(node)]
+    return {*chain, *(reader for tensor in outputs for reader in problem.readers(tensor))}
 
 
-def _chain(line: Line, reader: fx.Node, made: Made, candidates: Candidates, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The operators before and behind a boxing, along the largest tensors."""
+def _chain(
+    problem: PlacementProblem, reader: fx.Node, tensor: TensorId, candidates: Candidates, order: dict[fx.Node, int]
+) -> list[fx.Node]:
+    """Return the operators before and after the boxing of ``tensor`` for ``reader``, along the largest tensors."""
     chain = [reader]
-    source: fx.Node | None = made[0]
+    source: fx.Node | None = tensor[0]
     while source is not None and source in candidates and len(chain) < _REACH:
         chain.insert(0, source)
-        above = [one for one in line.inputs(source) if one[0] in candidates]
-        source = max(above, key=line.nbytes)[0] if above else None
+        inputs = [tensor for tensor in problem.inputs(source) if tensor[0] in candidates]
+        source = max(inputs, key=problem.nbytes)[0] if inputs else None
     node: fx.Node | None = reader
     while node is not None and len(chain) < 2 * _REACH:
-        outputs = [(node, index) for index in range(len(line.values[node]))]
-        below = [(line.nbytes(one), -order[user], user) for one in outputs for user in line.readers(one)]
-        below = [entry for entry in below if entry[2] in candidates and entry[2] not in chain]
-        node = max(below)[2] if below else None
+        users = [
+            (problem.nbytes(output), -order[user], user)
+            for output in problem.tensors_of(node)
+            for user in problem.readers(output)
+        ]
+        users = [entry for entry in users if entry[2] in candidates and entry[2] not in chain]
+        node = max(users)[2] if users else None
         if node is not None:
             chain.append(node)
     return chain
 
 
-def _solve(line: Line, chain: Sequence[fx.Node], candidates: Candidates, known: _Known) -> bool:
-    """Place the chain along the shortest path; False, and nothing changed, where that is no cheaper."""
-    # Signatures by number: networkx hashes its nodes all the time.
+def _solve(problem: PlacementProblem, chain: Sequence[fx.Node], candidates: Candidates, cache: _Cache) -> bool:
+    """Place the chain along the shortest path. Return False, with nothing changed, if that is no cheaper."""
     options = [candidates[node] for node in chain]
+    path = nx.shortest_path(_layers(problem, chain, options, cache), "start", "end", weight="cost")[1:-1]
+    new = [options[index][number] for index, number in path]
+    old = [problem.signature[node] for node in chain]
+    if new == old:
+        return False
+    cost = _true_cost(problem, chain)
+    _apply(problem, chain, new)
+    if _true_cost(problem, chain) < cost - 1e-9:
+        return True
+    _apply(problem, chain, old)
+    return False
+
+
+def _layers(
+    problem: PlacementProblem, chain: Sequence[fx.Node], options: Sequence[Sequence[Signature]], cache: _Cache
+) -> nx.DiGraph:
+    """Return the graph whose paths from ``"start"`` to ``"end"`` are the placements of the chain.
+
+    A node is the index of an operator and the number of a signature: networkx hashes nodes often.
+    """
     layers = nx.DiGraph()
-    for number, inner in enumerate(_inner(line, chain, 0, options[0], known)):
+    for number, inner in enumerate(_inner_costs(problem, chain, 0, options[0], cache)):
         layers.add_edge("start", (0, number), cost=inner)
     for index in range(1, len(chain)):
-        between = _between(line, chain[index - 1], options[index - 1], chain[index], options[index], known)
-        for number, inner in enumerate(_inner(line, chain, index, options[index], known)):
+        between = _costs_between(problem, chain[index - 1], options[index - 1], chain[index], options[index], cache)
+        for number, inner in enumerate(_inner_costs(problem, chain, index, options[index], cache)):
             for other, boxings in enumerate(between[number]):
                 if (cost := inner + boxings) < math.inf:
                     layers.add_edge((index - 1, other), (index, number), cost=cost)
     last = len(chain) - 1
     for number, signature in enumerate(options[last]):
-        needs = _other_needs(line, chain[last], signature.outputs, None)
-        layers.add_edge((last, number), "end", cost=_outputs(line, chain[last], signature.outputs, needs))
-    path = nx.shortest_path(layers, "start", "end", weight="cost")[1:-1]
-    new = [options[index][number] for index, number in path]
-    old = [line.signature[node] for node in chain]
-    if new == old:
-        return False
-    cost = _true_cost(line, chain)
-    _apply(line, chain, new)
-    if _true_cost(line, chain) < cost - 1e-9:
-        return True
-    _apply(line, chain, old)
-    return False
+        needs = _needs_of_others(problem, chain[last], signature.outputs, None)
+        layers.add_edge((last, number), "end", cost=_output_cost(problem, chain[last], signature.outputs, needs))
+    return layers
 
 
-def _inner(
-    line: Line, chain: Sequence[fx.Node], index: int, options: Sequence[Signature], known: _Known
+def _inner_costs(
+    problem: PlacementProblem, chain: Sequence[fx.Node], index: int, options: Sequence[Signature], cache: _Cache
 ) -> list[float]:
-    """Under each signature: what the operator reads from outside the chain, and the signature itself."""
+    """Return, per signature of ``chain[index]``, its own cost and that of inputs from outside the chain."""
     node, previous = chain[index], chain[index - 1] if index else None
     outside = []
-    for made in dict.fromkeys(line.inputs(node)):
-        if made[0] is not previous:
-            have = line.sbp[made[0]][made[1]]
-            outside.append((made, have, frozenset(line.needs(made, have, but=node))))
+    for tensor in dict.fromkeys(problem.inputs(node)):
+        if tensor[0] is not previous:
+            have = problem.sbp_of(tensor)
+            outside.append((tensor, have, frozenset(problem.needs(tensor, have, exclude=node))))
 
-    def read() -> list[list[float]]:
+    def input_costs() -> list[list[float]]:
         return [
             [
-                line.cost(made, have, frozenset(line.needed_by(node, one, made)) - others)
-                for made, have, others in outside
+                problem.cost(tensor, have, frozenset(problem.needed_by(node, signature, tensor)) - others)
+                for tensor, have, others in outside
             ]
-            for one in options
+            for signature in options
         ]
 
-    costs = _once(known, ("inner", node, previous), outside, read)
-    chosen = line.signature[node]
-    own = [signature_cost(one) if one == chosen else signature_cost(one) + _CHANGED for one in options]
+    costs = _cached(cache, ("inner", node, previous), outside, input_costs)
+    chosen = problem.signature[node]
+    own = [
+        signature_cost(signature) if signature == chosen else signature_cost(signature) + _CHANGED
+        for signature in options
+    ]
     return [sum(each, start) for each, start in zip(costs, own, strict=True)]
 
 
-def _between(
-    line: Line,
+def _costs_between(
+    problem: PlacementProblem,
     node: fx.Node,
-    before: Sequence[Signature],
+    node_options: Sequence[Signature],
     reader: fx.Node,
-    here: Sequence[Signature],
-    known: _Known,
+    reader_options: Sequence[Signature],
+    cache: _Cache,
 ) -> list[list[float]]:
-    """For each signature of ``reader``, and each of ``node``: all boxing of what ``node`` yields.
+    """Return the cost of boxing what ``node`` yields for ``reader``.
 
-    Many signatures yield the same, or need the same of it: what that costs is worked out once.
+    The table has a row per signature of ``reader``, and a column per signature of ``node``.
+
+    Many signatures yield the same outputs, or need the same inputs. Each combination is computed once.
     """
-    yielded = [signature.outputs for signature in before]
-    others = {outputs: _other_needs(line, node, outputs, reader) for outputs in dict.fromkeys(yielded)}
+    yielded = [signature.outputs for signature in node_options]
+    others = {outputs: _needs_of_others(problem, node, outputs, reader) for outputs in dict.fromkeys(yielded)}
 
     def costs() -> list[list[float]]:
         rows: dict[tuple[frozenset[Sbp], ...], list[float]] = {}
-        found = []
-        for signature in here:
+        table = []
+        for signature in reader_options:
             wanted = tuple(
-                frozenset(line.needed_by(reader, signature, (node, at))) for at in range(len(line.values[node]))
+                frozenset(problem.needed_by(reader, signature, output)) for output in problem.tensors_of(node)
             )
             if wanted not in rows:
                 each = {
-                    outputs: _outputs(line, node, outputs, [a | b for a, b in zip(needs, wanted, strict=True)])
+                    outputs: _output_cost(problem, node, outputs, [a | b for a, b in zip(needs, wanted, strict=True)])
                     for outputs, needs in others.items()
                 }
                 rows[wanted] = [each[outputs] for outputs in yielded]
-            found.append(rows[wanted])
-        return found
+            table.append(rows[wanted])
+        return table
 
-    return _once(known, ("between", node, reader), others, costs)
+    return _cached(cache, ("between", node, reader), others, costs)
 
 
-def _once(
-    known: _Known, key: tuple[Any, ...], given: Any, work_out: Callable[[], list[list[float]]]
+def _cached(
+    cache: _Cache, key: tuple[Any, ...], inputs: Any, compute: Callable[[], list[list[float]]]
 ) -> list[list[float]]:
-    """What is known of ``key`` while it follows from the same ``given``."""
-    if key not in known or known[key][0] != given:
-        known[key] = given, work_out()
-    return known[key][1]
+    """Return the cached costs of ``key``; compute them if they were computed from other ``inputs``."""
+    if key not in cache or cache[key][0] != inputs:
+        cache[key] = inputs, compute()
+    return cache[key][1]
 
 
-def _other_needs(line: Line, node: fx.Node, outputs: Sequence[Sbp], reader: fx.Node | None) -> list[frozenset[Sbp]]:
-    """Of each tensor that ``node`` yields as ``outputs``, how all but ``reader`` need it."""
-    return [frozenset(line.needs((node, at), have, but=reader)) for at, have in enumerate(outputs)]
+def _needs_of_others(
+    problem: PlacementProblem, node: fx.Node, outputs: Sequence[Sbp], reader: fx.Node | None
+) -> list[frozenset[Sbp]]:
+    """Return, for each output of ``node``, the SBPs that its readers other than ``reader`` need."""
+    return [frozenset(problem.needs((node, index), have, exclude=reader)) for index, have in enumerate(outputs)]
 
 
-def _outputs(line: Line, node: fx.Node, outputs: Sequence[Sbp], needs: Sequence[frozenset[Sbp]]) -> float:
-    """All boxing of what ``node`` yields as ``outputs`` and is needed as ``needs``."""
-    return sum(line.cost((node, at), have, needs[at]) for at, have in enumerate(outputs))
+def _output_cost(
+    problem: PlacementProblem, node: fx.Node, outputs: Sequence[Sbp], needs: Sequence[frozenset[Sbp]]
+) -> float:
+    """Return the cost of boxing the outputs of ``node`` from ``outputs`` to ``needs``."""
+    return sum(problem.cost((node, index), have, needs[index]) for index, have in enumerate(outputs))
 
 
-def _true_cost(line: Line, chain: Sequence[fx.Node]) -> float:
-    tensors = {made for node in chain for made in line.inputs(node)}
-    tensors |= {(node, index) for node in chain for index in range(len(line.values[node]))}
-    return sum(map(line.tensor_cost, tensors)) + sum(signature_cost(line.signature[node]) for node in chain)
+def _true_cost(problem: PlacementProblem, chain: Sequence[fx.Node]) -> float:
+    tensors = {tensor for node in chain for tensor in (*problem.inputs(node), *problem.tensors_of(node))}
+    return sum(map(problem.tensor_cost, tensors)) + sum(signature_cost(problem.signature[node]) for node in chain)
 
 
-def _apply(line: Line, chain: Sequence[fx.Node], signatures: list[Signature]) -> None:
+def _apply(problem: PlacementProblem, chain: Sequence[fx.Node], signatures: list[Signature]) -> None:
     for node, signature in zip(chain, signatures, strict=True):
-        line.choose(node, signature)
+        problem.choose(node, signature)

@@ -1,10 +1,10 @@
-"""What a segment may keep and what it may make again: the best choices, from keeping all to making all again.
+"""The best choices of what a segment saves and what it recomputes, from saving all to recomputing all.
 
-A choice is a cut of the segment's flow of data from where it is computed to where backward reads it. Each value is two
-vertices with an edge between them: to cut it is to keep the value, and costs its bytes. An operator on the far side is
-run again: an edge from the source to it costs its work. Backward's readers are the sink. The minimum of
-``price * bytes + work`` is so a minimum cut, for any price of memory (after ``torch._functorch.partitioners``, which
-asks for the fewest bytes and forbids making products again, where work here has its price).
+A choice is a cut of the segment's data flow between its inputs and its readers in backward. Each value is two vertices
+with an edge between them: cutting it means saving the value, and costs its bytes. An operator on the far side is run
+again: the edge from the source to it costs its work. The readers in backward are the sink. For any price of memory, the
+minimum of ``price * bytes + work`` is therefore a minimum cut. (``torch._functorch.partitioners`` does the same for the
+fewest bytes, and never recomputes products; here work has a price.)
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import fx
 
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import origin
-from zerograph.passes.recompute.segments import Segment, is_weight, made_by, owner
-from zerograph.passes.recompute.work import local_bytes, work
+from zerograph.passes.recompute.cost import local_bytes, operator_work
+from zerograph.passes.recompute.segments import Segment, is_weight, producer, storage_node
 
-# Choices of one segment: halving the gaps between the best ones so often.
+# Number of times that the gaps between the best choices of a segment are halved.
 _HALVINGS = 4
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a segment, or one from outside that making it again reads.
+    """A value of a segment, or an input that recomputing one reads.
 
     Attributes:
-        bytes: what keeping it takes on a rank; 0 where it is kept anyway.
-        read: backward reads it.
-        operator: number of what makes it; None where it cannot be made again.
+        bytes: bytes on a rank to save it; 0 if it is saved anyway.
+        read: whether backward reads it.
+        operator: number of the operator that computes it; None if it cannot be recomputed.
     """
 
     bytes: int
@@ -42,7 +42,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Operator:
-    """What makes values: its work, and the numbers of the values that it reads."""
+    """An operator of a segment.
+
+    Attributes:
+        work: bytes that running it moves, or that take as long.
+        reads: numbers of the values that it reads.
+    """
 
     work: int
     reads: tuple[int, ...]
@@ -50,7 +55,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Problem:
-    """A segment in numbers: equal for equal blocks, whichever of the model's they are."""
+    """A segment in numbers. Equal blocks of the model have equal problems."""
 
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
@@ -58,30 +63,38 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """Bytes kept, work done again, and which values are made again, by their numbers."""
+    """What a segment saves and recomputes.
+
+    Attributes:
+        bytes: bytes saved.
+        work: work done again.
+        recomputed: numbers of the values that are recomputed.
+    """
 
     bytes: int
     work: int
-    again: frozenset[int]
+    recomputed: frozenset[int]
 
 
 def pose(segment: Segment, read: Mapping[fx.Node, bool], mesh: Mesh) -> tuple[Problem, list[fx.Node]]:
-    """The problem of a segment, and the nodes behind the numbers of its values.
+    """Return the problem of a segment, and the nodes of its values.
 
     Args:
+        segment: the segment.
         read: every value of forward, and whether backward reads it.
+        mesh: the ranks.
     """
-    stack = [value for value in segment.values if read[value] and value in segment.makeable]
-    wanted = set(stack)
+    stack = [value for value in segment.values if read[value] and value in segment.recomputable]
+    needed = set(stack)
     while stack:
-        for given in _read_by(made_by(stack.pop())):
-            if given in read and given not in wanted and not is_weight(given):
-                wanted.add(given)
-                if given in segment.makeable:
-                    stack.append(given)
-    nodes = sorted(wanted)
+        for source in _read_by(producer(stack.pop())):
+            if source in read and source not in needed and not is_weight(source):
+                needed.add(source)
+                if source in segment.recomputable:
+                    stack.append(source)
+    nodes = sorted(needed)
     numbers = {node: number for number, node in enumerate(nodes)}
-    makers = {node: made_by(node) for node in nodes if node in segment.makeable}
+    makers = {node: producer(node) for node in nodes if node in segment.recomputable}
     operators = {maker: number for number, maker in enumerate(dict.fromkeys(makers.values()))}
     values = [
         Value(
@@ -91,75 +104,81 @@ def pose(segment: Segment, read: Mapping[fx.Node, bool], mesh: Mesh) -> tuple[Pr
         )
         for node in nodes
     ]
-    made = [
-        Operator(work(maker, mesh), tuple(sorted({numbers[one] for one in _read_by(maker) if one in numbers})))
+    problem_operators = [
+        Operator(
+            operator_work(maker, mesh),
+            tuple(sorted({numbers[source] for source in _read_by(maker) if source in numbers})),
+        )
         for maker in operators
     ]
-    return Problem(tuple(values), tuple(made)), nodes
+    return Problem(tuple(values), tuple(problem_operators)), nodes
 
 
 def _read_by(maker: fx.Node) -> Iterator[fx.Node]:
-    return (owner(given) for given in maker.all_input_nodes)
+    return (storage_node(source) for source in maker.all_input_nodes)
 
 
 def choices(problem: Problem) -> list[Choice]:
-    """From keeping all to keeping least, each with less bytes for more work; none is worse than a mix of two others."""
-    all_kept = Choice(sum(value.bytes for value in problem.values if value.read), 0, frozenset())
-    total = sum(one.work for one in problem.operators)
+    """Return the best choices of a problem, from saving all to saving least: each saves less, for more work.
+
+    No choice is worse than a mix of two others.
+    """
+    all_saved = Choice(sum(value.bytes for value in problem.values if value.read), 0, frozenset())
+    total = sum(operator.work for operator in problem.operators)
     least = _cheapest(problem, total + 1, 1)
-    if least.bytes >= all_kept.bytes:
-        return [all_kept]
-    return [all_kept, *_between(problem, all_kept, least, _HALVINGS), least]
+    if least.bytes >= all_saved.bytes:
+        return [all_saved]
+    return [all_saved, *_between(problem, all_saved, least, _HALVINGS), least]
 
 
-def _between(problem: Problem, one: Choice, other: Choice, halvings: int) -> list[Choice]:
-    """The best choices between two: at the price at which these two cost the same."""
-    price, unit = other.work - one.work, one.bytes - other.bytes
-    found = _cheapest(problem, price, unit)
-    if halvings == 0 or price * found.bytes + unit * found.work >= price * one.bytes + unit * one.work:
+def _between(problem: Problem, more: Choice, fewer: Choice, halvings: int) -> list[Choice]:
+    """Return the best choices between two: those at the price at which the two cost the same."""
+    price, unit = fewer.work - more.work, more.bytes - fewer.bytes
+    middle = _cheapest(problem, price, unit)
+    if halvings == 0 or price * middle.bytes + unit * middle.work >= price * more.bytes + unit * more.work:
         return []
-    before = _between(problem, one, found, halvings - 1)
-    return [*before, found, *_between(problem, found, other, halvings - 1)]
+    before = _between(problem, more, middle, halvings - 1)
+    return [*before, middle, *_between(problem, middle, fewer, halvings - 1)]
 
 
 def _cheapest(problem: Problem, price: int, unit: int) -> Choice:
-    """The choice with the least ``price * bytes + unit * work``."""
+    """Return the choice with the least ``price * bytes + unit * work``."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(["source", "sink"])
     for number, value in enumerate(problem.values):
-        graph.add_edge((number, "made"), (number, "there"), capacity=price * value.bytes)
+        graph.add_edge((number, "computed"), (number, "saved"), capacity=price * value.bytes)
         if value.operator is None:
-            graph.add_edge("source", (number, "made"))
+            graph.add_edge("source", (number, "computed"))
         else:
-            graph.add_edge(("operator", value.operator), (number, "made"))
+            graph.add_edge(("operator", value.operator), (number, "computed"))
         if value.read:
-            graph.add_edge((number, "there"), "sink")
+            graph.add_edge((number, "saved"), "sink")
     for number, operator in enumerate(problem.operators):
         graph.add_edge("source", ("operator", number), capacity=unit * operator.work)
-        for given in operator.reads:
-            graph.add_edge((given, "there"), ("operator", number))
+        for read in operator.reads:
+            graph.add_edge((read, "saved"), ("operator", number))
     _, far = networkx.minimum_cut(graph, "source", "sink")[1]
     return _choice(problem, far)
 
 
 def _choice(problem: Problem, far: set[Any]) -> Choice:
-    again = frozenset(number for number in range(len(problem.values)) if (number, "made") in far)
-    kept = [number for number in range(len(problem.values)) if (number, "there") in far and number not in again]
-    done = {problem.values[number].operator for number in again}
+    recomputed = frozenset(number for number in range(len(problem.values)) if (number, "computed") in far)
+    saved = [number for number in range(len(problem.values)) if (number, "saved") in far and number not in recomputed]
+    rerun = {problem.values[number].operator for number in recomputed}
     return Choice(
-        sum(problem.values[number].bytes for number in kept),
-        sum(problem.operators[number].work for number in done if number is not None),
-        again,
+        sum(problem.values[number].bytes for number in saved),
+        sum(problem.operators[number].work for number in rerun if number is not None),
+        recomputed,
     )
 
 
 def read_in_backward(graph: fx.Graph, segments: Sequence[Segment]) -> dict[fx.Node, bool]:
-    """Every value of the segments, and whether a node behind forward reads it."""
-    found = {value: False for segment in segments for value in segment.values}
+    """Return every value of the segments, and whether a node after forward reads it."""
+    read = {value: False for segment in segments for value in segment.values}
     for reader in graph.nodes:
         if reader.op == "call_function" and origin(reader).phase != "forward":
-            for given in reader.all_input_nodes:
-                made = owner(given)
-                if made in found:
-                    found[made] = True
-    return found
+            for source in reader.all_input_nodes:
+                value = storage_node(source)
+                if value in read:
+                    read[value] = True
+    return read

@@ -1,9 +1,8 @@
-"""recompute_cheap: what one pass over memory makes again is not kept from forward for backward.
+"""recompute_cheap: recompute in backward what one pass over memory computes, instead of saving it.
 
-A model's matrix products need their inputs again for their weights' gradients. Where such an input is an activation
-function or a layer norm of something that backward reads too, keeping both is memory for nothing: backward makes it
-again just before it reads it, from the same numbers by the same operator, bit by bit. The time of one pass over the
-tensor is that of nothing beside the product's.
+The gradients of a matrix product's weights need the product's input again. If that input is an activation function or a
+layer norm of a value that backward reads too, saving both wastes memory. Backward recomputes it just before it is read,
+from the same numbers by the same operator, bitwise. One pass over the tensor takes next to no time beside the product.
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ from zerograph.passes.context import Context
 
 aten = torch.ops.aten
 
-# Bytes on a rank of what is worth a node.
-_LEAST = 2**16
+# Minimum bytes on a rank to recompute a value.
+_MIN_BYTES = 2**16
 
 
 def recompute_cheap(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No large activation function or layer norm lives into backward if all that it is made of does."""
-    remade: set[fx.Node] = set()
+    """Recompute large activation functions and layer norms in backward if backward reads their inputs anyway."""
+    recomputed: set[fx.Node] = set()
     for node in list(module.graph.nodes):
-        made = node.args[0] if node.target is operator.getitem else node
-        if not isinstance(made, fx.Node) or not _is_cheap(made, node):
+        producer = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(producer, fx.Node) or not _is_cheap(producer, node):
             continue
-        if nbytes(node.meta["val"]) < _LEAST * context.ranks:
+        if nbytes(node.meta["val"]) < _MIN_BYTES * context.ranks:
             continue
         readers = [reader for reader in _readers(node) if origin(reader).phase == "backward"]
-        if readers and all(_is_alive(given, min(readers), remade) for given in made.all_input_nodes):
-            _make_again(node, made, readers)
-            remade.add(node)
+        if readers and all(_is_alive(source, min(readers), recomputed) for source in producer.all_input_nodes):
+            _recompute(node, producer, readers)
+            recomputed.add(node)
     drop_unused(module.graph)
     return module
 
 
-def _is_cheap(made: fx.Node, node: fx.Node) -> bool:
-    if origin(made).phase != "forward" or not isinstance(node.meta.get("val"), Tensor):
+def _is_cheap(producer: fx.Node, node: fx.Node) -> bool:
+    if origin(producer).phase != "forward" or not isinstance(node.meta.get("val"), Tensor):
         return False
-    if made.target is aten.native_layer_norm.default:
-        return node is not made and bool(node.args[1] == 0)
-    if made is not node or not isinstance(made.target, OpOverload):
+    if producer.target is aten.native_layer_norm.default:
+        return node is not producer and bool(node.args[1] == 0)
+    if producer is not node or not isinstance(producer.target, OpOverload):
         return False
-    return torch.Tag.pointwise in made.target.tags
+    return torch.Tag.pointwise in producer.target.tags
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What computes with the node's value: its users, and those of its views."""
+    """Yield the nodes that compute with the node's value: its users, and those of its views."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -64,38 +63,38 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _is_alive(node: fx.Node, at: fx.Node, remade: set[fx.Node]) -> bool:
-    """Whether the memory that the node's value lies in is held at ``at`` anyway."""
-    node = _source(node)
+def _is_alive(node: fx.Node, reader: fx.Node, recomputed: set[fx.Node]) -> bool:
+    """Return whether the node's memory is still allocated at ``reader``, without its recomputed readers."""
+    node = _view_base(node)
     if node.op == "placeholder":
         return True
-    if node in remade:
+    if node in recomputed:
         return False
-    return any(at <= reader for reader in _readers(node) if origin(reader).phase == "backward")
+    return any(reader <= later for later in _readers(node) if origin(later).phase == "backward")
 
 
-def _make_again(node: fx.Node, made: fx.Node, readers: list[fx.Node]) -> None:
-    """Copies of the operator, and of the views between it and its readers in backward, before the first of those."""
+def _recompute(node: fx.Node, producer: fx.Node, readers: list[fx.Node]) -> None:
+    """Copy the operator, and the views between it and its readers in backward, to before the first reader."""
     graph = node.graph
     copies: dict[fx.Node, fx.Node] = {}
 
-    def copy(one: fx.Node) -> fx.Node:
-        if one not in copies:
-            if one is not made:
-                copy(one.all_input_nodes[0])
-            copies[one] = graph.node_copy(one, lambda given: copies.get(given, given))
-            meta(copies[one]).update({"origin": replace(origin(one), phase="backward"), "recomputed": True})
-        return copies[one]
+    def copy(source: fx.Node) -> fx.Node:
+        if source not in copies:
+            if source is not producer:
+                copy(source.all_input_nodes[0])
+            copies[source] = graph.node_copy(source, lambda source: copies.get(source, source))
+            meta(copies[source]).update({"origin": replace(origin(source), phase="backward"), "recomputed": True})
+        return copies[source]
 
     with graph.inserting_before(min(readers)):
         for reader in readers:
-            for given in reader.all_input_nodes:
-                if _source(given) is node:
-                    reader.replace_input_with(given, copy(given))
+            for source in reader.all_input_nodes:
+                if _view_base(source) is node:
+                    reader.replace_input_with(source, copy(source))
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """What the node is a view of, or itself."""
+def _view_base(node: fx.Node) -> fx.Node:
+    """Return the node of which this one is a view, or itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

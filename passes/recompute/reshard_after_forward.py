@@ -1,9 +1,9 @@
-"""reshard_after_forward: a bucket is freed after forward and gathered again for backward, where the stage says so.
+"""reshard_after_forward: free a gathered bucket after forward and gather it again for backward.
 
-A gathered weight that backward reads stays alive from its first use on, and so do its views, casts and
-transposes. So all of them are derived again from a second gather. A bucket is gathered at most twice: between
-its uses the widest gap is where it is freed. For most layers that gap lies between forward and backward; for
-a weight tied between the first and the last layer, between those two, which keeps the traffic at 3 Psi.
+A gathered weight that backward reads stays alive from its first use on, and so do its views, casts and transposes. All
+of them are therefore derived again from a second gather. A bucket is gathered at most twice: it is freed in the widest
+gap between its uses. For most layers that gap lies between forward and backward. For a weight tied between the first
+and the last layer it lies between those two, which keeps the traffic at 3 Psi.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """No gathered bucket lives through the widest gap between its uses, if the policy says so."""
+    """Free each gathered bucket in the widest gap between its uses and gather it again, if the stage says so."""
     if not context.policy.reshard_after_forward:
         return module
     graph = module.graph
@@ -38,23 +38,23 @@ def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphM
     for gather in gathers:
         later = _after_widest_gap(uses[gather], order, used)
         if later:
-            _derive_again(graph, gather, later)
+            _gather_again(graph, gather, later)
     drop_unused(graph)
     return module
 
 
 def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that gather a split bucket whole, or a parameter that the user has split, in order."""
+    """Return the nodes that gather a split bucket, or a parameter that the user splits, in order."""
     return [
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
-        if _rests(node.all_input_nodes[0])
-        and any(isinstance(one, Split) for one in meta(node.all_input_nodes[0])["sbp"])
+        if _is_stored_bucket(node.all_input_nodes[0])
+        and any(isinstance(sbp, Split) for sbp in meta(node.all_input_nodes[0])["sbp"])
     ]
 
 
-def _rests(node: fx.Node) -> bool:
-    """Whether the node is only another form of what rests in a bucket."""
+def _is_stored_bucket(node: fx.Node) -> bool:
+    """Return whether the node is a stored bucket, or a view, cast or copy of one."""
     while _is_form(node):
         node = node.all_input_nodes[0]
     return source_bucket(node) is not None
@@ -74,21 +74,24 @@ COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
 
 
 def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list[int]) -> list[fx.Node]:
-    """The uses behind the widest gap, measured in uses of other buckets, then in nodes.
+    """Return the uses after the widest gap, measured in uses of other buckets, then in nodes.
 
-    ``used`` are the places of all buckets' uses, ascending; between two uses in a row lie those of others only.
+    Args:
+        uses: the bucket's uses, in order.
+        order: position of every node.
+        used: positions of all buckets' uses, ascending. Between two uses of one bucket are only those of others.
     """
-    best, behind = (0, 0), 0
+    best, first_after = (0, 0), 0
     for index, (before, after) in enumerate(itertools.pairwise(uses)):
         left, right = order[before], order[after]
         crosses = origin(before).phase == "forward" and origin(after).phase == "backward"
         between = bisect_left(used, right) - bisect_right(used, left)
         if (crosses or between) and (between, right - left) > best:
-            best, behind = (between, right - left), index + 1
-    return uses[behind:] if behind else []
+            best, first_after = (between, right - left), index + 1
+    return uses[first_after:] if first_after else []
 
 
-def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None:
+def _gather_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None:
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node, reader: fx.Node) -> fx.Node:
@@ -97,7 +100,7 @@ def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
         if node not in copies:
             inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
             if node is gather:
-                inputs = _cast_again(graph, gather, reader)
+                inputs = _copy_cast(graph, gather, reader)
             with graph.inserting_before(reader):
                 copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
             meta(copies[node])["origin"] = origin(reader)
@@ -110,15 +113,15 @@ def _derive_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
             use.replace_input_with(source, copy(source, use))
 
 
-def _cast_again(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
-    """What is gathered in the compute dtype is cast for each gather: what rests is the master shard alone."""
+def _copy_cast(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Copy the cast before a gather in the compute dtype: only the master shard is stored."""
     cast = gather.all_input_nodes[0]
     if cast.op == "placeholder":
         return {}
     with graph.inserting_before(reader):
-        again = graph.node_copy(cast)
-    meta(again)["origin"] = origin(reader)
-    return {cast: again}
+        copy = graph.node_copy(cast)
+    meta(copy)["origin"] = origin(reader)
+    return {cast: copy}
 
 
 def _comes_from(node: fx.Node, gather: fx.Node) -> bool:

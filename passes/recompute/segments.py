@@ -1,9 +1,9 @@
-"""Segments of forward: stretches of it that backward can make again, each from what enters it.
+"""Segments of forward: stretches that backward can recompute, each from its inputs.
 
-A block of the model is one segment; what lies outside of all blocks is cut into as many equal stretches as each has
-values, as without blocks so few kept values cost so little to compute from (Chen et al. 2016, Training deep nets with
-sublinear memory cost). A value that another segment of forward reads is not made again: else making one segment again
-would make all those before it.
+A block of the model is one segment. The nodes outside of all blocks are cut into n stretches of n values each: without
+blocks, about the square root of all values is then saved and recomputed from (Chen et al. 2016, Training deep nets with
+sublinear memory cost). A value that another segment of forward reads is not recomputed: otherwise recomputing one
+segment would recompute all segments before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerograph.ir.alias import shared_arguments
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
-from zerograph.passes.placement.shard_embeddings import is_apart
+from zerograph.passes.placement.shard_embeddings import is_sharded_embedding
 from zerograph.passes.recompute.reshard_after_forward import COPIES
 
 aten = torch.ops.aten
@@ -33,60 +33,77 @@ Label = str | int
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One of them: ``values`` are its nodes of forward that take memory, ``makeable`` those that can be made again."""
+    """One segment.
+
+    Attributes:
+        label: path of the block, or the number of the stretch.
+        values: its nodes of forward that take memory.
+        recomputable: those of ``values`` that can be recomputed.
+    """
 
     label: Label
     values: tuple[fx.Node, ...]
-    makeable: frozenset[fx.Node]
+    recomputable: frozenset[fx.Node]
 
 
 def cut(graph: fx.Graph, blocks: Sequence[str]) -> list[Segment]:
-    """The segments of a placed graph, in order of their first node. Those of blocks have the block's path as label."""
+    """Return the segments of a placed graph, in order of their first node.
+
+    Args:
+        graph: the graph.
+        blocks: module paths of the blocks that the model repeats.
+    """
     forward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "forward"]
     labels = _labels(forward, frozenset(blocks))
     crossing = _crossing(graph, labels)
-    found: defaultdict[Label, list[fx.Node]] = defaultdict(list)
+    values: defaultdict[Label, list[fx.Node]] = defaultdict(list)
     for node in forward:
         if takes_memory(node):
-            found[labels[node]].append(node)
+            values[labels[node]].append(node)
     return [
-        Segment(label, tuple(values), frozenset(one for one in values if one not in crossing and _is_makeable(one)))
-        for label, values in found.items()
+        Segment(
+            label,
+            tuple(nodes),
+            frozenset(value for value in nodes if value not in crossing and _is_recomputable(value)),
+        )
+        for label, nodes in values.items()
     ]
 
 
 def takes_memory(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor in memory of its own."""
-    return isinstance(node.meta.get("val"), Tensor) and owner(node) is node
+    """Return whether the node's value is one tensor in memory of its own."""
+    return isinstance(node.meta.get("val"), Tensor) and storage_node(node) is node
 
 
-def owner(node: fx.Node) -> fx.Node:
-    """The node that took the memory in which the node's value lies: itself, if it is no view."""
-    while (source := _shown(node)) is not None:
+def storage_node(node: fx.Node) -> fx.Node:
+    """Return the node that allocated the memory of this node's value: the node itself if it is no view."""
+    while (source := _viewed_node(node)) is not None:
         node = source
     return node
 
 
-def _shown(view: fx.Node) -> fx.Node | None:
-    """Return the node that a view shows, or None if it is no view."""
+def _viewed_node(view: fx.Node) -> fx.Node | None:
+    """Return the node of which this one is a view, or None."""
     shared = shared_arguments(view)
     return shared[0] if shared else None
 
 
-def made_by(value: fx.Node) -> fx.Node:
-    """The node that runs the operator of which ``value`` is a result."""
-    made = value.args[0] if value.target is operator.getitem else value
-    assert isinstance(made, fx.Node)
-    return made
+def producer(value: fx.Node) -> fx.Node:
+    """Return the node that runs the operator of which ``value`` is a result."""
+    node = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(node, fx.Node)
+    return node
 
 
 def is_weight(value: fx.Node) -> bool:
-    """Whether it is a parameter or a bucket, gathered or cast: backward has it, or gathers it again."""
+    """Return whether the value is a parameter or a bucket, gathered or cast: backward has it, or gathers it again."""
     node = value
-    while node.op == "call_function" and (node.target is boxing or node.target in COPIES or _shown(node) is not None):
+    while node.op == "call_function" and (
+        node.target is boxing or node.target in COPIES or _viewed_node(node) is not None
+    ):
         node = node.all_input_nodes[0]
-    found = role(node)
-    return found is not None and found.kind in ("bucket", "parameter")
+    node_role = role(node)
+    return node_role is not None and node_role.kind in ("bucket", "parameter")
 
 
 def _labels(forward: Sequence[fx.Node], blocks: frozenset[str]) -> dict[fx.Node, Label]:
@@ -108,30 +125,30 @@ def _labels(forward: Sequence[fx.Node], blocks: frozenset[str]) -> dict[fx.Node,
     # The results of an operator belong together.
     for node in forward:
         if node.target is operator.getitem:
-            labels[node] = labels.get(made_by(node), labels[node])
+            labels[node] = labels.get(producer(node), labels[node])
     return labels
 
 
 def _crossing(graph: fx.Graph, labels: dict[fx.Node, Label]) -> set[fx.Node]:
-    """Values that forward reads in another segment, or that leave the step."""
-    found: set[fx.Node] = set()
+    """Return the values that forward reads in another segment, or that leave the step."""
+    crossing: set[fx.Node] = set()
     for reader in graph.nodes:
-        if origin(reader).phase == "forward" and _shown(reader) is None and reader.target is not operator.getitem:
-            for given in reader.all_input_nodes:
-                made = owner(given)
-                if labels.get(made) != labels.get(reader):
-                    found.add(made)
-    return found
+        if origin(reader).phase == "forward" and _viewed_node(reader) is None and reader.target is not operator.getitem:
+            for source in reader.all_input_nodes:
+                value = storage_node(source)
+                if labels.get(value) != labels.get(reader):
+                    crossing.add(value)
+    return crossing
 
 
-def _is_makeable(value: fx.Node) -> bool:
-    """Whether a copy of its operator makes the value anew: no collective is sent twice."""
-    made = made_by(value)
-    target: Any = made.target
+def _is_recomputable(value: fx.Node) -> bool:
+    """Return whether a copy of the operator recomputes the value. Collectives are not sent twice."""
+    node = producer(value)
+    target: Any = node.target
     if is_weight(value):
-        return False  # reshard_after_forward's business
+        return False  # reshard_after_forward derives it again
     if target is boxing:
-        return bool(meta(made)["boxing"].kind == "slice")
+        return bool(meta(node)["boxing"].kind == "slice")
     if target is local or not isinstance(target, OpOverload) or is_mutable(target):
         return False
-    return "looked_up" not in made.meta and not is_apart(made)
+    return "looked_up" not in node.meta and not is_sharded_embedding(node)

@@ -1,11 +1,11 @@
-"""Rules: which SBPs an operator's inputs and outputs may have together.
+"""Rules: the SBPs that an operator's inputs and outputs may have together.
 
-``factors``    the notation and how signatures follow from it
-``discover``   signatures of an operator without a rule, found by trying
-``users``      rules that users register
-``registry``   the table itself: ``rule`` fills it, ``of_node`` asks it
+``factors``         the notation, and how signatures follow from it
+``registry``        the table: ``rule`` adds to it, ``signatures_of`` reads it
+``register_rule``   rules that users register
+``discover``        signatures of an operator without a rule, found by running it
 ``pointwise``, ``matmul``, ``linalg``, ``reduction``, ``shape``, ``movement``, ``indexing``, ``nn``, ``spatial``,
-``attention``, ``loss``, ``random``   the rules, one line an operator
+``attention``, ``loss``, ``random``   the rules, one line per operator
 """
 
 from zerograph.ir.sbp import Signature
@@ -26,10 +26,10 @@ from zerograph.passes.rules import (
 from zerograph.passes.rules.registry import (
     all_broadcast,
     arguments,
-    find,
-    of_node,
     output_values,
     rule,
+    rule_of,
+    signatures_of,
     tensor_arguments,
 )
 
@@ -38,20 +38,20 @@ __all__ = [
     "all_broadcast",
     "arguments",
     "attention",
-    "find",
     "indexing",
     "linalg",
     "loss",
     "matmul",
     "movement",
     "nn",
-    "of_node",
     "output_values",
     "pointwise",
     "random",
     "reduction",
     "rule",
+    "rule_of",
     "shape",
+    "signatures_of",
     "spatial",
     "tensor_arguments",
 ]

@@ -1,7 +1,7 @@
-"""Factor notation: an operator's index space as a string, from which every signature follows.
+"""Factor notation: an operator's index space as a string, from which its signatures follow.
 
-``"m k, k n -> m n"`` names one factor per dimension of each operand. To split a factor is to split every
-operand that carries it; an output that lacks it is then a partial sum, an input that lacks it is broadcast.
+``"m k, k n -> m n"`` names one factor per dimension of each operand. Splitting a factor splits every operand that has
+it. An output without the factor is then a partial sum, an input without it is broadcast.
 
 =========== ===================================================================================
 ``m``       a factor; the same letter is the same index everywhere
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerograph.ir.sbp import Signature, Split, broadcast, partial_sum
@@ -45,15 +45,18 @@ _Operand = tuple[_Dimension, ...]
 def signatures(
     notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], linear: Linear, ranks: int
 ) -> tuple[Signature, ...]:
-    """Every signature that ``notation`` allows for operands of these global shapes over ``ranks`` ranks.
+    """Return every signature that ``notation`` allows.
 
     Args:
         notation: one operand for each tensor in ``inputs`` and ``outputs``.
-        linear: indices of inputs in which the operator is linear (the others held fixed): such an input may be
-            a partial sum, and the outputs then are; a tuple of indices means linear in all of them together.
+        inputs, outputs: the global shapes of the operands.
+        linear: indices of inputs in which the operator is linear (the others held fixed). Such an input may be a
+            partial
+            sum, and the outputs then are partial sums. A tuple of indices means linear in all of them together.
+        ranks: number of ranks along the mesh dimension.
 
     Raises:
-        ValueError: the notation does not fit the shapes: a mistake in the rule.
+        ValueError: the notation does not fit the shapes, so the rule is wrong.
     """
     left, right = notation.split("->")
     added = [part.startswith("+") for part in _commas(left, len(inputs))]
@@ -62,39 +65,49 @@ def signatures(
     sizes = _sizes([*operands, *results], [*inputs, *outputs])
     operands = [_without_broadcast(operand, shape, sizes) for operand, shape in zip(operands, inputs, strict=True)]
     results = [_without_broadcast(result, shape, sizes) for result, shape in zip(results, outputs, strict=True)]
-    found = [Signature((broadcast,) * len(inputs), (broadcast,) * len(outputs))]
+    whole = Signature((broadcast,) * len(inputs), (broadcast,) * len(outputs))
+    return (
+        whole,
+        *_split_signatures(operands, results, sizes, added, ranks),
+        *_partial_signatures(len(inputs), len(outputs), linear),
+    )
+
+
+def _split_signatures(
+    operands: Sequence[_Operand], results: Sequence[_Operand], sizes: dict[str, int], added: Sequence[bool], ranks: int
+) -> Iterator[Signature]:
+    """Yield a signature for each factor that can be split."""
     for name in dict.fromkeys(f.name for operand in [*operands, *results] for dim in operand for f in dim):
-        where = [_position(operand, name, sizes) for operand in [*operands, *results]]
-        if sizes[name] % ranks or sizes[name] == 0 or any(at is _NOWHERE_LEGAL for at in where):
+        dims = [_position(operand, name, sizes) for operand in [*operands, *results]]
+        if sizes[name] % ranks or sizes[name] == 0 or any(dim is _NOWHERE_LEGAL for dim in dims):
             continue
-        made = tuple(partial_sum if at is None else Split(at) for at in where[len(operands) :])
-        # Added once, not once per rank.
-        rest = [partial_sum if one and partial_sum in made else broadcast for one in added]
-        given = tuple(rest[i] if at is None else Split(at) for i, at in enumerate(where[: len(operands)]))
-        found.append(Signature(given, made))
+        outputs = tuple(partial_sum if dim is None else Split(dim) for dim in dims[len(operands) :])
+        # An operand that is added to a partial sum is itself partial, or every rank would add it.
+        unsplit = [partial_sum if is_added and partial_sum in outputs else broadcast for is_added in added]
+        inputs = tuple(unsplit[i] if dim is None else Split(dim) for i, dim in enumerate(dims[: len(operands)]))
+        yield Signature(inputs, outputs)
+
+
+def _partial_signatures(inputs: int, outputs: int, linear: Linear) -> Iterator[Signature]:
+    """Yield a signature for each group of inputs in which the operator is linear."""
     for group in linear:
-        chosen = (group,) if isinstance(group, int) else group
-        if all(index < len(inputs) for index in chosen):
-            found.append(
-                Signature(
-                    tuple(partial_sum if i in chosen else broadcast for i in range(len(inputs))),
-                    (partial_sum,) * len(outputs),
-                )
-            )
-    return tuple(found)
+        indices = (group,) if isinstance(group, int) else group
+        if all(index < inputs for index in indices):
+            sbps = tuple(partial_sum if i in indices else broadcast for i in range(inputs))
+            yield Signature(sbps, (partial_sum,) * outputs)
 
 
-def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
-    """What is wrong with a notation for operands of these shapes, in words; empty if nothing is."""
+def mismatch(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
+    """Describe what is wrong with a notation for operands of these shapes; return an empty text if nothing is."""
     left, arrow, right = notation.partition("->")
     if not arrow or "->" in right:
         return "one arrow '->' stands between inputs and outputs"
     shapes, operands = (*inputs, *outputs), []
-    for text, given, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
-        parts = _commas(text, len(given))
-        if len(parts) != len(given) or (not given and text.strip()):
-            return f"it names {len(text.split(','))} {kind}, there are {len(given)}"
-        for part, shape in zip(parts, given, strict=True):
+    for text, operand_shapes, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
+        parts = _commas(text, len(operand_shapes))
+        if len(parts) != len(operand_shapes) or (not operand_shapes and text.strip()):
+            return f"it names {len(text.split(','))} {kind}, there are {len(operand_shapes)}"
+        for part, shape in zip(parts, operand_shapes, strict=True):
             if not _NOTATION.fullmatch(part):
                 return f"{part!r} is no list of factors (m, m!, 1, (b t), b:4, ...)"
             try:
@@ -105,9 +118,9 @@ def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
     for operand, shape in zip(operands, shapes, strict=True):
         for dimension, size in zip(operand, shape, strict=True):
             names = " ".join(factor.name for factor in dimension)
-            wanted = math.prod(sizes[factor.name] for factor in dimension)
-            if size not in (wanted, 1):
-                return f"{names or '1'!s} is {wanted} and {size}"
+            expected = math.prod(sizes[factor.name] for factor in dimension)
+            if size not in (expected, 1):
+                return f"{names or '1'!s} is {expected} and {size}"
     return ""
 
 
@@ -118,18 +131,18 @@ _NOWHERE_LEGAL = -1
 
 
 def _position(operand: _Operand, name: str, sizes: dict[str, int]) -> int | None:
-    """The dimension of ``operand`` to cut in order to split factor ``name``; None if the operand lacks it."""
-    for at, dimension in enumerate(operand):
+    """Return the dimension of ``operand`` to cut in order to split factor ``name``; None if the operand lacks it."""
+    for dim, dimension in enumerate(operand):
         for index, factor in enumerate(dimension):
             if factor.name == name:
-                # Slices of a dimension are contiguous: only its slowest factor, or one behind factors of size 1.
+                # Slices of a dimension are contiguous: only its slowest factor of a size above 1 can be split.
                 slowest = all(sizes[before.name] == 1 for before in dimension[:index])
-                return at if factor.splittable and slowest else _NOWHERE_LEGAL
+                return dim if factor.splittable and slowest else _NOWHERE_LEGAL
     return None
 
 
 def _commas(text: str, operands: int) -> list[str]:
-    """Blank text is one operand without dimensions, or no operand at all: the count tells."""
+    """Split text at commas. Blank text is one operand without dimensions, or none: ``operands`` decides."""
     return [part.strip() for part in text.split(",")] if operands else []
 
 
@@ -170,7 +183,7 @@ def _count(tokens: Sequence[str]) -> int:
 
 
 def _sizes(operands: list[_Operand], shapes: Sequence[Shape]) -> dict[str, int]:
-    """Size of every factor: the largest that any of its dimensions has, the others being broadcast."""
+    """Return the size of every factor: the largest of its dimensions; smaller ones are broadcast."""
     factors = {factor.name for operand in operands for dimension in operand for factor in dimension}
     sizes = {name: int(name.split(":")[1]) for name in factors if ":" in name}
     for operand, shape in zip(operands, shapes, strict=True):
@@ -185,7 +198,7 @@ def _sizes(operands: list[_Operand], shapes: Sequence[Shape]) -> dict[str, int]:
 
 
 def _without_broadcast(operand: _Operand, shape: Shape, sizes: dict[str, int]) -> _Operand:
-    """A dimension of size 1 under a larger factor is broadcast along it, and does not carry it."""
+    """Drop factors from dimensions of size 1 that are broadcast along them."""
     return tuple(
         () if len(dimension) == 1 and size == 1 and sizes[dimension[0].name] > 1 else dimension
         for dimension, size in zip(operand, shape, strict=True)
@@ -193,10 +206,10 @@ def _without_broadcast(operand: _Operand, shape: Shape, sizes: dict[str, int]) -
 
 
 def _divide(dimension: _Dimension, size: int, sizes: dict[str, int]) -> None:
-    """A grouped dimension gives the size of the one factor in it that no other dimension names."""
-    known = 1
-    unknown = [factor.name for factor in dimension if factor.name not in sizes]
+    """Derive the size of the one factor of a grouped dimension that no other dimension names."""
+    product = 1
+    unsized = [factor.name for factor in dimension if factor.name not in sizes]
     for factor in dimension:
-        known *= sizes.get(factor.name, 1)
-    for name in unknown:
-        sizes[name] = size // known if name is unknown[0] and known else 1
+        product *= sizes.get(factor.name, 1)
+    for name in unsized:
+        sizes[name] = size // product if name is unsized[0] and product else 1

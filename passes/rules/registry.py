@@ -14,11 +14,11 @@ from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
 from zerograph.ir.region import local, region_of
 from zerograph.ir.sbp import Signature, broadcast
-from zerograph.passes.rules.factors import Linear, Shape, misfit, signatures
+from zerograph.passes.rules.factors import Linear, Shape, mismatch, signatures
 
 aten = torch.ops.aten
 
-# A rule whose notation depends on shapes or arguments works it out from the node.
+# A notation, or a function that returns it from shapes and arguments.
 Notation = str | Callable[["Operands"], str]
 # ``"all"``: linear in all inputs together, however many.
 Linearity = Linear | Literal["all"] | Callable[["Operands"], Linear]
@@ -26,9 +26,12 @@ Linearity = Linear | Literal["all"] | Callable[["Operands"], Linear]
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rule may look at: the node's tensors and arguments, by the operator's own argument names.
+    """Tensors and arguments of a node, for rules that depend on them. ``operands["dim"]`` is an argument by name.
 
-    ``zero`` says of each tensor argument of the schema whether the graph makes it of zeros.
+    Attributes:
+        inputs, outputs: the tensors.
+        arguments: arguments by the operator's own names, defaults included.
+        zero: for each tensor argument of the schema, whether the graph fills it with zeros.
     """
 
     inputs: tuple[Tensor, ...]
@@ -42,9 +45,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Rule:
-    """Notation with one operand for each tensor argument of the operator's schema, in order; see ``factors``.
+    """A rule of an operator.
 
-    ``linear`` counts the same operands.
+    Attributes:
+        notation: one operand for each tensor argument of the operator's schema, in order; see ``factors``.
+        linear: indices of those operands in which the operator is linear.
     """
 
     notation: Notation
@@ -52,12 +57,20 @@ class Rule:
 
 
 _RULES: dict[OpOverload, Rule] = {}
-# Those that users registered: their rules are checked against shapes, and may be replaced.
+# Operators with rules of users, which are checked against shapes, and may be replaced.
 _USERS: set[OpOverload] = set()
 
 
 def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
-    """Give an operator (one overload, or a packet of them) its rule."""
+    """Give an operator its rule.
+
+    Args:
+        operator: one overload, or a packet of them.
+        notation, linear: see :class:`Rule`.
+
+    Raises:
+        ValueError: the operator has a rule already.
+    """
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
     for overload in overloads:
         if overload in _RULES:
@@ -65,8 +78,12 @@ def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
         _RULES[overload] = Rule(notation, linear)
 
 
-def users_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> None:
-    """As :func:`rule`, of an operator that is not ours; a later rule replaces an earlier one."""
+def register_user_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> None:
+    """Give a user's operator its rule, or replace it.
+
+    Raises:
+        ValueError: the operator has a built-in rule.
+    """
     if operator in _RULES and operator not in _USERS:
         raise ValueError(f"{operator} has a rule already")
     _RULES[operator] = Rule(notation, linear)
@@ -74,46 +91,46 @@ def users_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> N
 
 
 def together(first: int, second: int) -> Callable[[Operands], Linear]:
-    """Linear in two operands together, and in either one alone while the other is zero."""
+    """Return a linearity: in two operands together, and in either one alone while the other is zero."""
 
     def linear(operands: Operands) -> Linear:
-        alone = [one for one, other in ((first, second), (second, first)) if operands.zero[other]]
+        alone = [index for index, other in ((first, second), (second, first)) if operands.zero[other]]
         return ((first, second), *alone)
 
     return linear
 
 
 def letters(rank: int) -> list[str]:
-    """One factor name for each dimension of an operand."""
+    """Return one factor name for each dimension of an operand."""
     return [f"d{i}" for i in range(rank)]
 
 
 def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
-    """Operators whose operands all have the same first ``count`` dimensions, each index of them for itself."""
+    """Return a notation in which the first ``count`` dimensions are the same in all operands, and can be split."""
 
     def notation(operands: Operands) -> str:
-        free, lines = count(operands), []
+        shared, operand_texts = count(operands), []
         for number, value in enumerate((*operands.inputs, *operands.outputs)):
-            rest = [f"v{number}x{i}!" for i in range(value.dim() - free)]
-            lines.append(" ".join([*letters(min(free, value.dim())), *rest]))
+            own = [f"v{number}x{i}!" for i in range(value.dim() - shared)]
+            operand_texts.append(" ".join([*letters(min(shared, value.dim())), *own]))
         inputs = len(operands.inputs)
-        return ", ".join(lines[:inputs]) + " -> " + ", ".join(lines[inputs:])
+        return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
 
     return notation
 
 
 def added(operands: Operands, names: str) -> str:
-    """The first operand where it is added to a result that may be a sum of parts: zeros need not be a sum for that."""
+    """Mark the first operand as added to the result, unless it is zero: zeros can stay whole beside a partial sum."""
     return names if operands.zero[0] else f"+ {names}"
 
 
-def known() -> tuple[OpOverload, ...]:
-    """The operators that have a rule of their own, and one of ours."""
+def operators_with_rules() -> tuple[OpOverload, ...]:
+    """Return the operators that have a built-in rule of their own."""
     return tuple(operator for operator in _RULES if operator not in _USERS)
 
 
-def find(target: Any) -> Rule | None:
-    """The operator's own rule, else that of its family, else None."""
+def rule_of(target: Any) -> Rule | None:
+    """Return the operator's own rule, else that of its family, else None."""
     if target in _RULES:
         return _RULES[target]
     if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
@@ -122,78 +139,86 @@ def find(target: Any) -> Rule | None:
 
 
 def pointwise(operands: Operands) -> str:
-    """The family of all pointwise operators: every dimension is a factor, aligned at the right."""
+    """Return the notation of all pointwise operators: every dimension is a factor, aligned at the right."""
     return ", ".join(["..."] * len(operands.inputs)) + " -> " + ", ".join(["..."] * len(operands.outputs))
 
 
 def whole(operands: Operands) -> str:
-    """A notation for anything: no factor may be split: only whole tensors."""
+    """Return a notation without a factor that can be split, for any operands."""
     inputs = [" ".join(f"i{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.inputs)]
     outputs = [" ".join(f"o{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.outputs)]
     return ", ".join(inputs) + " -> " + ", ".join(outputs)
 
 
-def of_node(
+def signatures_of(
     node: fx.Node, ranks: int, inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None
 ) -> tuple[Signature, ...] | None:
-    """The signatures of a node over ``ranks`` ranks, or None where its operator has no rule.
+    """Return the signatures of a node over ``ranks`` ranks, or None if its operator has no rule.
 
     Args:
-        inputs, outputs: what stands for the node's tensors; default: its own.
+        node: a node of an operator.
+        ranks: number of ranks along the mesh dimension.
+        inputs, outputs: tensors to use instead of the node's own, for their shapes.
+
+    Raises:
+        CaptureError: a registered rule does not fit the shapes.
     """
     if node.target is local:
         region = region_of(node)
-        return (Signature(region.inputs, tuple(one.sbp for one in region.outputs)),)
-    found = find(node.target)
-    if found is None:
+        return (Signature(region.inputs, tuple(output.sbp for output in region.outputs)),)
+    node_rule = rule_of(node.target)
+    if node_rule is None:
         return None
-    inputs = values(tensor_arguments(node)) if inputs is None else inputs
+    inputs = tuple(argument.meta["val"] for argument in tensor_arguments(node)) if inputs is None else inputs
     outputs = output_values(node) if outputs is None else outputs
-    where = _where(node)
+    indices = _tensor_indices(node)
     operands = Operands(inputs, outputs, arguments(node), tuple(map(_is_zero, _tensor_values(node))))
-    if isinstance(found.notation, str):
-        notation = _without_absent(found.notation, [bool(at) for at in where], node.meta["val"])
+    if isinstance(node_rule.notation, str):
+        notation = _without_absent(node_rule.notation, [bool(at) for at in indices], node.meta["val"])
     else:
-        notation = found.notation(operands)
+        notation = node_rule.notation(operands)
     if node.target in _USERS:
         _check_fits(node, notation, _shapes(inputs), _shapes(outputs))
-    if found.linear == "all":
+    if node_rule.linear == "all":
         linear: Linear = (tuple(range(len(inputs))),)
     else:
-        linear = _renumbered(found.linear(operands) if callable(found.linear) else found.linear, where)
+        linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
     return signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
 
 
 def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> None:
-    problem = misfit(notation, inputs, outputs)
+    problem = mismatch(notation, inputs, outputs)
     if problem:
-        where = origin(node)
+        node_origin = origin(node)
         shapes = f"{', '.join(map(str, inputs)) or 'none'} -> {', '.join(map(str, outputs))}"
         raise CaptureError(
             f"the rule {notation!r} of {node.target} does not fit the shapes {shapes}: {problem}\n"
-            f"  {where.source}   {where.code}\n"
-            "Correct what was given to zg.register_rule; a rule that depends on shapes is a function of the operands."
+            f"  {node_origin.source}   {node_origin.code}\n"
+            "Correct the rule in zg.register_rule. A rule that depends on shapes is a function of the operands."
         )
 
 
 def _tensor_values(node: fx.Node) -> list[Any]:
-    """What the node gives for each tensor argument of the schema."""
+    """Return the node's argument for each tensor argument of the schema."""
     assert isinstance(node.target, OpOverload)
-    given = arguments(node)
-    return [given[one.name] for one in schema_arguments(node.target) if "Tensor" in str(one.type)]
+    named = arguments(node)
+    return [named[argument.name] for argument in schema_arguments(node.target) if "Tensor" in str(argument.type)]
 
 
-def _where(node: fx.Node) -> list[tuple[int, ...]]:
-    """For each tensor argument of the schema, where its tensors stand among the node's: several for a list."""
-    found: list[tuple[int, ...]] = []
+def _tensor_indices(node: fx.Node) -> list[tuple[int, ...]]:
+    """Return, for each tensor argument of the schema, the indices of its tensors among the node's tensors."""
+    indices: list[tuple[int, ...]] = []
     for value in _tensor_values(node):
-        tensors = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, fx.Node)]
-        start = sum(map(len, found))
-        found.append(tuple(range(start, start + len(tensors))))
-    return found
+        tensors = [
+            item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, fx.Node)
+        ]
+        start = sum(map(len, indices))
+        indices.append(tuple(range(start, start + len(tensors))))
+    return indices
 
 
 def _is_zero(value: Any) -> bool:
+    """Return whether an argument is a tensor, or a view of one, that is filled with zeros."""
     while isinstance(value, fx.Node) and isinstance(value.target, OpOverload) and value.target.is_view:
         value = value.all_input_nodes[0]
     if isinstance(value, fx.Node):
@@ -202,7 +227,7 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == 0
 
 
-# What constant tensors are full of.
+# The fill value of constant tensors.
 _FILL: dict[Any, Callable[[fx.Node], Any]] = {
     aten.zeros.default: lambda node: 0,
     aten.full.default: lambda node: node.args[1],
@@ -212,36 +237,34 @@ _FILL: dict[Any, Callable[[fx.Node], Any]] = {
 
 def _without_absent(notation: str, present: Sequence[bool], value: Any) -> str:
     left, right = notation.split("->")
-    operands = [part for part, there in zip(left.split(","), present, strict=True) if there]
+    operands = [part for part, is_present in zip(left.split(","), present, strict=True) if is_present]
     results = right.split(",")
     if isinstance(value, (list, tuple)):
-        results = [part for part, one in zip(results, value, strict=True) if isinstance(one, Tensor)]
+        results = [part for part, result in zip(results, value, strict=True) if isinstance(result, Tensor)]
     return ",".join(operands) + "->" + ",".join(results)
 
 
-def _renumbered(linear: Linear, where: Sequence[tuple[int, ...]]) -> Linear:
+def _renumbered(linear: Linear, indices: Sequence[tuple[int, ...]]) -> Linear:
     groups = [(group,) if isinstance(group, int) else group for group in linear]
-    return tuple(tuple(at for i in group for at in where[i]) for group in groups if all(where[i] for i in group))
+    return tuple(
+        tuple(index for i in group for index in indices[i]) for group in groups if all(indices[i] for i in group)
+    )
 
 
 def all_broadcast(node: fx.Node) -> Signature:
-    """The signature that is always right: whole inputs, whole outputs."""
+    """Return the signature that holds for every operator: whole inputs, whole outputs."""
     return Signature((broadcast,) * len(tensor_arguments(node)), (broadcast,) * len(output_values(node)))
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The node's tensor inputs in the order of the operator's arguments, repeats included."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return [argument for argument in found if isinstance(argument.meta.get("val"), Tensor)]
-
-
-def values(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
-    return tuple(node.meta["val"] for node in nodes)
+    """Return the node's tensor inputs in the order of the operator's arguments, repeats included."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return [argument for argument in nodes if isinstance(argument.meta.get("val"), Tensor)]
 
 
 def output_values(node: fx.Node) -> tuple[Tensor, ...]:
-    """The tensors that the node yields; one that an operator was told not to compute is no output."""
+    """Return the tensors that the node yields, without results that the operator was told not to compute."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return (value,)
@@ -249,7 +272,7 @@ def output_values(node: fx.Node) -> tuple[Tensor, ...]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments by name, defaults filled in."""
+    """Return all arguments of a node by name, defaults included."""
     assert isinstance(node.target, OpOverload)
     named: dict[str, Any] = {}
     for index, argument in enumerate(schema_arguments(node.target)):

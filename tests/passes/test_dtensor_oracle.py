@@ -60,7 +60,7 @@ def contradictions(operator: Any) -> list[str]:
         known: dict[Placed, set[Placed]] = {}
         for inputs, outputs in theirs(operator, args, kwargs):
             known.setdefault(inputs, set()).add(outputs)
-        for signature in rules.of_node(node, 2) or ():
+        for signature in rules.signatures_of(node, 2) or ():
             others = known.get(signature.inputs)
             additional += others is None
             if others is not None and signature.outputs not in others:

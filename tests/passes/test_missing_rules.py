@@ -20,7 +20,7 @@ from tests.passes.test_rules import graph_of
 from tests.pool import Pool
 from zerograph.passes import rules
 from zerograph.passes.rules.discover import discover
-from zerograph.passes.rules.registry import users_rule
+from zerograph.passes.rules.registry import register_user_rule
 
 aten = torch.ops.aten
 
@@ -169,7 +169,7 @@ def shown(found: Any) -> set[str]:
 )
 def test_trying_finds_what_the_rule_says(operator: Any, args: Any, tmp_path: Path) -> None:
     _, node, _ = graph_of(operator, args, {})
-    said, found = rules.of_node(node, 2), tried(node, tmp_path)
+    said, found = rules.signatures_of(node, 2), tried(node, tmp_path)
     assert said is not None
     assert found is not None
     assert shown(said) <= shown(found)
@@ -265,10 +265,10 @@ def test_a_rule_that_does_not_fit_is_named(notation: str, words: list[str]) -> N
     zg.register_rule(own)(lambda operands: notation)
     _, node, _ = graph_of(overload, (x(4, 6), x(6, 8)), {})
     with pytest.raises(zg.CaptureError) as error:
-        rules.of_node(node, 2)
+        rules.signatures_of(node, 2)
     assert all(word in str(error.value) for word in (str(overload), *words)), error.value
-    users_rule(overload, "n i, i o -> n o", ())
-    assert "S(0), B -> S(0)" in shown(rules.of_node(node, 2) or ())
+    register_user_rule(overload, "n i, i o -> n o", ())
+    assert "S(0), B -> S(0)" in shown(rules.signatures_of(node, 2) or ())
 
 
 def example() -> float:

@@ -18,8 +18,8 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import BatchLayout, Context
 from zerograph.passes.placement.box import box
-from zerograph.passes.placement.line import Line, open_line
 from zerograph.passes.placement.place import place
+from zerograph.passes.placement.problem import PlacementProblem, placement_problem
 
 CONTEXT = Context(line(2, 0, "none"), OFF, (), {}, BatchLayout(((Split(0),),)))
 SIZE = 64
@@ -94,8 +94,8 @@ def test_no_other_choice_for_a_chain_is_cheaper(seed: int) -> None:
     assert found == pytest.approx(best)
 
 
-def fresh(module: fx.GraphModule) -> Line:
-    problem = open_line(module.graph, CONTEXT, [])
+def fresh(module: fx.GraphModule) -> PlacementProblem:
+    problem = placement_problem(module.graph, CONTEXT, [])
     for node in placeholders(module.graph):
         problem.sbp[node] = (Split(0),)
     return problem

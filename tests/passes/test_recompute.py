@@ -302,7 +302,7 @@ def test_choices_are_the_best_there_are() -> None:
         possible = [found for made in sets if (found := cost(problem, made)) is not None]
         chosen = choices(problem)
         for one in chosen:
-            assert cost(problem, one.again) == (one.bytes, one.work)
+            assert cost(problem, one.recomputed) == (one.bytes, one.work)
         # Nothing lies below the lines between neighbours.
         assert chosen[-1].bytes == min(size for size, _ in possible)
         for one, two in itertools.pairwise(chosen):

@@ -275,7 +275,7 @@ def _batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[_
         operands = [_output(given) for given in rules.tensor_arguments(node)]
         outputs = [(node, at) for at in range(len(rules.output_values(node)))]
         same = []
-        for signature in rules.of_node(node, ranks) or ():
+        for signature in rules.signatures_of(node, ranks) or ():
             sbps = zip((*operands, *outputs), (*signature.inputs, *signature.outputs), strict=True)
             same.append([(*tensor, sbp.dim) for tensor, sbp in sbps if isinstance(sbp, Split)])
         if node.target.overloadpacket in _LIKE_FIRST:

@@ -107,7 +107,7 @@ def _facts(
     here = tuple(value.shape) if isinstance(value, Tensor) else ()
     whole = meta(node).get("global", here) if localized else here
     if isinstance(value, Tensor) and not localized and sbp is not None:
-        here = local_shape(here, sbp, context.mesh if len(sbp) == context.mesh.dims else context.in_time().mesh)
+        here = local_shape(here, sbp, context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh)
     count = 1
     for size in here:
         count *= size

@@ -152,7 +152,7 @@ def _value(node: fx.Node, context: Context, *, localized: bool) -> str:
     here = tuple(value.shape)
     whole = meta(node).get("global") if localized else here
     if not localized and sbp is not None:
-        mesh = context.mesh if len(sbp) == context.mesh.dims else context.in_time().mesh
+        mesh = context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
         here = local_shape(here, sbp, mesh)
     return " ".join(filter(None, (dtype_name(value.dtype), "" if sbp is None else show(sbp), shapes(whole, here))))
 

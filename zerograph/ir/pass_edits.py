@@ -20,8 +20,8 @@ Action = Literal["before", "after", "replace", "disable"]
 class PassEdit:
     """One change of the pipeline, for ``config.passes``.
 
-    A pass is a function ``(fx.GraphModule, Context) -> fx.GraphModule``; the first line of its docstring says what is
-    true after it. All ranks must give the same edits.
+    A pass is a function ``(fx.GraphModule, Context) -> fx.GraphModule``; the first line of its docstring says what it
+    does. All ranks must give the same edits.
 
     Attributes:
         action: what to do.

@@ -14,7 +14,7 @@ from zerograph.ir.alias import is_view
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
 from zerograph.ir.step_graph import nbytes
-from zerograph.passes.recompute.work import flops
+from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Device, Link, Machine
 
 aten = torch.ops.aten

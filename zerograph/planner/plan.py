@@ -19,7 +19,7 @@ from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
 from zerograph.ir.step_graph import collective_runs
-from zerograph.passes.recompute.work import flops
+from zerograph.passes.recompute.cost import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
 from zerograph.planner.plan_data import PlanData, Wire

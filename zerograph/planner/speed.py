@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
-from zerograph.passes.recompute.work import flops
+from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Machine
 
 
@@ -27,7 +27,7 @@ def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
 
     Args:
         graph: the emitted one.
-        count: operations of a node: :func:`zerograph.passes.recompute.work.flops` or :func:`model_flops`.
+        count: operations of a node: :func:`zerograph.passes.recompute.cost.flops` or :func:`model_flops`.
     """
     total = 0
     for node in graph.nodes:

@@ -1,4 +1,7 @@
-"""The update of a dealt bucket: one node on global tensors, and on each rank a program for the parameters it owns."""
+"""Updates of a bucket whose parameters are each updated by one rank, their owner.
+
+The graph of global tensors has one node for the whole bucket. ``localize`` replaces it by a module of each rank.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,31 @@ from zerograph.passes.context import BucketUpdate
 aten = torch.ops.aten
 
 
-def dealt_update(
+def owner_update(
     flat: Tensor, gradient: Tensor, numbers: Sequence[Tensor], states: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """New values of the bucket and of its state. Stands for every parameter's update until ``localize``."""
+    """Return the new values of a bucket and of its state. Stands for the update of every parameter until ``localize``.
+
+    Args:
+        flat, gradient: the bucket and its gradient, [padded].
+        numbers: hyperparameters, each [].
+        states: the bucket's optimizer state, each [padded of its layout].
+    """
     return (torch.empty_like(flat), *(torch.empty_like(state) for state in states))
 
 
-def own_updates(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: bool = False) -> fx.GraphModule:
-    """The updates of the parameters that ``rank`` owns, in place; parameters of one shape run one program.
+def owner_update_module(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: bool = False) -> fx.GraphModule:
+    """Return a module that updates in place the parameters that ``rank`` owns.
 
-    It takes this rank's shard of the bucket and of its gradient, the hyperparameters, where ``guarded`` the 0-d number
-    that is not 0 if nothing shall change, and the shards of the states; it returns the bucket's.
+    Its inputs are this rank's shards of the bucket and its gradient, the hyperparameters, if ``guarded`` a 0-d number
+    that is not 0 to skip the update, and the shards of the states. It returns the shard of the bucket. Parameters of
+    one shape share a program.
+
+    Args:
+        bucket: a bucket with owners.
+        update: its update programs.
+        rank: the owner's position along ZeRO's mesh dimension.
+        guarded: whether the update can be skipped.
     """
     root = torch.nn.Module()
     graph = fx.Graph()
@@ -43,7 +59,7 @@ def own_updates(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: boo
         program = update.programs[index]
         if program not in modules:
             modules[program] = f"update_{len(modules)}"
-            root.add_module(modules[program], _runnable(program, first=update.first, guarded=guarded))
+            root.add_module(modules[program], _in_place_module(program, first=update.first, guarded=guarded))
         shard = bucket.padded // bucket.ranks
         shape = slot.shape or (1,)
         own = {
@@ -60,7 +76,7 @@ def own_updates(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: boo
         graph.call_module(modules[program], tuple(own.values()))
     graph.output(flat)
     module = fx.GraphModule(root, graph)
-    # It yields nothing that somebody must read: what it writes is its purpose.
+    # Keeps dead-code elimination from removing the call: its results need not be read.
     module._is_impure = True  # type: ignore[assignment]
     return module
 
@@ -70,9 +86,11 @@ def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequen
     return graph.call_function(aten.view.default, (part, list(shape)))
 
 
-def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.GraphModule:
-    """The program with inputs param, grad, every number, where ``guarded`` the condition, and every state; it writes
-    what changes, returns nothing."""
+def _in_place_module(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.GraphModule:
+    """Return the program as a module that writes its results in place and returns nothing.
+
+    Its inputs are param, grad, every number, the condition if ``guarded``, and every state.
+    """
     source = program.first if first and program.first is not None else program.graph
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in ("param", "grad")}
@@ -80,7 +98,7 @@ def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.Graph
     overflow = graph.call_function(aten.ne.Scalar, (graph.placeholder("found_inf"), 0)) if guarded else None
     inputs |= {name: graph.placeholder(f"state_{index}") for index, name in enumerate(program.state)}
     if overflow is not None and any("linalg" in str(node.target) for node in source.graph.nodes):
-        # What they would write is not taken, but factorisations raise on what is not finite.
+        # The results are discarded, but factorisations raise an error on values that are not finite.
         inputs["grad"] = graph.call_function(aten.where.ScalarSelf, (overflow, 0, inputs["grad"]))
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
@@ -88,10 +106,10 @@ def _runnable(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.Graph
             copies[node] = inputs[meta(node)["update_input"]]
         elif node.op == "output":
             returned = node.args[0]
-            for name, made in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):
-                _write(graph, inputs[name], fx.map_arg(made, copies.__getitem__), overflow)
+            for name, new in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):
+                _write(graph, inputs[name], fx.map_arg(new, copies.__getitem__), overflow)
         elif node.target is aten.copy_.default:
-            target, value = (copies[given] for given in node.all_input_nodes)
+            target, value = (copies[argument] for argument in node.all_input_nodes)
             _write(graph, target, value, overflow)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)

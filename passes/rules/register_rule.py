@@ -8,54 +8,58 @@ from typing import Any
 from zerograph import _torch
 from zerograph.errors import ConfigError
 from zerograph.passes.rules.factors import Linear
-from zerograph.passes.rules.registry import Linearity, Notation, Operands, find, users_rule
+from zerograph.passes.rules.registry import Linearity, Notation, Operands, register_user_rule, rule_of
 
 Rule = Callable[[Operands], str]
 
 
 def register_rule(operator: Any, notation: str | None = None, *, linear: Linearity = ()) -> Callable[[Rule], Rule]:
-    """Say how a custom operator may be split, so that its inputs need not be gathered.
+    """Register how a custom operator may be split, so that its inputs need not be gathered.
 
-    ``register_rule(scaled, "m k, k n -> m n", linear=(0, 1))`` names the index space of an operator; without
-    ``notation`` it decorates a function that makes the notation from the :class:`Operands`, shapes and arguments.
-    The notation is that of :mod:`zerograph.passes.rules.factors`: one factor per dimension, ``m!`` for one that
-    cannot be split, one operand for each tensor argument. The operator is held to it: a factor may be split
-    wherever it stands, and where an output lacks it, the parts are summed.
+    ``register_rule(scaled, "m k, k n -> m n", linear=(0, 1))`` names the index space of an operator. Without
+    ``notation`` it decorates a function that returns the notation for the :class:`Operands`, shapes and arguments. The
+    notation is that of :mod:`zerograph.passes.rules.factors`: one operand for each tensor argument, one factor per
+    dimension, ``m!`` for a factor that cannot be split. A factor may be split wherever it stands; where an output lacks
+    it, the parts are summed.
 
     Args:
-        operator: what ``torch.library.custom_op`` returned, ``torch.ops.mine.op``, or ``"mine::op"``.
-        linear: numbers of the inputs in which the operator is linear, the others held fixed: such an input may be a
-            partial sum, and the outputs then are. A tuple of numbers: linear in those together. ``"all"``: in all.
+        operator: the result of ``torch.library.custom_op``, ``torch.ops.mine.op``, or ``"mine::op"``.
+        notation: the notation; None to decorate a function.
+        linear: numbers of the inputs in which the operator is linear, the others held fixed. Such an input may be a
+            partial sum, and the outputs then are partial sums. A tuple of numbers: linear in those together. ``"all"``:
+            linear in all inputs together.
 
     Raises:
-        ConfigError: not an operator, one that has a rule of ours or writes to its arguments, or a notation that
-            cannot be right whatever the shapes.
+        ConfigError: ``operator`` is no operator, has a built-in rule or writes to its arguments; or the notation fits
+            no shapes.
     """
-    found = _torch.overloads(operator)
-    if not found:
+    overloads = _torch.overloads(operator)
+    if not overloads:
         raise ConfigError(
             f"register_rule() takes an operator, not {operator!r:.60}\nGive what torch.library.custom_op returned, "
             "torch.ops.<namespace>.<name>, or its name as text."
         )
-    for one in found:
-        if _torch.is_mutable(one):
-            raise ConfigError(f"{one} writes to its arguments: give the rule to the operator that returns its result")
+    for overload in overloads:
+        if _torch.is_mutable(overload):
+            raise ConfigError(
+                f"{overload} writes to its arguments: give the rule to the operator that returns its result"
+            )
     if notation is not None:
         if not isinstance(notation, str):
             raise ConfigError(
                 f"the rule {notation!r:.60}: give a text such as 'm k, k n -> m n', or decorate a function"
             )
-        for one in found:
-            _check(one, notation, linear)
-            _register(one, notation, linear)
+        for overload in overloads:
+            _check(overload, notation, linear)
+            _register(overload, notation, linear)
 
     def decorate(function: Rule) -> Rule:
         if notation is not None:
             raise ConfigError("register_rule() with a notation is no decorator: give one or the other")
         if not callable(function):
             raise ConfigError(f"register_rule() decorates a function of the operands, not {function!r:.60}")
-        for one in found:
-            _register(one, function, linear)
+        for overload in overloads:
+            _register(overload, function, linear)
         return function
 
     return decorate
@@ -63,13 +67,13 @@ def register_rule(operator: Any, notation: str | None = None, *, linear: Lineari
 
 def _register(operator: _torch.OpOverload, notation: Notation, linear: Linearity) -> None:
     try:
-        users_rule(operator, notation, linear)
+        register_user_rule(operator, notation, linear)
     except ValueError:
-        raise ConfigError(f"{operator} has a rule already: {find(operator)}") from None
+        raise ConfigError(f"{operator} has a rule already: {rule_of(operator)}") from None
 
 
 def _check(operator: _torch.OpOverload, notation: str, linear: Linearity) -> None:
-    """What can be told without shapes."""
+    """Check what does not depend on shapes."""
     types = [str(one.type) for one in _torch.schema_arguments(operator)]
     tensors = [kind for kind in types if "Tensor" in kind]
     if any("List" in kind for kind in tensors):
@@ -77,10 +81,10 @@ def _check(operator: _torch.OpOverload, notation: str, linear: Linearity) -> Non
     left, arrow, right = notation.partition("->")
     if not arrow or "->" in right:
         raise ConfigError(f"the rule {notation!r} of {operator}: one arrow '->' stands between inputs and outputs")
-    for text, wanted, kind in ((left, len(tensors), "inputs"), (right, len(_torch.returns(operator)), "outputs")):
-        named = len(text.split(",")) if wanted or text.strip() else 0
-        if named != wanted:
-            raise ConfigError(f"the rule {notation!r} names {named} {kind}; {operator} has {wanted}")
+    for text, expected, kind in ((left, len(tensors), "inputs"), (right, len(_torch.returns(operator)), "outputs")):
+        count = len(text.split(",")) if expected or text.strip() else 0
+        if count != expected:
+            raise ConfigError(f"the rule {notation!r} names {count} {kind}; {operator} has {expected}")
     numbers: Linear = linear if isinstance(linear, tuple) else ()
     for group in numbers:
         for number in (group,) if isinstance(group, int) else group:

@@ -1,0 +1,51 @@
+"""What an operator costs a rank: the bytes that it moves, and its products as the bytes that take as long."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from zerograph.ir.mesh import Mesh, local_shape
+from zerograph.ir.metadata import meta, value
+from zerograph.passes import rules
+
+aten = torch.ops.aten
+
+# fp32 operations that a CPU core or a GPU computes while it moves a byte, within a factor of two or three. Only the
+# order of operators matters, and matrix products cost far more than the others.
+_FLOPS_PER_BYTE = 16
+
+
+def local_bytes(node: fx.Node, mesh: Mesh) -> int:
+    """Return the bytes of the node's tensor on a rank. The graph is placed, with global shapes."""
+    tensor: Tensor = node.meta["val"]
+    return math.prod(local_shape(tensor.shape, meta(node)["sbp"], mesh)) * tensor.element_size()
+
+
+def operator_work(node: fx.Node, mesh: Mesh) -> int:
+    """Return the bytes that the operator reads and writes on a rank, more for products; at least 1."""
+    outputs = rules.output_values(node)
+    sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node)["sbp"])
+    shapes = [local_shape(output.shape, sbp, mesh) for output, sbp in zip(outputs, sbps, strict=True)]
+    written = sum(math.prod(shape) * output.element_size() for shape, output in zip(shapes, outputs, strict=True))
+    read = sum(local_bytes(argument, mesh) for argument in rules.tensor_arguments(node))
+    share = math.prod(shapes[0]) / max(outputs[0].numel(), 1) if shapes else 1
+    return 1 + written + read + round(flops(node) * share / _FLOPS_PER_BYTE)
+
+
+def flops(node: fx.Node) -> int:
+    """Return the floating-point operations of a node in the shapes of its graph; 0 if it is no product."""
+    target: Any = node.target
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=value(node)))
