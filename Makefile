@@ -26,13 +26,13 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest --long tests/faults tests/equivalence/test_resume.py tests/equivalence/test_resume_elsewhere.py
 
 test-long: $(READY)
-	$(BIN)/python -m pytest --long --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --long --numprocesses 2 --dist worksteal
 
 # torch 2.11 and 2.12 want an older setuptools than the one that is pinned.
 test-torch: OTHER := .venv-torch-$(TORCH)
@@ -41,7 +41,7 @@ test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^setuptools==.*/setuptools<82/' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet -c $(OTHER)/constraints.txt -e '.[test]'
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

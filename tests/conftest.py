@@ -51,9 +51,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """One pool of worker processes for the whole run."""
-    made = Pool()
-    yield made
-    made.close()
+    workers = Pool()
+    yield workers
+    workers.close(patience=10.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,20 +1,122 @@
-"""A step whose body a test gives, beside the same body under plain PyTorch."""
+"""Steps as tests make them, their prepared graphs, and what plain PyTorch computes from the same beginning.
+
+What several tests of a process need is computed once: :meth:`Case.prepared` and :func:`plain_run` keep their results.
+Nobody may change these.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 import zerograph as zg
+from tests.models import TrainStep, adamw, batches, make, train_plainly
+from zerograph.inspection.step import Prepared
+from zerograph.ir.mesh import line
 
+Options = tuple[tuple[str, Any], ...]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Body = Callable[[nn.Module, Tensor], Tensor]
 
 
+class Case:
+    """A model of ``tests.models`` trained by AdamW at a ZeRO stage, with options of ``step.config``."""
+
+    def __init__(self, model: str, stage: int = 0, **options: Any) -> None:
+        self.model, self.stage, self.options = model, stage, options
+
+    def step(self) -> TrainStep:
+        """Make a new step."""
+        model = make(self.model)
+        return TrainStep(model, adamw(model), self.stage, **self.options)
+
+    def prepared(self, ranks: int = 2, size: int = 8) -> Prepared:
+        """Return what rank 0 of ``ranks`` would run for its part of a batch of ``size`` samples."""
+        return _prepared(self.model, self.stage, tuple(sorted(self.options.items())), ranks, size)
+
+
+@functools.cache
+def _prepared(model: str, stage: int, options: Options, ranks: int, size: int) -> Prepared:
+    return prepare(Case(model, stage, **dict(options)).step(), *batches(model, 1, size)[0], ranks=ranks)
+
+
+def prepare(step: zg.ZeroGraph, *batch: Tensor, ranks: int = 2) -> Prepared:
+    """Return what rank 0 of ``ranks`` would run for its part of a whole batch. No process group is needed."""
+    return step.prepare(line(ranks, 0, "ranks"), *(tensor.chunk(ranks)[0] for tensor in batch))
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """The losses of plain PyTorch on whole batches, and the model's parameters and buffers after the last."""
+
+    losses: list[Tensor]
+    state: dict[str, Tensor]
+
+
+@functools.cache
+def plain_run(model: str, steps: int, size: int = 8, dtype: torch.dtype = torch.float32) -> PlainRun:
+    """Train a model of ``tests.models`` by AdamW on one device."""
+    module = make(model, dtype)
+    return PlainRun(train_plainly(module, adamw(module), batches(model, steps, size, dtype)), module.state_dict())
+
+
+def deviation(actual: Tensor, expected: Tensor) -> float:
+    """Return the length of the difference, relative to the length of the expected values."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def joined(state: dict[str, Tensor]) -> Tensor:
+    """Join all tensors of a state, in order of their names, into one of fp64."""
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+def output_of(model: nn.Module, *batch: Tensor) -> Tensor:
+    """Return the model's output, which is its loss."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
+def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+class LossStep(zg.ZeroGraph):
+    """Train a module on ``loss(model, *batch)``; ``stage`` 0 is plain data parallel."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int = 0,
+        loss: Callable[..., Tensor] = output_of,
+        scheduler: LRScheduler | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.add_optimizer(optimizer, scheduler)
+        if stage:
+            self.set_zero_mode("distributed_split", stage=stage)
+        for name, value in options.items():
+            setattr(self.config, name, value)
+
+    def build(self, *batch: Tensor) -> Tensor:
+        loss = self.loss(self.model, *batch)
+        loss.backward()
+        return loss
+
+
 class Step(zg.ZeroGraph):
+    """Train a module on ``body(model, x)`` by SGD, at stage 2."""
+
     def __init__(self, model: nn.Module, body: Body) -> None:
         super().__init__()
         self.model, self.body = model, body
@@ -27,34 +129,66 @@ class Step(zg.ZeroGraph):
         return loss
 
 
+class Predict(zg.ZeroGraph):
+    """Return a module's output; nothing is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Tensor:
+        output: Tensor = self.model(x)
+        return output
+
+
 def model(**buffers: Tensor) -> nn.Module:
+    """Make a linear layer of fp64 with these buffers, the same every time."""
     torch.manual_seed(0)
-    made = nn.Linear(4, 4).double()
+    layer = nn.Linear(4, 4).double()
     for name, value in buffers.items():
-        made.register_buffer(name, value)
-    return made
+        layer.register_buffer(name, value)
+    return layer
+
+
+def two_layers() -> nn.Module:
+    """Make a perceptron of fp64 over 4 numbers, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
 
 
 def inputs(sizes: list[int]) -> list[Tensor]:
+    """Draw one batch of each size: fp64, [size, 4]; the same every time."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in sizes]
 
 
 def as_plain_pytorch(
-    made: nn.Module, body: Body, sizes: list[int], change: Callable[[Any], None] | None = None
+    module: nn.Module, body: Body, sizes: list[int], change: Callable[[Any], None] | None = None
 ) -> Step:
-    """Trains on batches of these sizes; ``change`` is called on the module in front of each step."""
-    plain = copy.deepcopy(made)
-    optimizer, step = torch.optim.SGD(plain.parameters(), lr=0.1), Step(made, body)
+    """Train on batches of these sizes, and compare with plain PyTorch.
+
+    Args:
+        change: called on the module before each step, here and in plain PyTorch.
+    """
+    plain = copy.deepcopy(module)
+    optimizer, step = torch.optim.SGD(plain.parameters(), lr=0.1), Step(module, body)
     for x in inputs(sizes):
-        for one in (plain, made) if change else ():
-            assert change is not None
-            change(one)
-        optimizer.zero_grad()
-        loss = body(plain, x)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(x), loss.detach(), rtol=1e-12, atol=1e-12)
-    found = step.state_dict()["modules"]["model"]
-    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+        if change is not None:
+            change(plain)
+            change(module)
+        loss = update_plainly(plain, optimizer, body, x)
+        torch.testing.assert_close(step(x), loss, rtol=1e-12, atol=1e-12)
+    trained = step.state_dict()["modules"]["model"]
+    torch.testing.assert_close(trained, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
     return step
+
+
+def update_plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor], *batch: Tensor
+) -> Tensor:
+    """Make one step of plain PyTorch; return its loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()

@@ -74,9 +74,12 @@ class Pool:
             raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
         return [value for _, value in answers]
 
-    def close(self) -> None:
-        for process, connection in self._workers:
+    def close(self, patience: float = 0.0) -> None:
+        """End all workers; idle ones end by themselves within ``patience`` seconds, and so write what they measured."""
+        for _, connection in self._workers:
             connection.close()
+        for process, _ in self._workers:
+            process.join(patience)
             # A stopped process ignores SIGTERM.
             process.kill()
             process.join()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
+from tests.harness import PlainRun
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from tests.zerograph import test_local as routing
@@ -64,7 +65,7 @@ def test_accumulation_changes_no_number(
     losses = train_plainly(model, adamw(model), masked(name, dtype))
     found = dict(zip(cases, results, strict=True))
     for result, other in zip(results, others, strict=True):
-        check(result, (losses, model.state_dict()), tolerance)
+        check(result, PlainRun(losses, model.state_dict()), tolerance)
         assert same(result, other)
     # Sums over micro-batches, then ranks, are other sums than over ranks, then micro-batches: bitwise equal are the
     # stages that add up in the same order.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.equivalence.test_stages import deviation
+from tests.harness import deviation
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 
@@ -36,22 +37,13 @@ def _made() -> tuple[Normed, list[Tensor]]:
     return Normed().double(), [torch.randn(SAMPLES, 3, 4, 4).double(), torch.randn(SAMPLES).double()]
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.config.batch_norm = "local"
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, *batch: Tensor) -> Tensor:
-        loss = self.model(*batch)
-        loss.backward()
-        return loss
+def local_step(model: nn.Module) -> LossStep:
+    return LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_norm="local")
 
 
 def train() -> tuple[list[Tensor], dict[str, Tensor], list[Any], Tensor, int]:
     model, batch = _made()
-    step = Step(model)
+    step = local_step(model)
     losses = [step(*map(part, batch)) for _ in range(STEPS)]
     forward = [one for one in step.collectives() if one.phase == "forward" and one.kind != "slice"]
     state = step.state_dict()["modules"]["model"]
@@ -128,7 +120,7 @@ class Vectors(nn.Module):
 def test_one_value_per_channel_is_refused_as_by_torch() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         Vectors()(torch.randn(1, 3))
-    step = Step(Vectors())
+    step = local_step(Vectors())
     step.config.set_gradient_accumulation_steps(2)
     with pytest.raises(zg.CaptureError, match=r"batch norm of 2 samples in 2 parts.*no variance"):
         step(torch.randn(2, 3))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zerograph as zg
+from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 
@@ -113,25 +113,12 @@ def _made(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
     return model.to(dtype), [one.to(dtype) if one.is_floating_point() else one for one in batch]
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.set_zero_mode("distributed_split", stage=2)
-
-    def build(self, *batch: Tensor) -> Tensor:
-        loss = self.model(*batch)
-        loss.backward()
-        return loss
-
-
 def train(dtype: torch.dtype, names: list[str]) -> dict[str, Any]:
     """Losses and final state of each case."""
     found = {}
     for name in names:
         model, batch = _made(name, dtype)
-        step = Step(model)
+        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
         losses = [step(*map(part, batch)) for _ in range(STEPS)]
         found[name] = torch.stack(losses), step.state_dict()["modules"]["model"]
     return found

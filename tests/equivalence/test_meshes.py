@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.equivalence.test_stages import check, deviation, expected
+from tests.equivalence.test_stages import check
+from tests.harness import deviation, plain_run
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 
@@ -62,13 +63,13 @@ def test_a_mesh_computes_what_one_device_computes(
     pool: Pool, name: str, sbp: Any, stages: list[int], dtype: torch.dtype, tolerance: float
 ) -> None:
     everybody = pool.run(4, train, name, stages, dtype, sbp)
-    wanted = expected(name, dtype, 8, STEPS)
+    plain = plain_run(name, STEPS, 8, dtype)
     for stage, (losses, state, _, _, _) in zip(stages, everybody[0], strict=True):
-        check((losses, state["modules"]["model"]), wanted, tolerance)
+        check((losses, state["modules"]["model"]), plain, tolerance)
         for other in everybody[1:]:
             assert all(map(torch.equal, losses, other[stages.index(stage)][0])), "ranks got different losses"
     if dtype == torch.float64:
-        for key, value in wanted[1].items():
+        for key, value in plain.state.items():
             assert deviation(everybody[0][-1][1]["modules"]["model"][key], value) <= tolerance, key
 
 
@@ -187,8 +188,8 @@ def move_between_meshes() -> dict[str, Any]:
 
 def test_state_moves_between_a_line_and_a_mesh(pool: Pool) -> None:
     found = pool.run(4, move_between_meshes)[0]
-    second = expected("gpt_of_one_block", torch.float64, 8, 2)[1]
-    third = expected("gpt_of_one_block", torch.float64, 8, 3)[1]
+    second = plain_run("gpt_of_one_block", 2, 8, torch.float64).state
+    third = plain_run("gpt_of_one_block", 3, 8, torch.float64).state
     for name, value in second.items():
         assert deviation(found["opened"][name], value) <= 1e-12, name
     torch.testing.assert_close(found["predicted"], found["eager"], rtol=1e-12, atol=1e-12)

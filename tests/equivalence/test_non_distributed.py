@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence import test_split_modules as split_modules
-from tests.equivalence.test_stages import deviation
+from tests.harness import deviation
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool

@@ -152,9 +152,9 @@ def gone_on(folder: Path, cases: list[Case]) -> list[tuple[list[float], dict[str
 @pytest.fixture(scope="module")
 def new_processes() -> Iterator[Pool]:
     """Two that have never seen what the others trained: here they only go on."""
-    made = Pool(2)
-    yield made
-    made.close()
+    workers = Pool(2)
+    yield workers
+    workers.close(patience=10.0)
 
 
 @pytest.fixture

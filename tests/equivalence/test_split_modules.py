@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zerograph as zg
+from tests.harness import Predict
 from tests.pool import Pool
 
 LINE, GRID = [0, 1], [[0, 1], [2, 3]]
@@ -47,15 +48,6 @@ class Step(zg.ZeroGraph):
         loss = F.mse_loss(self.model(x), y)
         loss.backward()
         return loss
-
-
-class Predict(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 class Both(Step):

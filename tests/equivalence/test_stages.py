@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness import PlainRun, deviation, joined, plain_run
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -29,19 +30,7 @@ def train(name: str, stages: list[int], dtype: torch.dtype, size: int, options: 
     return results
 
 
-def expected(name: str, dtype: torch.dtype, size: int, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same of plain PyTorch on one device."""
-    model = make(name, dtype)
-    losses = train_plainly(model, adamw(model), batches(name, steps, size, dtype))
-    return losses, model.state_dict()
-
-
-def deviation(found: Tensor, wanted: Tensor) -> float:
-    """Length of the difference, relative to the length of the wanted values."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
-
-
-def check(result: Any, wanted: Any, tolerance: float) -> None:
+def check(result: tuple[list[Tensor], dict[str, Tensor]], plain: PlainRun, tolerance: float) -> None:
     """Every loss, and all parameters and buffers together, within ``tolerance``.
 
     Not element by element: Adam's first steps have the size of the learning rate whatever the gradient's, so where a
@@ -49,13 +38,9 @@ def check(result: Any, wanted: Any, tolerance: float) -> None:
     differs in such elements by as much; fp64 decides.
     """
     losses, state = result
-    assert max(map(deviation, losses, wanted[0])) <= tolerance
-    assert state.keys() == wanted[1].keys()
-    assert deviation(_joined(state), _joined(wanted[1])) <= tolerance
-
-
-def _joined(state: dict[str, Tensor]) -> Tensor:
-    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+    assert max(map(deviation, losses, plain.losses)) <= tolerance
+    assert state.keys() == plain.state.keys()
+    assert deviation(joined(state), joined(plain.state)) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -78,10 +63,10 @@ def test_two_ranks_compute_what_one_device_computes(
         for key, value in state.items():
             assert torch.equal(value, results[0][1][key]), f"stage {stage} has another {key} than data parallel"
         assert all(map(torch.equal, losses, others[index][0])), f"ranks got different losses at stage {stage}"
-    wanted = expected(name, dtype, 8)
-    check(results[0], wanted, tolerance)
+    plain = plain_run(name, STEPS, 8, dtype)
+    check(results[0], plain, tolerance)
     if dtype == torch.float64:
-        for key, value in wanted[1].items():
+        for key, value in plain.state.items():
             assert deviation(results[0][1][key], value) <= tolerance, key
 
 
@@ -89,9 +74,8 @@ def test_two_ranks_compute_what_one_device_computes(
 def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> None:
     stages = [0, 1, 2, 3] if name == "mlp" else [3]
     results = pool.run(4, train, name, stages, torch.float32, 12, {})
-    wanted = expected(name, torch.float32, 12)
     for result in results[0]:
-        check(result, wanted, 1e-6)
+        check(result, plain_run(name, STEPS, 12), 1e-6)
 
 
 def test_small_buckets_change_nothing(pool: Pool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence.family import Family
 from tests.equivalence.mesh_layouts import GRID, Arrangement
+from tests.harness import LossStep, deviation, joined
 from tests.models import part
 
 State = dict[str, Tensor]
@@ -26,20 +27,6 @@ class Result:
 
     losses: list[Tensor]
     state: State
-
-
-class TrainStep(zg.ZeroGraph):
-    """A step of a module whose output is its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer(model))
-
-    def build(self, *batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(*batch)
-        loss.backward()
-        return loss
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,10 +66,10 @@ def train(
     stages: Sequence[Stage] = STAGES,
     bucket_size: int | None = None,
     arrangement: Arrangement | None = None,
-) -> tuple[dict[Stage, Result], TrainStep]:
+) -> tuple[dict[Stage, Result], LossStep]:
     """Each stage from the same beginning, as the rank that this is; one graph, so that it is captured once."""
     model = make(family, dtype)
-    step = TrainStep(model)
+    step = LossStep(model, optimizer(model))
     step.config.bucket_size = bucket_size
     own = part if arrangement is None else arrangement.part
     if arrangement is not None:
@@ -102,24 +89,15 @@ def train(
     return results, step
 
 
-def deviation(found: Tensor, wanted: Tensor) -> float:
-    """Length of the difference, relative to the length of the wanted values."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
-
-
 def largest_deviation(found: Result, wanted: Result) -> float:
     """The largest of those of every loss, and of all parameters and buffers joined (see ``test_stages.check``)."""
     if found.state.keys() != wanted.state.keys():
         raise AssertionError(f"the states have different names: {found.state.keys() ^ wanted.state.keys()}")
     losses = [deviation(one, other) for one, other in zip(found.losses, wanted.losses, strict=True)]
-    return max(*losses, deviation(_joined(found.state), _joined(wanted.state)))
+    return max(*losses, deviation(joined(found.state), joined(wanted.state)))
 
 
 def equal(found: Result, wanted: Result) -> bool:
     """Bit by bit."""
     losses = all(map(torch.equal, found.losses, wanted.losses))
     return losses and all(torch.equal(found.state[name], value) for name, value in wanted.state.items())
-
-
-def _joined(state: State) -> Tensor:
-    return torch.cat([state[name].double().flatten() for name in sorted(state)])

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import zerograph as zg
+from tests.harness import prepare
 from tests.models import Gpt, TrainStep, part
 from tests.peak_memory import gathered_buckets, most_alive_bytes
 from tests.pool import Pool
+from zerograph.inspection.step import Prepared
 
 FRACTIONS = (0.0, 0.5, 1.0, 2.0)
 TOO_SMALL = 1000
@@ -175,26 +177,25 @@ def test_other_budgets_are_refused(size: Any) -> None:
         zg.Config(memory_budget=size)
 
 
-def wide(budget: int | None) -> TrainStep:
+def wide(budget: int | None) -> Prepared:
     """Stage 3 over 24 MiB of parameters: the usual bucket has 3 MiB, three matrices."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24)))
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, memory_budget=budget)
-    step.compile(torch.ones(4, 512), torch.zeros(4, dtype=torch.int64))
-    return step
+    return prepare(step, torch.ones(8, 512), torch.zeros(8, dtype=torch.int64))
 
 
 def bucket_sizes() -> list[tuple[int, int, int]]:
     """(buckets, collectives, bytes sent) without a budget, with less than that takes, and with more."""
     usual = wide(None)
     found = []
-    for step in (usual, wide(usual.memory.peak - 2**20), wide(2 * usual.memory.peak)):
+    for step in (usual, wide(usual.memory.peak - 2**22), wide(2 * usual.memory.peak)):
         moved = step.collectives()
-        found.append((len(step._stores()), len(moved), sum(one.bytes for one in moved)))
+        found.append((len(step.context.buckets), len(moved), sum(one.bytes for one in moved)))
     return found
 
 
-def test_buckets_are_merged_as_far_as_the_budget_allows(pool: Pool) -> None:
-    usual, tight, ample = pool.run(2, bucket_sizes)[0]
+def test_buckets_are_merged_as_far_as_the_budget_allows() -> None:
+    usual, tight, ample = bucket_sizes()
     assert [usual[0], tight[0], ample[0]] == [8, 24, 2]
     assert ample[1] < usual[1] < tight[1]
     assert ample[2] < usual[2]

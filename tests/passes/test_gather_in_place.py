@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
+from tests.harness import Case, Predict
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
-from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.step_graph import nbytes, placeholders
@@ -57,16 +57,6 @@ class Returning(TrainStep):
         weight = self.model.head.weight
         assert isinstance(weight, Tensor)
         return loss, weight, weight.t()
-
-
-class Predicting(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        found: Tensor = self.model(x)
-        return found
 
 
 def trained(step: TrainStep, name: str, own: Any = part) -> tuple[list[Tensor], dict[str, Any]]:
@@ -170,8 +160,7 @@ def test_a_returned_parameter_stays_as_it_was(pool: Pool) -> None:
 
 def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]:
     """Rooms in one rank's graph as it is, and where one gathered bucket is read by what ``change`` adds."""
-    model = make("gpt")
-    found = TrainStep(model, adamw(model), 2, **SMALL).prepare(line(2, 0, "ranks"), *map(part, batches("gpt", 1)[0]))
+    found = Case("gpt", 2, **SMALL).prepared()
     module = found.graph_after("offload")
     (start, *_) = module.graph.find_nodes(op="call_function", target=GATHER)
     change(module.graph, next(iter(start.users)))
@@ -211,7 +200,7 @@ def predicted_between() -> tuple[bool, bool, int, float]:
     """(training as without predictions, predictions as plain, rooms, share of the predicted bytes that are alive)."""
     model, alone, plain = make("gpt"), make("gpt"), make("gpt")
     step, other = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(alone, adamw(alone), 2, **SMALL)
-    predict = Predicting(model)
+    predict = Predict(model)
     same = right = True
     for x, y in batches("gpt", STEPS):
         same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
@@ -297,31 +286,28 @@ def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> N
         assert before - taken > whole / 2
 
 
-def with_options(stage: int, options: dict[str, Any]) -> int:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), stage, **SMALL, **options)
-    (x, y), *_ = batches("gpt", 1)
-    step(part(x), part(y))
-    return len(rooms(step))
+def buffers_with(stage: int, **options: Any) -> int:
+    """Count the gather buffers of a prepared step."""
+    return len(placeholders(Case("gpt", stage, **SMALL, **options).prepared().graph.graph, "room"))
 
 
 @pytest.mark.parametrize(
     ("stage", "options"), [(3, {}), (2, {"memory_budget": "1GiB"}), (2, {"amp_dtype": torch.bfloat16})]
 )
-def test_what_comes_and_goes_or_is_cast_has_no_room(pool: Pool, stage: int, options: dict[str, Any]) -> None:
+def test_what_comes_and_goes_or_is_cast_has_no_room(stage: int, options: dict[str, Any]) -> None:
     if options.get("amp_dtype"):
         # What is computed with in fp32 anyway, scales of norms, may have one.
-        assert pool.run(2, with_options, stage, options)[0] < pool.run(2, with_options, stage, {})[0]
+        assert buffers_with(stage, **options) < buffers_with(stage)
     else:
-        assert pool.run(2, with_options, stage, options)[0] == 0
+        assert buffers_with(stage, **options) == 0
 
 
-def doubled(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+def own_backend(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     return module.forward
 
 
-def test_a_backend_of_ones_own_is_given_no_inputs_that_overlap(pool: Pool) -> None:
-    assert pool.run(2, with_options, 2, {"backend": doubled})[0] == 0
+def test_a_backend_of_ones_own_is_given_no_inputs_that_overlap() -> None:
+    assert buffers_with(2, backend=own_backend) == 0
 
 
 def stages_in_turn() -> list[tuple[int, bool, int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from tests.harness import prepare
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph.passes.recompute import recompute_cheap
@@ -87,17 +88,15 @@ def positions_of_the_head() -> tuple[int, int, int]:
     """Where backward's product with the head's weight stands, where its gradient, and where the logits' is made."""
     model = make("gpt")
     step = TrainStep(model, _adamw(model), 3)
-    (x, y), *_ = batches("gpt", 1)
-    step(part(x), part(y))
-    nodes = list(step.graph().graph.nodes)
+    nodes = list(prepare(step, *batches("gpt", 1)[0]).graph.graph.nodes)
     logits = next(n for n in nodes if n.target is aten._log_softmax_backward_data.out)
     product = next(n for n in nodes if logits < n and n.target is aten.mm.default)
     gradient = next(n for n in nodes if logits < n and n.target is aten.mm.out)
     return nodes.index(logits), nodes.index(product), nodes.index(gradient)
 
 
-def test_a_gathered_weight_is_read_before_its_gradient_takes_memory(pool: Pool) -> None:
-    logits, product, gradient = pool.run(2, positions_of_the_head)[0]
+def test_a_gathered_weight_is_read_before_its_gradient_takes_memory() -> None:
+    logits, product, gradient = positions_of_the_head()
     assert logits < product < gradient
 
 

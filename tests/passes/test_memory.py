@@ -12,28 +12,21 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.harness import Case
+from tests.models import batches, make, part
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph.ir.metadata import origin
 from zerograph.ir.step_graph import writes
 
 # Small enough that every layer of the models has several buckets.
-OPTIONS = {"bucket_size": 8192}
+BUCKET = 8192
 
 
-def compiled(name: str, stage: int, options: dict[str, Any]) -> TrainStep:
-    model = make(name)
-    step = TrainStep(model, adamw(model), stage, **options)
-    (x, y), *_ = batches(name, 1)
-    step.compile(part(x), part(y))
-    return step
-
-
+@functools.cache
 def lifetimes(name: str, stage: int) -> tuple[int, int, int]:
     """(buckets, most gradient buckets alive, most gathered buckets alive beside those that the layer needs)."""
-    step = compiled(name, stage, OPTIONS)
-    graph = step.graph().graph
+    graph = Case(name, stage, bucket_size=BUCKET).prepared().graph.graph
     gathers = gathered_buckets(graph)
     idle = 0
     for position, node in enumerate(graph.nodes):
@@ -53,27 +46,21 @@ def _used_in(graph: Any, span: range, module: str) -> bool:
     )
 
 
-@functools.cache
-def lifetimes_on_two_ranks(pool: Pool, name: str, stage: int) -> tuple[int, int, int]:
-    found: tuple[int, int, int] = pool.run(2, lifetimes, name, stage)[0]
-    return found
-
-
 @pytest.mark.parametrize("name", ["conv", "gpt_tied"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_at_most_two_buckets_of_whole_gradients_are_alive(pool: Pool, name: str, stage: int) -> None:
-    _, most, _ = lifetimes_on_two_ranks(pool, name, stage)
+def test_at_most_two_buckets_of_whole_gradients_are_alive(name: str, stage: int) -> None:
+    _, most, _ = lifetimes(name, stage)
     assert 1 <= most <= 2
 
 
 @pytest.mark.parametrize("name", ["conv", "gpt_tied"])
-def test_stage3_holds_two_buckets_of_whole_parameters_beside_the_layers_own(pool: Pool, name: str) -> None:
-    _, _, idle = lifetimes_on_two_ranks(pool, name, 3)
+def test_stage3_holds_two_buckets_of_whole_parameters_beside_the_layers_own(name: str) -> None:
+    _, _, idle = lifetimes(name, 3)
     assert idle <= 2
 
 
-def test_stage1_keeps_whole_gradients_until_backward_ends(pool: Pool) -> None:
-    count, most, _ = lifetimes_on_two_ranks(pool, "gpt", 1)
+def test_stage1_keeps_whole_gradients_until_backward_ends() -> None:
+    count, most, _ = lifetimes("gpt", 1)
     assert most == count > 2
 
 
@@ -95,8 +82,7 @@ class _Watch(TorchDispatchMode):
 
 def gathered_at_once(stage: int) -> tuple[int, int]:
     """(most gathered buckets whose memory was held at once, number of buckets), in a step that really ran."""
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), stage, **OPTIONS)
+    step = Case("gpt", stage, bucket_size=BUCKET).step()
     (x, y), (x2, y2) = batches("gpt", 2)
     step(part(x), part(y))
     with _Watch() as watch:
@@ -113,8 +99,7 @@ def test_a_running_stage3_step_holds_few_gathered_buckets(pool: Pool) -> None:
 
 def bytes_at_rest(name: str, stage: int, small: int) -> tuple[int, int]:
     """(bytes that the step says it holds, bytes of storage reachable from model and step) after a step."""
-    model = make(name)
-    step = TrainStep(model, adamw(model), stage, shard_min_size=small)
+    step = Case(name, stage, shard_min_size=small).step()
     (x, y), *_ = batches(name, 1, 12)
     step(part(x), part(y))
     storages = {}
@@ -145,10 +130,11 @@ def test_data_parallel_holds_the_whole_state(pool: Pool) -> None:
 
 def in_place(stage: int) -> tuple[list[str], list[bool]]:
     """Writes that are still copies, and whether each store's tensors are the same memory after a step."""
-    step = compiled("gpt", stage, {})
+    step = Case("gpt", stage).step()
+    (x, y), *_ = batches("gpt", 1)
+    step.compile(part(x), part(y))
     copies = [state.name for _, state, _ in writes(step.graph().graph)]
     before = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
-    (x, y), *_ = batches("gpt", 1)
     step(part(x), part(y))
     after = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
     return copies, [a == b for a, b in zip(before, after, strict=True)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.harness import prepare
 from tests.models import TrainStep, part
 from tests.pool import Pool
 from zerograph import Collective
@@ -94,9 +95,7 @@ def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
 def collectives(stage: int, tied: bool, length: int, amp: torch.dtype | None = None) -> list[Collective]:
     step = step_of(make(tied), stage)
     step.config.amp_dtype = amp
-    x, y = batches(8, length)[0]
-    step.compile(part(x), part(y))
-    return step.collectives()
+    return prepare(step, *batches(8, length)[0]).collectives()
 
 
 def moved(planned: list[Collective]) -> float:
@@ -104,8 +103,8 @@ def moved(planned: list[Collective]) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_table_larger_than_the_batch_is_not_gathered(pool: Pool, stage: int) -> None:
-    planned = pool.run(2, collectives, stage, False, 4)[0]
+def test_a_table_larger_than_the_batch_is_not_gathered(stage: int) -> None:
+    planned = collectives(stage, False, 4)
     assert moved(planned) == 0
     tokens = 8 * 4
     # Half of it goes to the other rank: indices there, rows back, and their gradients there.
@@ -114,20 +113,20 @@ def test_a_table_larger_than_the_batch_is_not_gathered(pool: Pool, stage: int) -
     assert [one.bytes for one in planned if one.kind == "all-gather"].count(tokens * 8 / 2) == 1
 
 
-def test_nor_is_its_compute_copy(pool: Pool) -> None:
-    planned = pool.run(2, collectives, 2, False, 4, torch.bfloat16)[0]
+def test_nor_is_its_compute_copy() -> None:
+    planned = collectives(2, False, 4, torch.bfloat16)
     assert moved(planned) == 0
     # Rows come in the compute dtype; the gradients of these, which autocast has in fp32, go in fp32.
     assert sorted(one.bytes for one in planned if one.bytes >= 8 * 4 * WIDTH) == [8 * 4 * WIDTH, 8 * 4 * WIDTH * 2]
 
 
-def test_data_parallel_gathers_the_sum_rather_than_reducing_it(pool: Pool) -> None:
-    assert moved(pool.run(2, collectives, 0, False, 4)[0]) == TABLE / 2
+def test_data_parallel_gathers_the_sum_rather_than_reducing_it() -> None:
+    assert moved(collectives(0, False, 4)) == TABLE / 2
 
 
 @pytest.mark.parametrize(("tied", "length"), [(True, 4), (False, 256)])
-def test_a_table_that_is_read_whole_or_by_many_is_gathered(pool: Pool, tied: bool, length: int) -> None:
-    assert moved(pool.run(2, collectives, 2, tied, length)[0]) == TABLE
+def test_a_table_that_is_read_whole_or_by_many_is_gathered(tied: bool, length: int) -> None:
+    assert moved(collectives(2, tied, length)) == TABLE
 
 
 def look_up_nothing(token: int) -> str:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.harness import Case
+from tests.models import batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
 from zerograph.runtime.wire import collectives, selection
@@ -64,10 +65,9 @@ def sent() -> Iterator[list[int]]:
 
 def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
     """(planned collectives, bytes sent by exchanges, messages)."""
-    model = make(name)
     every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
     with patch.object(selection, "select_exchanges", lambda job: every):
-        step = TrainStep(model, adamw(model), stage, bucket_size=8192)
+        step = Case(name, stage, bucket_size=8192).step()
         (x, y), (x2, y2) = batches(name, 2, 12)
         step(part(x), part(y))
     with sent() as messages:
@@ -90,8 +90,7 @@ def traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str
 
 
 def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[str], int]:
-    model = make(name)
-    step = TrainStep(model, adamw(model), stage, bucket_size=8192)
+    step = Case(name, stage, bucket_size=8192).step()
     (x, y), (x2, y2), (x3, y3) = batches(name, 3, 12)
     step(part(x), part(y))
     ranks = torch.distributed.get_world_size()
@@ -150,16 +149,13 @@ def _unread_by_backward(model: str, parameter: str) -> bool:
 
 
 def gathers(stage: int) -> Counter[tuple[str, ...]]:
-    model = make("gpt_tied")
-    step = TrainStep(model, adamw(model), stage, bucket_size=8192)
-    (x, y), *_ = batches("gpt_tied", 1)
-    step.compile(part(x), part(y))
-    return Counter(one.tensors for one in step.collectives() if one.kind == "all-gather")
+    collectives = Case("gpt_tied", stage, bucket_size=8192).prepared().collectives()
+    return Counter(one.tensors for one in collectives if one.kind == "all-gather")
 
 
-def test_stage2_gathers_each_bucket_once_and_stage3_twice(pool: Pool) -> None:
-    assert set(pool.run(2, gathers, 2)[0].values()) == {1}
-    counts = pool.run(2, gathers, 3)[0]
+def test_stage2_gathers_each_bucket_once_and_stage3_twice() -> None:
+    assert set(gathers(2).values()) == {1}
+    counts = gathers(3)
     for tensors, count in counts.items():
         # Backward reads every weight but those of embeddings and, here, no bias alone in its bucket.
         assert count == (1 if all(_unread_by_backward("gpt_tied", t.removeprefix("model.")) for t in tensors) else 2)

@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
 
+from tests.harness import Case, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
@@ -37,12 +38,9 @@ def _small_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def emitted(model: nn.Module, stage: int) -> fx.Graph:
     step = TrainStep(model, adamw(model), stage, backend="eager", **OPTIONS)
-    (x, y), *_ = batches("gpt", 1)
-    step.compile(part(x), part(y))
-    return step.graph().graph
+    return prepare(step, *batches("gpt", 1)[0]).graph.graph
 
 
-@every_size
 def pieces_of(layers: int, stage: int) -> tuple[int, int]:
     """(pieces, distinct pieces)"""
     torch.manual_seed(0)
@@ -51,20 +49,16 @@ def pieces_of(layers: int, stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stage", [3])
-def test_deeper_models_have_more_pieces_but_no_other_ones(pool: Pool, stage: int) -> None:
-    few, distinct = pool.run(2, pieces_of, 4, stage)[0]
-    many, deeper = pool.run(2, pieces_of, 8, stage)[0]
+def test_deeper_models_have_more_pieces_but_no_other_ones(stage: int) -> None:
+    few, distinct = pieces_of(3, stage)
+    many, deeper = pieces_of(6, stage)
     assert many > few > distinct
     assert deeper == distinct
 
 
-@every_size
 def lifetimes(stage: int) -> list[tuple[int, int]]:
     """Most buckets alive at once, as emitted and with pieces: gathered ones, and whole gradients."""
-    step = TrainStep(model := make("gpt"), adamw(model), stage, **OPTIONS)
-    (x, y), *_ = batches("gpt", 1)
-    step.compile(part(x), part(y))
-    graph = step.graph()
+    graph = Case("gpt", stage, **OPTIONS).prepared().graph
     program = cut(graph.graph)
     functions: dict[Piece, Any] = {one: _never for one in program if isinstance(one, Piece)}
     made = inductor.emit(graph, program, functions).graph
@@ -79,21 +73,16 @@ def _never(*_: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("stage", [3])
-def test_no_bucket_lives_longer_for_a_piece(pool: Pool, stage: int) -> None:
-    for before, after in pool.run(2, lifetimes, stage)[0]:
+def test_no_bucket_lives_longer_for_a_piece(stage: int) -> None:
+    for before, after in lifetimes(stage):
         assert 0 < after <= before
 
 
-@every_size
-def collectives_in_order(stage: int) -> tuple[list[str], list[str]]:
-    graph = emitted(make("gpt"), stage)
+def test_collectives_keep_their_order() -> None:
+    graph = emitted(make("gpt"), 3)
     names = [node.name for node in graph.nodes if "_c10d_functional" in str(node.target)]
-    return names, [one.name for one in cut(graph) if isinstance(one, fx.Node) and one.name in names]
-
-
-def test_collectives_keep_their_order(pool: Pool) -> None:
-    for before, after in pool.run(2, collectives_in_order, 3):
-        assert after == before
+    assert names
+    assert [one.name for one in cut(graph) if isinstance(one, fx.Node) and one.name in names] == names
 
 
 @every_size
@@ -227,23 +216,24 @@ def test_a_process_that_is_stuck_holds_nobody_up(tmp_path: Path, monkeypatch: py
         assert compile_cache.share({"first": lambda: "1"}) == {"first": "1"}
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
 def numbers_made_in_pieces() -> list[str]:
     torch.manual_seed(0)
     model = Gpt(False, layers=1)
     step = TrainStep(model, torch.optim.AdamW(model.parameters()), 2, backend="eager", **OPTIONS)
-    (x, y), *_ = batches("gpt", 1)
-    step.compile(part(x), part(y))
-    graph = step.graph().graph
+    graph = prepare(step, *batches("gpt", 1)[0]).graph.graph
     assert any(node.target is torch.ops.aten.pow.Scalar for node in graph.nodes)
     return [
         str(node.target)
         for one in cut(graph)
         if isinstance(one, Piece)
         for node in one.nodes
-        if all(value.meta["val"].dim() == 0 for value in (node, *node.all_input_nodes))
+        if all(is_number(value.meta["val"]) for value in (node, *node.all_input_nodes))
     ]
 
 
-@every_size
-def test_powers_of_adams_betas_are_made_once_not_in_the_loop_over_the_bucket(pool: Pool) -> None:
-    assert pool.run(2, numbers_made_in_pieces)[0] == []
+def test_powers_of_adams_betas_are_made_once_not_in_the_loop_over_the_bucket() -> None:
+    assert numbers_made_in_pieces() == []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import prepare
 from tests.models import part
 from tests.pool import Pool
 
@@ -298,9 +299,9 @@ def traffic(stages: list[int], p: float) -> list[list[Counter[tuple[str, int]]]]
         (x, y), *_ = data(torch.float32, 1)
         for stage, pair in zip(stages, found, strict=True):
             step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-            step.compile(part(x), part(y))
-            assert len(step._stores()) > 2
-            pair.append(Counter((one.kind, one.tensor_bytes) for one in step.collectives()))
+            prepared = prepare(step, x, y)
+            assert len(prepared.context.buckets) > 2
+            pair.append(Counter((one.kind, one.tensor_bytes) for one in prepared.collectives()))
     return found
 
 
@@ -310,14 +311,14 @@ def loss_only(model: nn.Module, _: Any, x: Tensor, y: Tensor) -> Loss:
     return loss
 
 
-def test_clipping_costs_one_all_reduce_of_a_scalar(pool: Pool) -> None:
-    for without, clipped in pool.run(2, traffic, [0, 1, 2, 3], 2.0)[0]:
+def test_clipping_costs_one_all_reduce_of_a_scalar() -> None:
+    for without, clipped in traffic([0, 1, 2, 3], 2.0):
         assert clipped - without == Counter({("all-reduce", 8): 1})
         assert without - clipped == Counter()
 
 
-def test_clipping_by_the_largest_gathers_one_number_of_each_rank(pool: Pool) -> None:
-    for without, clipped in pool.run(2, traffic, [0, 3], float("inf"))[0]:
+def test_clipping_by_the_largest_gathers_one_number_of_each_rank() -> None:
+    for without, clipped in traffic([0, 3], float("inf")):
         assert clipped - without == Counter({("all-gather", 2 * 4): 1})
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph as zg
+from tests.harness import Predict
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
@@ -97,15 +98,6 @@ def test_several_optimizers_groups_and_schedulers(pool: Pool) -> None:
     assert losses == pytest.approx(wanted, rel=1e-5)
     for name, value in wanted_state.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
-
-
-class Predict(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def predict_after_training(stage: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.region import local
@@ -55,20 +56,6 @@ class Model(nn.Module):
         return self.last(x + out).square().mean() + 0.01 * load
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        if stage:
-            self.set_zero_mode("distributed_split", stage=stage)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x)
-        loss.backward()
-        return loss
-
-
 def as_region(module: nn.Module) -> nn.Module:
     return zg.local(module, outputs=[zg.sbp.split(0), zg.sbp.partial_sum])
 
@@ -100,7 +87,7 @@ def on_two_ranks() -> dict[str, Any]:
     trained = []
     for stage in (0, 3):
         model = Model(as_region)
-        step = Step(model, stage)
+        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), stage)
         losses = [step(part(x)) for x in data()]
         names = {name for name, _ in step.model.named_parameters()}
         state = step.state_dict()["modules"]["model"]
@@ -169,7 +156,7 @@ def test_ranks_route_their_own_tokens(pool: Pool) -> None:
 
 def test_one_rank_computes_what_the_module_computes() -> None:
     model, plain = Model(as_region), Model()
-    step = Step(model, 2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2)
     for x in data(1):
         torch.testing.assert_close(step(x), plain(x).detach())
     assert step.graph("capture").graph.find_nodes(op="call_function", target=local)

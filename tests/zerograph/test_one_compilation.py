@@ -8,36 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-import zerograph as zg
-from tests.harness import inputs
-
-Make = Callable[[Any], torch.optim.Optimizer]
+from tests.harness import LossStep, MakeOptimizer, inputs, sum_of_squares, two_layers, update_plainly
 
 
-class Training(zg.ZeroGraph):
-    def __init__(self, made: nn.Module, make: Make, schedule: Callable[[Any], LRScheduler] | None = None) -> None:
-        super().__init__()
-        self.model = made
-        optimizer = make(made.parameters())
-        self.add_optimizer(optimizer, None if schedule is None else schedule(optimizer))
-        self.set_zero_mode("distributed_split", stage=1)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().sum()
-        loss.backward()
-        return loss
+def step_of(model: nn.Module, make: MakeOptimizer, schedule: Callable[[Any], LRScheduler] | None = None) -> LossStep:
+    optimizer = make(model.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
+    return LossStep(model, optimizer, 1, sum_of_squares, scheduler, backend="eager")
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
-
-
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "SGD with Nesterov momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "SGD with momentum, upwards": lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9, maximize=True),
@@ -48,13 +31,11 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_first_update_is_plain_pytorchs_bit_by_bit_and_needs_no_compilation_of_its_own(name: str) -> None:
-    plain = model()
+    plain = two_layers()
     optimizer = OPTIMIZERS[name](plain.parameters())
-    step = Training(copy.deepcopy(plain), OPTIMIZERS[name])
+    step = step_of(copy.deepcopy(plain), OPTIMIZERS[name])
     for x in inputs([4, 4, 4]):
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        optimizer.step()
+        update_plainly(plain, optimizer, sum_of_squares, x)
         step(x)
         state = step.state_dict()
         for key, value in state["modules"]["model"].items():
@@ -70,11 +51,11 @@ def test_the_first_update_is_plain_pytorchs_bit_by_bit_and_needs_no_compilation_
 
 def test_a_gradient_of_minus_zero_is_the_first_momentum() -> None:
     """Zero times the momentum plus the gradient would be 0.0."""
-    made = nn.Linear(1, 1, bias=False).double()
-    step = Training(made, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    layer = nn.Linear(1, 1, bias=False).double()
+    step = step_of(layer, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     with torch.no_grad():
-        made.weight.fill_(1.0)
-    plain = copy.deepcopy(made)
+        layer.weight.fill_(1.0)
+    plain = copy.deepcopy(layer)
     x = torch.tensor([[-0.0]], dtype=torch.float64)
     plain(x).square().sum().backward()
     assert plain.weight.grad is not None
@@ -85,14 +66,12 @@ def test_a_gradient_of_minus_zero_is_the_first_momentum() -> None:
 
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_a_schedule_that_cycles_momentum_needs_no_second_compilation(name: str) -> None:
-    step = Training(model(), OPTIMIZERS[name], lambda optimizer: OneCycleLR(optimizer, 0.1, 10))
-    plain = model()
+    step = step_of(two_layers(), OPTIMIZERS[name], lambda optimizer: OneCycleLR(optimizer, 0.1, 10))
+    plain = two_layers()
     optimizer = OPTIMIZERS[name](plain.parameters())
     schedule = OneCycleLR(optimizer, 0.1, 10)
     for x in inputs([4, 4, 4]):
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        optimizer.step()
+        update_plainly(plain, optimizer, sum_of_squares, x)
         schedule.step()
         step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
@@ -100,13 +79,11 @@ def test_a_schedule_that_cycles_momentum_needs_no_second_compilation(name: str) 
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), torch.optim.Rprop])
-def test_an_update_whose_beginning_is_no_constant_is_compiled_by_itself(make: Make) -> None:
-    step = Training(model(), make)
-    plain = model()
+def test_an_update_whose_beginning_is_no_constant_is_compiled_by_itself(make: MakeOptimizer) -> None:
+    step = step_of(two_layers(), make)
+    plain = two_layers()
     optimizer = make(plain.parameters())
     for x in inputs([4, 4, 4]):
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        optimizer.step()
+        update_plainly(plain, optimizer, sum_of_squares, x)
         step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)

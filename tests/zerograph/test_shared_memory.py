@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Step
+from tests.harness import Predict, Step
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 
@@ -25,15 +25,6 @@ class Pair(nn.Module):
 
 def step_of(model: Pair) -> Step:
     return Step(model, lambda model, x: model(x).square().mean())
-
-
-class Predict(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def tied_by_data(model: Pair) -> None:

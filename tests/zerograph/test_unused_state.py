@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import inputs
+from tests.harness import LossStep, MakeOptimizer, inputs, sum_of_squares, two_layers, update_plainly
 from tests.models import part
 from tests.pool import Pool
 
-Make = Callable[[Any], torch.optim.Optimizer]
+
+def step_of(make: MakeOptimizer, stage: int = 1) -> LossStep:
+    model = two_layers()
+    return LossStep(model, make(model.parameters()), stage, sum_of_squares, backend="eager")
 
 
-class Training(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, make: Make, stage: int = 1) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(make(model.parameters()))
-        self.set_zero_mode("distributed_split", stage=stage)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().sum()
-        loss.backward()
-        return loss
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
-
-
-def sgd(**options: Any) -> Make:
+def sgd(**options: Any) -> MakeOptimizer:
     return lambda p: torch.optim.SGD(p, lr=0.05, **options)
 
 
 # The optimizer, and the hyperparameters of the steps, one after another.
-CASES: dict[str, tuple[Make, list[dict[str, Any]]]] = {
+CASES: dict[str, tuple[MakeOptimizer, list[dict[str, Any]]]] = {
     "momentum": (sgd(momentum=0.9), [{}, {"momentum": 0.0}, {}, {"momentum": 0.9}, {}]),
     "momentum, twice": (sgd(momentum=0.9), [{}, *({"momentum": m} for m in (0.0, 0.8, 0.0, 0.7))]),
     "momentum later": (sgd(), [{}, {"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.9}]),
@@ -74,7 +56,7 @@ def change(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
 def trained(name: str, stage: int) -> tuple[list[dict[str, Any]], list[int]]:
     """(state after each step, number of the store of the first parameter)."""
     make, changes = CASES[name]
-    step = Training(model(), make, stage)
+    step = step_of(make, stage)
     states, serials = [], []
     for x, options in zip(inputs([8] * len(changes)), changes, strict=True):
         change(step._optimizers[0], options)
@@ -86,13 +68,11 @@ def trained(name: str, stage: int) -> tuple[list[dict[str, Any]], list[int]]:
 
 def check(name: str, states: list[dict[str, Any]]) -> None:
     make, changes = CASES[name]
-    plain = model()
+    plain = two_layers()
     optimizer = make(plain.parameters())
     for x, options, state in zip(inputs([8] * len(changes)), changes, states, strict=True):
         change(optimizer, options)
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        optimizer.step()
+        update_plainly(plain, optimizer, sum_of_squares, x)
         torch.testing.assert_close(state["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
         wanted = optimizer.state_dict()["state"]
         found = state["optimizers"][0]["state"]
@@ -119,7 +99,7 @@ def test_switching_between_updates_moves_no_state() -> None:
 
 
 def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None:
-    step = Training(model(), sgd(momentum=0.9))
+    step = step_of(sgd(momentum=0.9))
     batches = inputs([8] * 4)
     step(batches[0])
     state = step.state_dict()
@@ -128,7 +108,7 @@ def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None
         lambda other: other.load_state_dict(state),
         lambda other: other.load(tmp_path / "checkpoint"),
     ):
-        other = Training(model(), sgd(momentum=0.9))
+        other = step_of(sgd(momentum=0.9))
         load(other)
         change(other._optimizers[0], {"momentum": 0.0})
         other(batches[1])
@@ -139,9 +119,9 @@ def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None
 
 def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> None:
     make = sgd(momentum=0.9, dampening=0.5)
-    step = Training(model(), make)
+    step = step_of(make)
     empty = copy.deepcopy(step.state_dict())
-    plain = model()
+    plain = two_layers()
     optimizer = make(plain.parameters())
     x, *_ = inputs([8])
     for momentum in (0.9, 0.0, 0.9):
@@ -152,9 +132,7 @@ def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> Non
         change(step._optimizers[0], {"momentum": momentum})
         change(optimizer, {"momentum": momentum})
         step(x)
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        optimizer.step()
+        update_plainly(plain, optimizer, sum_of_squares, x)
         found = step.state_dict()
         torch.testing.assert_close(found["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
         assert [set(one) for one in found["optimizers"][0]["state"].values()] == [
@@ -163,7 +141,7 @@ def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> Non
 
 
 def test_state_that_an_update_needs_and_no_step_made_is_an_error_before_anything_changes() -> None:
-    step = Training(model(), lambda p: torch.optim.AdamW(p, lr=0.01))
+    step = step_of(lambda p: torch.optim.AdamW(p, lr=0.01))
     x, *_ = inputs([8])
     step(x)
     before = step.state_dict()
@@ -177,7 +155,7 @@ def test_state_that_an_update_needs_and_no_step_made_is_an_error_before_anything
 
 
 def test_unused_state_of_another_shape_is_an_error_before_anything_changes() -> None:
-    step = Training(model(), sgd())
+    step = step_of(sgd())
     state = step.state_dict()
     state["optimizers"][0]["state"] = {0: {"rows": torch.ones(6)}}
     step.load_state_dict(state)
