@@ -21,10 +21,11 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.layout import Planned
 from zerograph.compiler.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
+from zerograph.compiler.preparation import check_target
 from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError, PlacementError
+from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.inspected import Inspected
@@ -269,14 +270,7 @@ class ZeroGraph(Inspected, Stateful):
         self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
     ) -> tuple[Members, Batch, Hashable]:
         """Return the members and the batch as they would be on the mesh and device, and the key of their capture."""
-        if (
-            not isinstance(mesh, Mesh)
-            or not mesh.size
-            or any(a >= n for a, n in zip(mesh.position, mesh.shape, strict=True))
-        ):
-            raise PlacementError(f"prepare({mesh!r:.80}): pass a mesh, such as zerograph.mesh.line(1024, 0, 'ranks')")
-        if device not in ("cpu", "cuda", "meta"):
-            raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
+        check_target(mesh, device)
         refuse_hooks_before(self._optimizers)
         members = replace(self._members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()

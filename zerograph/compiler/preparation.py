@@ -18,6 +18,7 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
+from zerograph.errors import PlacementError
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import meta
@@ -46,6 +47,22 @@ class Observer(Protocol):
 
     def prepared(self, step: PreparedStep, rank: int) -> None:
         """Receive the prepared step."""
+
+
+def check_target(mesh: Mesh, device: str) -> None:
+    """Check that a step can be prepared for a rank of ``mesh`` and for ``device``.
+
+    Raises:
+        PlacementError: there is no such mesh, rank or device.
+    """
+    if (
+        not isinstance(mesh, Mesh)
+        or not mesh.size
+        or any(a >= n for a, n in zip(mesh.position, mesh.shape, strict=True))
+    ):
+        raise PlacementError(f"prepare({mesh!r:.80}): pass a mesh, such as zerograph.mesh.line(1024, 0, 'ranks')")
+    if device not in ("cpu", "cuda", "meta"):
+        raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
 
 
 def lay_out(
