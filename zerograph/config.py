@@ -24,7 +24,7 @@ from zerograph.base.options import (
     option,
     whole_number,
 )
-from zerograph.base.sizes import in_bytes as in_bytes
+from zerograph.base.sizes import in_bytes
 from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint
@@ -35,7 +35,7 @@ from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
 def _refusing_unknown(config: type[Config]) -> type[Config]:
-    """Let the constructor refuse unknown names as assignment does: with the closest name."""
+    """Make the constructor refuse an unknown name as assignment does, with the closest name."""
     init = config.__init__
 
     @functools.wraps(init)
@@ -100,7 +100,7 @@ class Config:
     passes: tuple[PassEdit, ...] = option(
         (),
         Check(
-            lambda value: isinstance(value, tuple) and all(isinstance(one, PassEdit) for one in value),
+            lambda value: isinstance(value, tuple) and all(isinstance(edit, PassEdit) for edit in value),
             "give a tuple of zg.PassEdit.before(), after(), replace() or disable()",
         ),
         """Passes of your own and changes of the pipeline, as :class:`zerograph.PassEdit`, made in order; the same on
@@ -222,7 +222,7 @@ class Config:
         Check(
             lambda value: (
                 value is None
-                or (isinstance(value, tuple) and bool(value) and all(one in (Split(0), broadcast) for one in value))
+                or (isinstance(value, tuple) and bool(value) and all(sbp in (Split(0), broadcast) for sbp in value))
             ),
             "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension",
         ),
@@ -281,47 +281,51 @@ class Config:
         parameters alone, and anything computed from a sum over the batch by more than scaling it.""",
     )
 
-    # That which enable_amp() made last.
+    # The scaler that enable_amp() created last.
     _amps_scaler: ClassVar[GradScaler | None] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_name(name)
-        wrong = _CHECKS[name].complaint(value)
-        if wrong:
-            raise ConfigError(f"{name} = {value!r}: {wrong}")
+        message = _CHECKS[name].complaint(value)
+        if message:
+            raise ConfigError(f"{name} = {value!r}: {message}")
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"option {name!r} cannot be deleted: set it to its default, {getattr(Config, name, None)!r}")
 
-    if not TYPE_CHECKING:  # mypy tells of names that do not exist, unless it sees this
+    if not TYPE_CHECKING:  # with it mypy would accept unknown names
 
         def __getattr__(self, name: str) -> Any:
-            # Those that Python itself looks for are no mistake.
+            # Python itself looks for private names.
             raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
     def enable_zero(
         self, mode: bool | str = True, *, stage: int | Literal["auto"] = 1, shard_min_size: int = 0
     ) -> None:
-        """Choose ZeRO's mode and stage: True means ``"distributed_split"``, False means ``"off"``.
+        """Set ZeRO's ``mode``, ``stage`` and ``shard_min_size``.
+
+        Args:
+            mode: True means ``"distributed_split"``, False means ``"off"``.
 
         Raises:
-            ConfigError: no such mode or stage; nothing is changed then.
+            ConfigError: there is no such mode or stage. Nothing is changed.
         """
         if not isinstance(mode, (str, bool)):
             raise ConfigError(f"enable_zero({mode!r:.60}): give True, False or a mode, and the stage as stage=")
-        wanted = mode if isinstance(mode, str) else MODES[0] if mode else "off"
-        new = Config(mode=wanted, stage=stage, shard_min_size=shard_min_size)
+        mode_name = mode if isinstance(mode, str) else MODES[0] if mode else "off"
+        new = Config(mode=mode_name, stage=stage, shard_min_size=shard_min_size)
         self.mode, self.stage, self.shard_min_size = new.mode, new.stage, new.shard_min_size
 
     def enable_amp(self, enabled: bool = True, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Mixed precision: compute in ``dtype``, bf16 or fp16, keep fp32 masters. For fp16 the loss is scaled.
+        """Turn mixed precision on or off: compute in ``dtype``, keep fp32 master weights. For fp16 the loss is scaled.
 
-        With fp16 ``grad_scaler`` becomes a ``GradScaler()`` unless there is one. bf16 drops that again, but no scaler
-        that was set otherwise; False drops any.
+        Args:
+            enabled: False also removes ``grad_scaler``.
+            dtype: fp16 sets ``grad_scaler`` to a ``GradScaler()`` if there is none; bf16 removes only that one again.
 
         Raises:
-            ConfigError: no such dtype; nothing is changed then.
+            ConfigError: there is no such dtype. Nothing is changed.
         """
         if not isinstance(enabled, bool):
             raise ConfigError(f"enable_amp({enabled!r}): give True or False, and the dtype as dtype=")
@@ -336,12 +340,12 @@ class Config:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """``grad_scaler``, where it is to be used."""
-        found = self.grad_scaler
-        return found if found is not None and found.enabled else None
+        """``grad_scaler`` if it is enabled, else None."""
+        scaler = self.grad_scaler
+        return scaler if scaler is not None and scaler.enabled else None
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Set ``gradient_accumulation_steps``; OneFlow's spelling."""
+        """Set ``gradient_accumulation_steps``, under OneFlow's name."""
         self.gradient_accumulation_steps = steps
 
     def offload_optimizer(
@@ -353,27 +357,25 @@ class Config:
         *,
         keep_files: bool = False,
     ) -> None:
-        """Let the optimizer's state rest elsewhere than on the device; the numbers stay the same.
+        """Offload the optimizer's state. Numbers stay the same.
 
-        Of a model on an accelerator split parameters and their update are on the CPU too: shards go up for each
-        gather, in the compute dtype, and reduced gradients down, both on a stream of their own beside the computation.
-        An optimizer with ``fused=True`` then updates each bucket by its kernel for the CPU. It needs a ZeRO stage, of
-        one rank as well; parameters below ``shard_min_size`` stay. Of a model on the CPU only files change anything.
+        For a model on an accelerator, split parameters and their update are offloaded to the CPU too: a separate stream
+        copies shards to the accelerator for each gather, in the compute dtype, and reduced gradients to the CPU. An
+        optimizer with ``fused=True`` uses its CPU kernel. This needs a ZeRO stage, on one rank too. Parameters below
+        ``shard_min_size`` stay on the accelerator. For a model on the CPU only ``"nvme"`` has an effect.
 
         Args:
-            device: ``"cpu"``: in the memory of the CPU. ``"nvme"``: in files, one for each rank, read ahead and
-                written behind while other buckets are updated, past the page cache where the file system can. Three
-                buckets of state are in memory at once: a smaller ``bucket_size`` makes that less. None: back to the
-                default, on the device.
-            pin_memory: keep shards in pinned memory, which an accelerator copies from by itself.
-            fast_init: zeros that state begins with are not written to a new file, whose empty blocks read as such;
-                False writes them, so that the first step finds all blocks in use.
-            nvme_path: the directory of the files. It must exist, be writable, and have room for all of the state,
-                which is asked for before the first step.
-            keep_files: leave the files behind; else they go when the process exits, or the graph does.
+            device: ``"cpu"``: CPU memory. ``"nvme"``: one file for each rank, read and written while other buckets are
+                updated, with direct I/O where possible. The state of three buckets is in memory at once; a smaller
+                ``bucket_size`` lowers that. None, the default: the device of the model.
+            pin_memory: keep shards in pinned memory, from which an accelerator copies asynchronously.
+            fast_init: do not write the initial zeros to a new file, whose empty blocks read as zeros. False allocates
+                all blocks before the first step.
+            nvme_path: the directory of the files. It must be writable and have space for all of the state.
+            keep_files: keep the files when the process exits or the graph is deleted.
 
         Raises:
-            ConfigError: no such device, or no ``nvme_path``; nothing is changed then.
+            ConfigError: there is no such device, or ``nvme_path`` is missing. Nothing is changed.
         """
         self.optimizer_offload = _offload(device, nvme_path, pin_memory, fast_init, 0, keep_files)
 
@@ -386,49 +388,49 @@ class Config:
         *,
         keep_files: bool = False,
     ) -> None:
-        """Let split parameters rest elsewhere than on the device, at ZeRO stage 3; the numbers stay the same.
+        """Offload split parameters, at ZeRO stage 3. Numbers stay the same.
 
-        Of a model on an accelerator shards are updated where they rest, so ``offload_optimizer`` must be set as well;
-        then they are in the memory of the CPU at every stage, and only ``"nvme"`` says more. Parameters that are whole
-        on each rank, below ``shard_min_size``, stay in memory.
+        For a model on an accelerator ``offload_optimizer`` must be set too, because shards are updated where they are
+        stored. That already keeps shards in CPU memory at every stage, so only ``"nvme"`` adds to it. Parameters below
+        ``shard_min_size``, which are whole on each rank, stay in memory.
 
         Args:
-            device: ``"cpu"``, or ``"nvme"``: in files, as :meth:`offload_optimizer` does it; read for each gather,
-                which sends what was read on, and for the update. None: back to the default, on the device.
-            max_in_cpu: with files, the most bytes of a rank's parameters that stay in memory all the same.
-            pin_memory, nvme_path, keep_files: as there.
+            device: ``"cpu"``, or ``"nvme"``: files, as for :meth:`offload_optimizer`, which are read for each gather
+                and for the update. None, the default: the device of the model.
+            max_in_cpu: with ``"nvme"``, bytes of a rank's parameters that stay in memory.
+            pin_memory, nvme_path, keep_files: as for :meth:`offload_optimizer`.
 
         Raises:
-            ConfigError: no such device, or no ``nvme_path``; nothing is changed then.
+            ConfigError: there is no such device, or ``nvme_path`` is missing. Nothing is changed.
         """
         self.parameter_offload = _offload(device, nvme_path, pin_memory, True, max_in_cpu, keep_files)
 
     @property
     def policy(self) -> ZeroPolicy:
-        """What the mode and stage decide.
+        """The ZeRO policy of the mode and stage.
 
         Raises:
-            ConfigError: the stage is ``"auto"``, and nothing is chosen yet.
+            ConfigError: the stage is ``"auto"``, and not chosen yet.
         """
         if self.stage != "auto":
             return policy(self.mode, self.stage)
         if self.mode == "off":
             return policy(self.mode, 1)
         raise ConfigError(
-            "config.stage is 'auto': which one it is the first call of the graph decides\n"
-            "Call it, or give 1, 2 or 3; zg.plan(..., stage='auto') looks for it without running anything."
+            "config.stage is 'auto': the first call of the graph chooses the stage\n"
+            "Call it, or set 1, 2 or 3; zg.plan(..., stage='auto') searches for it without running anything."
         )
 
     @property
     def memory_bytes(self) -> int | None:
-        """``memory_budget`` in bytes, or None."""
+        """``memory_budget`` in bytes; None without budget."""
         return None if self.memory_budget is None else in_bytes(self.memory_budget)
 
     def batch_on(self, mesh_dims: int) -> NdSbp:
-        """SBP of plain input tensors on a mesh of so many dimensions.
+        """Return the SBP of plain input tensors on a mesh of ``mesh_dims`` dimensions.
 
         Raises:
-            PlacementError: ``batch_sbp`` has another number of SBPs.
+            PlacementError: ``batch_sbp`` has another number of entries.
         """
         return (Split(0),) * mesh_dims if self.batch_sbp is None else nd_sbp(self.batch_sbp, mesh_dims)
 
@@ -436,8 +438,8 @@ class Config:
         """Return the mesh dimension along which ZeRO splits.
 
         Args:
-            inputs: how the tensors of the batch are placed; where none is split, ``batch_sbp`` counts.
-            parameters: how the user placed parameters.
+            inputs: placements of the batch's tensors; if none is split, ``batch_sbp`` counts.
+            parameters: placements that the user gave parameters.
 
         Raises:
             PlacementError: the mesh has no such dimension.
@@ -451,11 +453,11 @@ class Config:
         return self.zero_dim
 
     def key(self) -> tuple[Any, ...]:
-        """All options' values: equal where the compiled step may be the same."""
+        """Return all options' values: a compiled step is for one such key."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def shown(self, *, changed: bool = False) -> str:
-        """Show all options in words that are equal on all ranks, or only ``changed`` ones after mode and stage."""
+        """Return the options as text that is equal on all ranks; with ``changed`` only mode, stage and changed ones."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if changed:
             default = Config()
@@ -467,11 +469,11 @@ class Config:
 
 def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
     """Return the mesh dimensions along which any of them is split."""
-    return {dim for sbp in sbps for dim, one in enumerate(sbp) if isinstance(one, Split)}
+    return {dim for sbp in sbps for dim, entry in enumerate(sbp) if isinstance(entry, Split)}
 
 
 def check_name(name: Any) -> None:
-    """Raise a ConfigError, with the nearest name and all names, if there is no such option."""
+    """Raise a :class:`ConfigError` that names the closest option if there is no option ``name``."""
     if name not in _CHECKS:
         raise ConfigError(_unknown(name))
 
@@ -482,10 +484,10 @@ def _unknown(name: Any) -> str:
     return f"there is no option {name!r:.60}{hint}\nOptions: {', '.join(_CHECKS)}."
 
 
-def _offload(device: Any, nvme_path: Any, *rest: Any) -> Offload | None:
+def _offload(device: Any, nvme_path: Any, *options: Any) -> Offload | None:
     if nvme_path is not None and not isinstance(nvme_path, (str, os.PathLike)):
         raise ConfigError(f"nvme_path = {nvme_path!r:.60}: give a directory, as text or as a path")
-    return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *rest)
+    return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *options)
 
 
 def _shown(value: Any) -> str:

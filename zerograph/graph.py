@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,6 @@ from zerograph.optim import hyperparameters, refuse_unsupported
 from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_behind
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
-from zerograph.runtime.state import Store
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
 from zerograph.state.nonfinite import nonfinite_error
@@ -377,8 +376,8 @@ class ZeroGraph(Inspected, Stateful):
         }
         keys = [key, *self._compiler.keys_after(step, batch, facts, lambda: self._capture_facts(self._members()))]
         layout = layout_facts(members)
-        self._steps |= {(one, layout): step for one in keys}
-        self._last_entry = CacheEntry(key, layout, step, selection.entry.digest)
+        self._steps |= {(key, layout): step for key in keys}
+        self._last_entry = replace(selection.entry, layout=layout, step=step)
         logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         return step
 
@@ -488,12 +487,6 @@ class ZeroGraph(Inspected, Stateful):
             return members
         adopt_global(members, self._optimizers, self._join())
         return self._members()
-
-    def _check_usable(self, stores: Iterable[Store]) -> None:
-        for store in stores:
-            if store.is_unsharded:
-                raise InputError("the graph was called inside full_parameters(): leave it first")
-            store.check_aliases()
 
     def _compiled(self) -> CompiledStep:
         if self._latest is None:

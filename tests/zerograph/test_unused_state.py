@@ -160,6 +160,6 @@ def test_unused_state_of_another_shape_is_an_error_before_anything_changes() -> 
     state["optimizers"][0]["state"] = {0: {"rows": torch.ones(6)}}
     step.load_state_dict(state)
     x, *_ = inputs([8])
-    with pytest.raises(zg.CaptureError, match=r"holds rows of shape \(6,\) for a parameter of shape \(6, 4\)"):
+    with pytest.raises(zg.CaptureError, match=r"has rows of shape \(6,\) for a parameter of shape \(6, 4\)"):
         step(x)
     assert step.steps_done == 0

@@ -1,7 +1,7 @@
-"""Inputs that hold positions: refuse those that count within one rank's part where the step counts the whole batch.
+"""Checks of inputs that hold positions: refuse positions in one rank's part where the step needs them in the batch.
 
-Offsets of bags, edges of graphs and labels of pairs often number the rows of the part that a data loader made. In the
-step's graph the same operator reads the rows of the whole batch. Such inputs are recognised by the operator that reads
+Offsets of bags, edges of graphs and labels of pairs often number the rows of the part that a data loader returned. In
+the step's graph the operator reads the rows of the whole batch. Such inputs are recognised by the operator that reads
 them, by the dimension that they index, and by the values that the ranks compared.
 """
 
@@ -30,7 +30,7 @@ from zerograph.passes.normalize.offsets import BAGS, counts_from_whole
 
 aten = torch.ops.aten
 
-# A dimension of a tensor: the node, which of its outputs, and the dimension.
+# A dimension of a tensor: the node, the number of its output, and the dimension.
 _Dim = tuple[fx.Node, int, int]
 
 
@@ -41,9 +41,8 @@ class _Read:
     Attributes:
         node: the operator.
         source: the tensor that is indexed.
-        dim: its dimension.
-        index: the node of the positions.
-        values: the last operand, which is written or added there; None where nothing is.
+        dim: the dimension that is indexed.
+        index: the positions.
     """
 
     node: fx.Node
@@ -57,17 +56,21 @@ def check_indices(
     batch: Batch,
     ranks: int,
     micro_batches: int,
-    compared: Comparison,
+    comparison: Comparison,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse inputs whose positions are those of one rank's part, or warn where few positions may be so by chance.
+    """Refuse inputs whose positions are those in one rank's part; warn where so few positions may be so by chance.
 
     Args:
-        ranks: number of parts that plain inputs are split into.
-        compared: what the ranks know of each other's inputs.
+        captured: the captured graph.
+        batch: the inputs, on this rank.
+        ranks: number of parts into which plain inputs are split.
+        micro_batches: number of micro-batches.
+        comparison: the plain inputs of all ranks.
+        warn: shows a message to the user.
 
     Raises:
-        InputError: naming the input, the operator that reads it, and what to do. The same on every rank.
+        InputError: an input has such positions; names it and the operator that reads it. Raised on every rank.
     """
     graph = captured.graph.graph
     split = {
@@ -79,15 +82,15 @@ def check_indices(
         return
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):
-            _check_boundaries(node, split, batch, micro_batches, compared)
+            _check_boundaries(node, split, batch, micro_batches, comparison)
     if ranks == 1:
         return
-    for node, at in split.items():
-        _check_rows(node, len(batch.tensors[at]), batch.names[at], ranks)
-    integers = [at for at in split.values() if not batch.tensors[at].is_floating_point()]
-    reads = [read for read in _reads(graph) if (found := _input_of(read.index)) and split.get(found[0]) in integers]
-    problems = [(read, *problem) for read in reads if (problem := _problem(read, split, batch, ranks, compared))]
-    # Dimensions are followed only where the values raise the question: that costs as much as many a pass.
+    for node, number in split.items():
+        _check_rows(node, len(batch.tensors[number]), batch.names[number], ranks)
+    integers = [number for number in split.values() if not batch.tensors[number].is_floating_point()]
+    reads = [read for read in _reads(graph) if _number_of_input(read.index, split) in integers]
+    problems = [(read, *problem) for read in reads if (problem := _problem(read, split, batch, ranks, comparison))]
+    # Following dimensions takes as long as a typical pass, so only suspicious values lead to it.
     dims = _batch_dims(graph, list(split), ranks) if problems else set()
     of_batch = [(message, certain) for read, message, certain in problems if (read.source, 0, read.dim) in dims]
     for message, certain in of_batch:
@@ -106,18 +109,23 @@ def read_outside_regions(captured: Captured) -> set[int]:
     }
 
 
-def _where(node: fx.Node) -> str:
-    found = origin(node)
-    return f"  {found.source}   {found.code}\n" if found.source else ""
+def _number_of_input(node: fx.Node, split: Mapping[fx.Node, int]) -> int | None:
+    read_input = _input_of(node)
+    return None if read_input is None else split.get(read_input[0])
 
 
-_LOCAL = "What each rank computes with positions of its own part, compute in a region: zg.local(module) or zg.local(f)."
+def _source_line(node: fx.Node) -> str:
+    node_origin = origin(node)
+    return f"  {node_origin.source}   {node_origin.code}\n" if node_origin.source else ""
+
+
+_LOCAL = "Compute with positions in each rank's own part in a local region: zg.local(module) or zg.local(f)."
 
 
 def _check_boundaries(
-    node: fx.Node, split: Mapping[fx.Node, int], batch: Batch, micro_batches: int, compared: Comparison
+    node: fx.Node, split: Mapping[fx.Node, int], batch: Batch, micro_batches: int, comparison: Comparison
 ) -> None:
-    """Refuse boundaries of sequences or bags: those of the parts, end to end, are not those of the whole."""
+    """Refuse boundaries of sequences or bags: the concatenated boundaries of the parts are not those of the batch."""
     assert isinstance(node.target, OpOverload)
     if origin(node).phase != "forward":
         return
@@ -126,26 +134,26 @@ def _check_boundaries(
         index = arguments.get(schema.name)
         if schema.name not in _BOUNDARIES or not isinstance(index, fx.Node):
             continue
-        found = _input_of(index)
-        if found is None or found[0] not in split:
+        number = _number_of_input(index, split)
+        if number is None:
             continue
-        at = split[found[0]]
-        local = compared.ranks > 1 and all(row[at].lowest == 0 for row in compared.values)
+        # The first boundary is 0 on every rank.
+        starts_anew = comparison.ranks > 1 and all(row[number].lowest == 0 for row in comparison.values)
         if node.target in BAGS:
-            moved = counts_from_whole(node, batch.sbp)
-            wrong = micro_batches > 1 or bool(arguments.get("include_last_offset")) or (local and not moved)
+            shifted = counts_from_whole(node, batch.sbp)
+            wrong = micro_batches > 1 or bool(arguments.get("include_last_offset")) or (starts_anew and not shifted)
         else:
-            wrong = schema.name != "offsets" or micro_batches > 1 or local
+            wrong = schema.name != "offsets" or micro_batches > 1 or starts_anew
         if wrong:
             raise InputError(
-                f"{batch.names[at]} of shape {tuple(batch.tensors[at].shape)} has boundaries, the {schema.name} of "
-                f"{node.target}, within a part of the batch\n{_where(node)}"
-                "A plain input is split along dimension 0: boundaries of all parts, one after another, are not those "
-                f"of the whole.\n{_LOCAL} Or give one padded row for each sample."
+                f"{batch.names[number]} of shape {tuple(batch.tensors[number].shape)} has boundaries, the "
+                f"{schema.name} of {node.target}, within a part of the batch\n{_source_line(node)}"
+                "A plain input is split along dimension 0: the concatenated boundaries of all parts are not those of "
+                f"the whole batch.\n{_LOCAL} Or pass one padded row for each sample."
             )
 
 
-# The names by which operators call positions where one sequence ends and the next begins.
+# Names of operators' arguments that hold the positions where one sequence ends and the next begins.
 _BOUNDARIES = (
     "offsets",
     "cu_seqlens",
@@ -159,40 +167,45 @@ _BOUNDARIES = (
 
 
 def _check_rows(node: fx.Node, rows: int, name: str, ranks: int) -> None:
-    """Refuse an input that ``build()`` reads row by row, as many rows as one rank gave: the others' never count."""
-    read: set[Any] = set()
+    """Refuse an input of which ``build()`` reads the rows of one rank one by one: rows of other ranks are never read.
+
+    Args:
+        node: the input.
+        rows: its number of rows on this rank.
+    """
+    indices: set[Any] = set()
     for user in node.users:
         if user.target is not aten.select.int or user.args[1] != 0:
             return
-        read.add(user.args[2])
-    if read == set(range(rows)):
+        indices.add(user.args[2])
+    if indices == set(range(rows)):
         user = next(iter(node.users))
         raise InputError(
-            f"{name} has {rows} rows on this rank, and build() reads these by their number and no other\n{_where(user)}"
-            f"A plain input is split along dimension 0: it has {rows * ranks} rows, and those of other ranks would not "
-            "count. Give each row as an input of its own, or the tensor with the batch in dimension 0, or "
+            f"{name} has {rows} rows on this rank, and build() reads exactly these, one by one\n{_source_line(user)}"
+            f"A plain input is split along dimension 0: the whole has {rows * ranks} rows, and those of other ranks "
+            "would be ignored. Pass each row as an input of its own, or the tensor with the batch in dimension 0, or "
             f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(d)) for the dimension d of the batch, or "
             f"zg.replicated({name}) if every rank holds all of it.\n{_LOCAL}"
         )
 
 
 def _input_of(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """Return the input whose values the node holds, and whether only some of its rows; None for any other node."""
-    rows: bool = False
+    """Return the input whose values the node has, and True if it has single rows only; None for any other node."""
+    rows_only: bool = False
     while node.op == "call_function":
         if node.target is operator.getitem or node.target in _KEEP_VALUES:
-            place = 0
+            position = 0
         elif node.target in (aten.where.self, aten.where.ScalarOther):
-            place = 1
+            position = 1
         else:
             return None
         if node.target is aten.select.int and node.args[1] == 0:
-            rows = True
-        source = node.args[place]
+            rows_only = True
+        source = node.args[position]
         if not isinstance(source, fx.Node):
             return None
         node = source
-    return (node, rows) if node.op == "placeholder" else None
+    return (node, rows_only) if node.op == "placeholder" else None
 
 
 _KEEP_VALUES: set[Any] = {
@@ -219,7 +232,7 @@ _KEEP_VALUES: set[Any] = {
 
 
 def _reads(graph: fx.Graph) -> Iterator[_Read]:
-    """Yield the operators of the forward pass that look up, or write, at positions."""
+    """Yield the operators of the forward pass that read or write at positions."""
     for node in graph.nodes:
         if node.op != "call_function" or origin(node).phase != "forward" or not isinstance(node.target, OpOverload):
             continue
@@ -238,7 +251,7 @@ def _reads(graph: fx.Graph) -> Iterator[_Read]:
                 if isinstance(index, fx.Node) and meta(index)["val"].dtype is not torch.bool:
                     yield _Read(node, source, dim, index)
                 elif isinstance(index, fx.Node):
-                    # A mask covers several dimensions; those after it have other numbers.
+                    # A mask covers several dimensions, so the later ones have other numbers.
                     break
         elif node.target is aten.embedding.default:
             source, index = node.args[:2]
@@ -263,8 +276,8 @@ _ADVANCED = {aten.index, aten._unsafe_index, aten.index_put, aten._unsafe_index_
 def _batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[_Dim]:
     """Return the dimensions of all tensors that run over the batch.
 
-    A signature that splits one factor names the dimensions of an operator that run over the same index: where one of
-    them is the batch's, all are.
+    A signature that splits one factor lists the dimensions of an operator that run over the same index. If one of them
+    is a batch dimension, all are.
     """
     groups: dict[_Dim, list[list[_Dim]]] = {}
     for node in graph.nodes:
@@ -272,28 +285,28 @@ def _batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[_
             continue
         if origin(node).phase != "forward" or not rules.output_values(node):
             continue
-        operands = [_output(given) for given in rules.tensor_arguments(node)]
-        outputs = [(node, at) for at in range(len(rules.output_values(node)))]
-        same = []
+        operands = [_output(argument) for argument in rules.tensor_arguments(node)]
+        outputs = [(node, number) for number in range(len(rules.output_values(node)))]
+        same_index = []
         for signature in rules.signatures_of(node, ranks) or ():
             sbps = zip((*operands, *outputs), (*signature.inputs, *signature.outputs), strict=True)
-            same.append([(*tensor, sbp.dim) for tensor, sbp in sbps if isinstance(sbp, Split)])
+            same_index.append([(*tensor, sbp.dim) for tensor, sbp in sbps if isinstance(sbp, Split)])
         if node.target.overloadpacket in _LIKE_FIRST:
-            same += [[(*operands[0], dim), (*outputs[0], dim)] for dim in range(meta(node)["val"].dim())]
-        for group in same:
-            for one in group:
-                groups.setdefault(one, []).append(group)
-    found: set[_Dim] = set()
-    waiting: list[_Dim] = [(node, 0, 0) for node in inputs]
-    while waiting:
-        one = waiting.pop()
-        if one not in found and _may_be_batch(one[0]):
-            found.add(one)
-            waiting += [other for group in groups.get(one, ()) for other in group]
-    return found
+            same_index += [[(*operands[0], dim), (*outputs[0], dim)] for dim in range(meta(node)["val"].dim())]
+        for group in same_index:
+            for dim in group:
+                groups.setdefault(dim, []).append(group)
+    batch_dims: set[_Dim] = set()
+    stack: list[_Dim] = [(node, 0, 0) for node in inputs]
+    while stack:
+        dim = stack.pop()
+        if dim not in batch_dims and _may_be_batch(dim[0]):
+            batch_dims.add(dim)
+            stack += [other for group in groups.get(dim, ()) for other in group]
+    return batch_dims
 
 
-# Operators whose result has the dimensions of the first operand, one of which no signature splits.
+# Operators whose result has the dimensions of the first operand, although no signature splits one of them.
 _LIKE_FIRST = {
     aten._log_softmax,
     aten._softmax,
@@ -310,56 +323,57 @@ _LIKE_FIRST = {
 
 
 def _output(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that makes the tensor, and the place among the tensors that it yields."""
+    """Return the node that computes the tensor, and the tensor's number among its output tensors."""
     if node.target is not operator.getitem:
         return node, 0
-    parts, at = node.args
+    parts, index = node.args
     assert isinstance(parts, fx.Node)
-    assert isinstance(at, int)
-    return parts, sum(isinstance(value, Tensor) for value in meta(parts)["val"][:at])
+    assert isinstance(index, int)
+    return parts, sum(isinstance(value, Tensor) for value in meta(parts)["val"][:index])
 
 
 def _may_be_batch(node: fx.Node) -> bool:
-    """Return False for parameters and buffers, in which nothing numbers samples."""
+    """Return False for parameters and buffers, which have no batch dimension."""
     return node.op != "placeholder" or meta(node)["role"].kind == "input"
 
 
 def _problem(
-    read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, compared: Comparison
+    read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, comparison: Comparison
 ) -> tuple[str, bool] | None:
-    """Return what is wrong with the positions, if the dimension that they index is the batch's, and whether it is sure.
+    """Return the problem with the positions, if the dimension that they index is a batch dimension.
 
-    None if nothing is.
+    Returns:
+        The message, and True if the positions are certainly wrong; None if they are right.
     """
-    found = _input_of(read.index)
-    assert found is not None
-    placeholder, rows_only = found
-    at = split[placeholder]
-    name, shape = batch.names[at], tuple(batch.tensors[at].shape)
+    read_input = _input_of(read.index)
+    assert read_input is not None
+    placeholder, rows_only = read_input
+    number = split[placeholder]
+    name, shape = batch.names[number], tuple(batch.tensors[number].shape)
     size = meta(read.source)["val"].shape[read.dim]
-    about = f"{name} of shape {shape} has positions of rows of the batch\n{_where(read.node)}"
+    about = f"{name} of shape {shape} has positions of rows of the batch\n{_source_line(read.node)}"
     advice = (
-        f"Give positions in the whole batch (on rank r those of its own rows begin at r * {size // ranks}), with one "
-        f"row for each position. {_LOCAL}"
+        f"Pass positions in the whole batch (on rank r its own rows begin at r * {size // ranks}), with one row for "
+        f"each position. {_LOCAL}"
     )
     if rows_only:
         return (
-            f"{about}build() takes single rows of it as positions, but a plain input is split along dimension 0: its "
-            f"whole has the shape {batch.specs[at].shape}, and rows of other ranks would not count.\n{advice}"
+            f"{about}build() uses single rows of it as positions, but a plain input is split along dimension 0: the "
+            f"whole has the shape {batch.specs[number].shape}, and rows of other ranks would be ignored.\n{advice}"
         ), True
-    count = batch.tensors[at].numel() * (compared.ranks - 1)
-    if compared.ranks < 2 or not count or not all(row[at].highest < size // ranks for row in compared.values):
+    count = batch.tensors[number].numel() * (comparison.ranks - 1)
+    if comparison.ranks < 2 or not count or not all(row[number].highest < size // ranks for row in comparison.values):
         return None
-    # Positions without any other rank's row are by chance those of the first rank only where there are few.
-    certain = count * math.log2(ranks) >= _CERTAIN or len(compared.digests(at)) == 1
-    reads = "every rank would read" if certain else "if they count the rows of each rank's part, every rank reads"
+    # Only few positions point by chance to rows of the first rank alone.
+    certain = count * math.log2(ranks) >= _CERTAIN_BITS or len(comparison.digests(number)) == 1
+    reads = "every rank would read" if certain else "if they number the rows of each rank's part, every rank reads"
     return (
         f"{about}On every rank all of them are below {size // ranks}, the rows of one rank's part, but the step "
-        f"computes with the {size} rows of all {ranks} parts: {reads} the first one's.\n{advice}\n"
-        f"If the first {size // ranks} rows of the whole batch are meant, say so: "
+        f"computes with the {size} rows of all {ranks} parts: {reads} the first part's.\n{advice}\n"
+        f"If you mean the first {size // ranks} rows of the whole batch, pass "
         f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
     ), certain
 
 
-# As many bits of chance: one in a million.
-_CERTAIN = 20
+# The probability of an error is 2**-20, one in a million.
+_CERTAIN_BITS = 20

@@ -1,4 +1,4 @@
-"""Which parameters lie in which buckets: stores are kept where the step can use them, the rest is laid anew."""
+"""The layout of a step: its buckets of parameters. Existing stores are kept where the step can use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ from zerograph.runtime.state import Store, store_of
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """How a parameter is updated: by which program, of which optimizer's group, and that group's name in the graph."""
+    """The update of a parameter.
+
+    Attributes:
+        program: the traced update.
+        group_name: name of the optimizer's group in the graph: ``optimizer0.group0``.
+        group: the group, as in ``optimizer.param_groups``.
+        optimizer: the optimizer.
+    """
 
     program: UpdateProgram
     group_name: str
@@ -41,11 +48,14 @@ class Update:
         return self.group_name.partition(".")[0]
 
     def numbers(self) -> dict[str, str]:
-        """Name of each hyperparameter's input in the graph, by its name in the program."""
+        """Return the name of each hyperparameter's input in the graph, by its name in the program."""
         return {number: f"{self.group_name}.{number}" for number in self.program.numbers}
 
     def key(self) -> Hashable:
-        """Equal for parameters that one bucket can update: updated one by one, each has a program of its own."""
+        """Return a key that is equal for parameters that one bucket can update.
+
+        Parameters that are updated one by one may have different programs.
+        """
         program = self.program
         return (
             self.group_name,
@@ -56,10 +66,16 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A bucket of the step: the store behind it, or how to settle one (``store`` is None).
+    """A bucket of a step, before its store exists.
 
-    ``updates`` has one for each slot, or is empty. ``specs`` is the optimizer state that ``keeper`` has for its
-    parameters, ``layouts`` how that lies; ``fresh`` if there is none yet.
+    Attributes:
+        bucket: the bucket.
+        store: its store; None if one must be created.
+        updates: the update of each slot; empty if the step does not update the bucket.
+        specs: the optimizer state of its parameters, by entry name.
+        layouts: the layout of each entry that has one value or more for each parameter.
+        keeper: the optimizer that the state belongs to.
+        fresh: there is no state yet.
     """
 
     bucket: Bucket
@@ -72,6 +88,7 @@ class Planned:
 
     @property
     def first_differs(self) -> bool:
+        """Whether the first update is computed in another way than later ones."""
         return any(update.program.first is not None for update in self.updates)
 
 
@@ -85,18 +102,22 @@ def plan_layout(
     *,
     train: bool,
 ) -> tuple[Planned, ...]:
-    """The step's buckets in order of first use. Touches no state.
+    """Return the step's buckets in order of first use. Changes no state.
 
     Args:
-        zero_dim: the mesh dimension that ZeRO splits along.
-        updates: by parameter name, for those that the step updates.
-        train: lay parameters that live in no store into buckets; a forward graph leaves them whole and plain.
+        mesh: the ranks.
+        zero_dim: the mesh dimension along which ZeRO splits.
+        members: the graph's modules and tensors.
+        config: the graph's options.
+        captured: the captured graph.
+        updates: the update of each parameter that the step updates, by parameter name.
+        train: put parameters without store into buckets. A forward graph leaves them plain and whole.
 
     Raises:
-        CaptureError: an optimizer holds state that its own update does not know.
+        CaptureError: an optimizer has state that does not fit its update.
     """
     order = _first_uses(captured, members)
-    edits = {name: one.key for name, one in edited_gradients(captured.graph.graph).items() if name in updates}
+    edits = {name: edit.key for name, edit in edited_gradients(captured.graph.graph).items() if name in updates}
     copies = dict.fromkeys(compute_copies(captured.graph.graph, config.amp_dtype), config.amp_dtype)
     kept: list[Planned] = []
     loose: list[str] = []
@@ -105,50 +126,54 @@ def plan_layout(
             loose += names if train else []
         elif store.is_provisional and train:
             loose += names
-        elif _usable(store, names, members, config, updates, mesh, zero_dim) and _alike(
+        elif _can_keep(store, names, members, config, updates, mesh, zero_dim) and _are_computed_alike(
             names, edits, copies, train=train
         ):
             store.job.check_alive()
             dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
-            layout = replace(store.layout, slots=_named_here(store, members), compute_dtype=dtype)
-            found = _updates(layout, updates)
-            kept.append(Planned(layout, store, found, store.specs, store.layouts, store.optimizer, store.fresh))
+            bucket = replace(store.layout, slots=_renamed_slots(store, members), compute_dtype=dtype)
+            store_state = store.specs, store.layouts, store.optimizer, store.fresh
+            kept.append(Planned(bucket, store, _updates(bucket, updates), *store_state))
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    planned = [*kept, *_new(mesh, zero_dim, members, config, updates, edits, copies, loose)]
-    planned.sort(key=lambda one: min(order.get(slot.name, len(order)) for slot in one.bucket.slots))
-    return tuple(replace(one, bucket=replace(one.bucket, name=f"bucket{number}")) for number, one in enumerate(planned))
+    layout = [*kept, *_new_buckets(mesh, zero_dim, members, config, updates, edits, copies, loose)]
+    layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
+    return tuple(
+        replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
+        for number, planned in enumerate(layout)
+    )
 
 
-def _alike(
+def _are_computed_alike(
     names: Sequence[str], edits: Mapping[str, Hashable], copies: Mapping[str, torch.dtype | None], *, train: bool
 ) -> bool:
-    """Whether one bucket may hold them as the step computes with them. A forward graph takes what training laid."""
-    found = {(edits.get(name), copies.get(name) if train else None) for name in names}
-    return len(found) == 1
+    """Return True if one bucket may hold the parameters: equal edits of gradients and, in training, dtypes."""
+    return len({(edits.get(name), copies.get(name) if train else None) for name in names}) == 1
 
 
 def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
-    """Rank of every parameter by its first use in the step; unused ones come last."""
+    """Return the position of every parameter in the order of first use; unused parameters come last."""
     position = {node: index for index, node in enumerate(captured.graph.graph.nodes)}
     last = len(position)
-    used = {}
+    first_use = {}
     for node in placeholders(captured.graph.graph, "parameter"):
-        found = role(node)
-        assert found is not None
-        used[found.name] = min((position[user] for user in node.users), default=last)
-    return {name: rank for rank, name in enumerate(sorted(members.parameters, key=lambda n: used.get(n, last)))}
+        parameter = role(node)
+        assert parameter is not None
+        first_use[parameter.name] = min((position[user] for user in node.users), default=last)
+    ordered = sorted(members.parameters, key=lambda name: first_use.get(name, last))
+    return {name: number for number, name in enumerate(ordered)}
 
 
 def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, list[str]]:
-    found: dict[Store | None, list[str]] = {}
+    """Return the names of the parameters of each store; None for those without store."""
+    names_by_store: dict[Store | None, list[str]] = {}
     for name in order:
-        found.setdefault(store_of(members.parameters[name]), []).append(name)
-    return found
+        names_by_store.setdefault(store_of(members.parameters[name]), []).append(name)
+    return names_by_store
 
 
-def _usable(
+def _can_keep(
     store: Store,
     names: Sequence[str],
     members: Members,
@@ -157,70 +182,76 @@ def _usable(
     mesh: Mesh,
     zero_dim: int,
 ) -> bool:
-    """Whether the step can run on the store as it is: its optimizer's, updated all in the same way; or not updated."""
-    found = [updates.get(name) for name in names]
-    first = found[0]
+    """Return True if the step can run on the store as it is.
+
+    It can if it updates none of the store's parameters, or all of them by one update of the store's optimizer and in
+    the layout that the configuration wants.
+    """
+    parameter_updates = [updates.get(name) for name in names]
+    first = parameter_updates[0]
     if first is None:
-        return not any(found)
-    complete = len(names) == len(store.parameters)
-    alike = all(one is not None and one.key() == first.key() for one in found)
+        return not any(parameter_updates)
     whole = {stays_whole(members.parameters[name], config) for name in names}
     fits = (
-        complete
-        and alike
+        len(names) == len(store.parameters)
+        and all(update is not None and update.key() == first.key() for update in parameter_updates)
         and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
         and len(whole) == 1
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
-        and store.layout.storage.device == _rest(store.layout, config).device
+        and store.layout.storage.device == _memory(store.layout, config).device
         and _has_entries(store, first.program.state)
         and store.optimizer is first.optimizer
     )
     if not fits:
         return False
-    named = members.names()
+    parameter_names = members.names()
     one_by_one = first.program.mixes is not None
     shapes = [
-        {**(_shapes_in(store, parameter) if one_by_one else {}), **updates[named[id(parameter)]].program.shapes}
+        {
+            **(_state_shapes(store, parameter) if one_by_one else {}),
+            **updates[parameter_names[id(parameter)]].program.shapes,
+        }
         for parameter in store.parameters
     ]
-    dealt = _deals(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
-    alike = (store.layout.dealt, store.layout.one_by_one) == (dealt, one_by_one)
-    return alike and store.layouts == _layouts(store.layout, store.specs, shapes)
+    dealt = _is_dealt(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
+    return (store.layout.dealt, store.layout.one_by_one) == (dealt, one_by_one) and (
+        store.layouts == _state_layouts(store.layout, store.specs, shapes)
+    )
 
 
 def _has_entries(store: Store, state: Mapping[str, StateSpec]) -> bool:
-    """Return whether the store has the state of an update.
+    """Return True if the store has the state of an update.
 
-    Further entries are kept for another update of the same optimizer, but only once they have values: the first step
-    on a fresh store would make values of all of them.
+    It may have further entries, of another update of the same optimizer, if these have values. On a fresh store the
+    first step would initialise all entries.
     """
     return store.specs == state or (not store.fresh and store.specs.items() >= state.items())
 
 
 def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
-    """Whether ZeRO leaves the parameter as the user placed it between steps, or whole."""
+    """Return True if ZeRO does not split the parameter: it stays as the user placed it, or whole."""
     numel = torch.Size(parameter.shape).numel()
     return not config.policy.split or numel < config.shard_min_size
 
 
-def _deals(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
-    """Whether the parameter goes to one rank as a whole."""
+def _is_dealt(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
+    """Return True if one rank owns the whole parameter."""
     return one_by_one or (config.policy.deals and not by_user and not stays_whole(parameter, config))
 
 
 def _stays_together(store: Store, *, dealt: bool) -> bool:
-    """Whether what lies in the store is only taken apart, not laid with others: unless it was laid in another way."""
+    """Return True if parameters of the store are not put into buckets with parameters of other stores."""
     return not store.is_provisional and store.layout.dealt == dealt
 
 
-def _named_here(store: Store, members: Members) -> tuple[Any, ...]:
-    """The store's slots under this graph's names; a parameter that the graph lacks keeps its old one."""
+def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:
+    """Return the store's slots under this graph's names. A parameter that the graph lacks keeps its old name."""
     names = members.names()
     return tuple(replace(slot, name=names.get(id(p), f"elsewhere.{slot.name}")) for p, slot in store.slots())
 
 
-def _new(
+def _new_buckets(
     mesh: Mesh,
     zero_dim: int,
     members: Members,
@@ -230,33 +261,34 @@ def _new(
     copies: Mapping[str, torch.dtype | None],
     names: Sequence[str],
 ) -> list[Planned]:
+    """Return new buckets of the named parameters."""
     tied = set(members.aliases.values())
-    parameters, holdings = [], {}
+    parameters, states = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
-        holdings[name] = holding = _holding(parameter, update)
+        states[name] = state = _parameter_state(parameter, update)
         sbp = annotated_sbp(name, parameter, mesh)
         by_user = sbp[zero_dim] != broadcast
-        dealt = _deals(parameter, config, one_by_one=holding.one_by_one, by_user=by_user)
+        dealt = _is_dealt(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
         key: Hashable = (
             None if update is None else update.key(),
-            holding.key(),
-            # One edit, and one part in each norm, for the whole bucket.
+            state.key(),
+            # A bucket has one edit of its gradient, and one part in each norm.
             edits.get(name),
-            # Two graphs that want different buckets of the same parameters settle on what suits both.
+            # Two graphs that share parameters, but not buckets, get buckets that suit both.
             store.serial if (store := store_of(parameter)) and _stays_together(store, dealt=dealt) else None,
-            # A tied weight is used at both ends of the model: alone, its bucket is not gathered in between. Dealt out
-            # by itself, it would take as much memory on every rank as on its owner's.
+            # A tied weight is used at both ends of the model. In a bucket of its own it can be resharded in between.
+            # Dealt out by itself, it would take as much memory on every rank as on its owner.
             name if name in tied and not config.policy.deals else None,
         )
-        if holding.one_by_one and split_dim(sbp) is not None:
+        if state.one_by_one and split_dim(sbp) is not None:
             raise CaptureError(
                 f"{name} is split {show(sbp)}, but its update needs it whole"
                 f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
-                "Leave it whole, or give it to an elementwise optimizer (SGD, Adam, AdamW, ...)."
+                "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        parameters.append(Parameter(name, *spec, key, sbp, dealt, holding.one_by_one, copies.get(name)))
+        parameters.append(Parameter(name, *spec, key, sbp, dealt, state.one_by_one, copies.get(name)))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,
@@ -265,20 +297,20 @@ def _new(
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
     )
-    buckets = tuple(replace(bucket, storage=_rest(bucket, config)) for bucket in buckets)
-    return [_planned(bucket, updates, [holdings[slot.name] for slot in bucket.slots]) for bucket in buckets]
+    buckets = tuple(replace(bucket, storage=_memory(bucket, config)) for bucket in buckets)
+    return [_planned(bucket, updates, [states[slot.name] for slot in bucket.slots]) for bucket in buckets]
 
 
-def _rest(bucket: Bucket, config: Config) -> ShardStorage:
-    """In whose memory the bucket rests; which files it may rest in is for ``residence`` to say."""
+def _memory(bucket: Bucket, config: Config) -> ShardStorage:
+    """Return the device that stores the bucket. :mod:`zerograph.compiler.storage` adds files."""
     option = config.optimizer_offload
     device = offload_device(option, bucket.device, whole=any(stays_whole(slot, config) for slot in bucket.slots))
     return ShardStorage(device, option is None or option.pin_memory)
 
 
-def _planned(bucket: Bucket, updates: Mapping[str, Update], holdings: Sequence[_Holding]) -> Planned:
-    first = holdings[0]
-    layouts = _layouts(bucket, first.specs, [holding.shapes for holding in holdings])
+def _planned(bucket: Bucket, updates: Mapping[str, Update], states: Sequence[_ParameterState]) -> Planned:
+    first = states[0]
+    layouts = _state_layouts(bucket, first.specs, [state.shapes for state in states])
     return Planned(bucket, None, _updates(bucket, updates), first.specs, layouts, first.keeper, first.fresh)
 
 
@@ -286,15 +318,21 @@ def _updates(bucket: Bucket, updates: Mapping[str, Update]) -> tuple[Update, ...
     return tuple(updates[slot.name] for slot in bucket.slots if slot.name in updates)
 
 
-def _layouts(
+def _state_layouts(
     bucket: Bucket, specs: Mapping[str, StateSpec], shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> dict[str, Bucket]:
-    """Where the state of the bucket's slots lies; 0-d entries are one for all slots, unless these go one by one."""
+    """Return the layout of each entry of the bucket's optimizer state.
+
+    A scalar entry has one value for all slots, and no layout, unless the slots are updated one by one.
+
+    Args:
+        shapes: shapes of each slot's entries; used only if the slots are updated one by one.
+    """
     return {
         name: state_layout(
             bucket,
             name,
-            [_state_shape(slot.shape, one[name]) for slot, one in zip(bucket.slots, shapes, strict=True)]
+            [_state_shape(slot.shape, entry[name]) for slot, entry in zip(bucket.slots, shapes, strict=True)]
             if bucket.one_by_one
             else (),
             spec.dtype,
@@ -306,15 +344,21 @@ def _layouts(
 
 
 def _state_shape(parameter: tuple[int, ...], state: tuple[int, ...]) -> tuple[int, ...]:
-    """Updates of 0-d parameters are traced for one element."""
+    """Return the shape of an entry of a parameter's state. Updates of 0-d parameters are traced with shape (1,)."""
     return () if not parameter and state == (1,) else state
 
 
 @dataclass(frozen=True)
-class _Holding:
-    """The optimizer state that a parameter has now, wherever it lies, and what it is to be in a bucket.
+class _ParameterState:
+    """The optimizer state of a parameter, and the form that it takes in a bucket.
 
-    ``shapes`` are those of its entries; asked for only where it is updated ``one_by_one``.
+    Attributes:
+        keeper: the optimizer that the state belongs to, or None.
+        specs: the entries in the bucket.
+        shapes: the shapes of the entries; empty unless the parameter is updated ``one_by_one``.
+        one_by_one: the update needs whole parameters.
+        scalars: the present values of scalar entries.
+        fresh: there is no state yet.
     """
 
     keeper: Any
@@ -325,84 +369,117 @@ class _Holding:
     fresh: bool
 
     def key(self) -> Hashable:
-        """Parameters share a bucket only if their step counts are equal too; equal on all ranks."""
+        """Return a key that is equal for parameters that may share a bucket: step counts must be equal too."""
         return self.fresh, tuple(self.specs), self.scalars
 
 
-def _holding(parameter: nn.Parameter, update: Update | None) -> _Holding:
+def _parameter_state(parameter: nn.Parameter, update: Update | None) -> _ParameterState:
+    """Return the optimizer state of a parameter as a bucket with this update needs it.
+
+    Raises:
+        CaptureError: the present state does not fit the update.
+    """
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.optimizer if store is not None else None
-    # Another optimizer's state is none of this one's.
+    # State of another optimizer does not count.
     own = store is not None and not store.is_provisional and store.optimizer is keeper
-    held: Mapping[str, Any]
+    values: Mapping[str, Any]
     if store is not None and own:
-        held = {} if store.fresh else {name: store.state[name] for name in store.specs}
+        values = {} if store.fresh else {name: store.state[name] for name in store.specs}
     else:
-        held = {} if keeper is None else held_state(keeper, parameter)
+        values = {} if keeper is None else plain_state(keeper, parameter)
     if update is None:
         specs = {} if store is None else store.specs
-        alone = store is not None and store.layout.one_by_one
-        shapes = _shapes_in(store, parameter) if store is not None and alone else {}
-        return _Holding(keeper, specs, shapes, alone, () if alone else _scalars(held, specs), not held)
-    program, alone = update.program, update.program.mixes is not None
-    if held and not set(program.state) <= set(held):
+        one_by_one = store is not None and store.layout.one_by_one
+        shapes = _state_shapes(store, parameter) if store is not None and one_by_one else {}
+        scalars = () if one_by_one else _scalars(values, specs)
+        return _ParameterState(keeper, specs, shapes, one_by_one, scalars, not values)
+    program = update.program
+    if values and not set(program.state) <= set(values):
         raise CaptureError(
-            f"{type(keeper).__name__} holds {', '.join(held)} for a parameter of shape {tuple(parameter.shape)}, but "
+            f"{type(keeper).__name__} has {', '.join(values)} for a parameter of shape {tuple(parameter.shape)}, but "
             f"its update needs {', '.join(program.state)}\n"
             "Load a state that belongs to these hyperparameters, or none."
         )
-    # What another update of this optimizer left stays, as in plain PyTorch: momentum, while it is set to 0.
-    kept = _specs_of(store if own else None, {name: one for name, one in held.items() if name not in program.state})
-    specs = {**program.state, **kept}
-    kept_shapes = {name: _kept_shape(store if own else None, parameter, name, held) for name in kept}
-    if alone:
-        return _Holding(keeper, specs, {**program.shapes, **kept_shapes}, alone, (), not held)
-    if store is not None and own and store.layout.one_by_one and held and any(one.scalar for one in specs.values()):
+    # Entries of another update of this optimizer stay, as in plain PyTorch: momentum, while it is set to 0.
+    own_store = store if own else None
+    unused = {name: value for name, value in values.items() if name not in program.state}
+    unused_specs = _specs_of(own_store, unused)
+    unused_shapes = {name: _unused_shape(own_store, parameter, name, values) for name in unused_specs}
+    specs = {**program.state, **unused_specs}
+    if program.mixes is not None:
+        return _ParameterState(keeper, specs, {**program.shapes, **unused_shapes}, True, (), not values)
+    _check_elementwise(parameter, keeper, own_store, specs, unused_shapes, fresh=not values)
+    return _ParameterState(keeper, specs, {}, False, _scalars(values, specs), not values)
+
+
+def _check_elementwise(
+    parameter: nn.Parameter,
+    keeper: Any,
+    store: Store | None,
+    specs: Mapping[str, StateSpec],
+    unused_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    fresh: bool,
+) -> None:
+    """Check that a parameter's state can lie in a bucket with an elementwise update.
+
+    Args:
+        keeper: the optimizer.
+        store: the store that has the state; None if the optimizer has it.
+        specs: the entries in the bucket.
+        unused_shapes: shapes of the entries that the update does not use.
+        fresh: there is no state yet.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    if store is not None and store.layout.one_by_one and not fresh and any(spec.scalar for spec in specs.values()):
         raise CaptureError(
             f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
-            "own\nBuild the graph anew with these hyperparameters, and load_state_dict() what state_dict() of this one "
-            "returns."
+            "own\nBuild a new graph with these hyperparameters, and load this graph's state_dict() into it."
         )
-    for name, shape in kept_shapes.items():
-        if not kept[name].scalar and shape != tuple(parameter.shape):
+    for name, shape in unused_shapes.items():
+        if not specs[name].scalar and shape != tuple(parameter.shape):
             raise CaptureError(
-                f"{type(keeper).__name__} holds {name} of shape {shape} for a parameter of shape "
+                f"{type(keeper).__name__} has {name} of shape {shape} for a parameter of shape "
                 f"{tuple(parameter.shape)}; its update with these hyperparameters does not use it, and is elementwise: "
                 "state of other shapes cannot be kept beside it\n"
                 "Load a state that belongs to these hyperparameters, or none."
             )
-    return _Holding(keeper, specs, {}, alone, _scalars(held, specs), not held)
 
 
-def _specs_of(store: Store | None, held: Mapping[str, Any]) -> dict[str, StateSpec]:
-    """Return the specs of state that lies in a store, or with a plain optimizer (None)."""
+def _specs_of(store: Store | None, values: Mapping[str, Any]) -> dict[str, StateSpec]:
+    """Return the specs of state values. They belong to a store, or, if it is None, to a plain optimizer."""
     if store is not None:
-        return {name: store.specs[name] for name in held}
+        return {name: store.specs[name] for name in values}
     return {
         name: StateSpec(not value.dim(), value.dtype, None, value.dtype)
-        for name, value in held.items()
+        for name, value in values.items()
         if isinstance(value, Tensor)
     }
 
 
-def _kept_shape(store: Store | None, parameter: nn.Parameter, name: str, held: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of an entry of a parameter's state, in a store or with a plain optimizer (None)."""
+def _unused_shape(
+    store: Store | None, parameter: nn.Parameter, name: str, values: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the shape of an entry that the update does not use, in a store or, if it is None, a plain optimizer."""
     if store is None:
-        return tuple(held[name].shape)
+        return tuple(values[name].shape)
     if store.layout.one_by_one:
-        return _shapes_in(store, parameter)[name]
+        return _state_shapes(store, parameter)[name]
     return () if store.specs[name].scalar else tuple(parameter.shape)
 
 
-def _shapes_in(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
-    index = next(index for index, one in enumerate(store.parameters) if one is parameter)
+def _state_shapes(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
+    index = next(index for index, other in enumerate(store.parameters) if other is parameter)
     return {name: layout.slots[index].shape for name, layout in store.layouts.items()}
 
 
-def _scalars(held: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, float(held[name])) for name, spec in specs.items() if spec.scalar and name in held)
+def _scalars(values: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, float(values[name])) for name, spec in specs.items() if spec.scalar and name in values)
 
 
-def held_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The state that a plain optimizer has for a parameter; entries without a value left out."""
+def plain_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the state that a plain optimizer has for a parameter, without entries whose value is None."""
     return {name: value for name, value in optimizer.state.get(parameter, {}).items() if value is not None}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
-from zerograph.compiler.layout import held_state
+from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ReplicaError
 from zerograph.ir.buckets import Bucket, element_name, spans, unravel
@@ -177,7 +177,7 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
     names = members.names()
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
-            for name, value in held_state(optimizer, parameter).items():
+            for name, value in plain_state(optimizer, parameter).items():
                 if isinstance(value, Tensor) and not isinstance(value, DTensor):
                     found.append(Replica(f"{names[id(parameter)]}.{name}", value, everywhere))
     found += [Replica(name, buffer, everywhere) for name, buffer in members.buffers.items()]

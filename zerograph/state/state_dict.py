@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
-from zerograph.compiler.layout import held_state
+from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.runtime.relayout import release
@@ -84,7 +84,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
     for parameter in parameters:
         if id(parameter) not in states:
-            held = held_state(optimizer, parameter)
+            held = plain_state(optimizer, parameter)
             states[id(parameter)] = {
                 # What it made for a global tensor is one too.
                 name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
