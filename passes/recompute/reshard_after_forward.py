@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zerograph._torch import OpOverload
+from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.ir.sbp import Split
@@ -55,22 +55,15 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_stored_bucket(node: fx.Node) -> bool:
     """Return whether the node is a stored bucket, or a view, cast or copy of one."""
-    while _is_form(node):
+    while is_view_or_copy(node):
         node = node.all_input_nodes[0]
     return source_bucket(node) is not None
 
 
 def _uses(gather: fx.Node) -> set[fx.Node]:
     """Return the nodes that compute with the bucket: users of the gather, of its views, casts and copies."""
-    forms = closure([gather], lambda form: (user for user in form.users if _is_form(user)))
+    forms = closure([gather], lambda form: (user for user in form.users if is_view_or_copy(user)))
     return {user for form in forms for user in form.users} - forms
-
-
-def _is_form(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in COPIES)
-
-
-COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default}
 
 
 def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list[int]) -> list[fx.Node]:
@@ -95,7 +88,7 @@ def _gather_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node, reader: fx.Node) -> fx.Node:
-        if node is not gather and not (_is_form(node) and _comes_from(node, gather)):
+        if node is not gather and not (is_view_or_copy(node) and _comes_from(node, gather)):
             return node
         if node not in copies:
             inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
@@ -125,6 +118,6 @@ def _copy_cast(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Nod
 
 
 def _comes_from(node: fx.Node, gather: fx.Node) -> bool:
-    while _is_form(node):
+    while is_view_or_copy(node):
         node = node.all_input_nodes[0]
     return node is gather

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
-from zerograph.ir.alias import shared_arguments
+from zerograph.ir.alias import is_view_or_copy, shared_arguments
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding
-from zerograph.passes.recompute.reshard_after_forward import COPIES
 
 aten = torch.ops.aten
 
@@ -99,7 +98,7 @@ def is_weight(value: fx.Node) -> bool:
     """Return whether the value is a parameter or a bucket, gathered or cast: backward has it, or gathers it again."""
     node = value
     while node.op == "call_function" and (
-        node.target is boxing or node.target in COPIES or _viewed_node(node) is not None
+        node.target is boxing or is_view_or_copy(node) or _viewed_node(node) is not None
     ):
         node = node.all_input_nodes[0]
     node_role = role(node)

@@ -23,7 +23,7 @@ from zerograph.base import source
 from zerograph.capture.random_operators import Draws, refuse_others
 from zerograph.errors import CaptureError, PlacementError
 from zerograph.ir.functionalize import without_mutation
-from zerograph.ir.region import GlobalSpec, Region, cut
+from zerograph.ir.region import GlobalSpec, Region, split_joint
 from zerograph.ir.region import local as local_operator
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import placeholders, restore_origins, writes
@@ -272,7 +272,7 @@ def _plan(
             "Each rank would have its own; return the new value, declared partial_sum or split, and write it outside.",
         )
     constants = _constants_as_inputs(module, len(parts))
-    halves = cut(module.graph, len(parts) + len(constants), len(results))
+    halves = split_joint(module.graph, len(parts) + len(constants), len(results))
     whole = [*inputs, *[broadcast] * len(constants)]
     saved = [GlobalSpec((here.ranks, *v.shape), v.dtype, v.device, Split(0)) for v in halves.saved]
     forward = Region(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, written_arguments
+from zerograph._torch import written_arguments
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.life import Event, Life, TensorKind
@@ -17,6 +17,7 @@ from zerograph.inspection.names import close_to, is_wait, labels, within
 from zerograph.inspection.spots import Spot, Spots
 from zerograph.inspection.summary import rests
 from zerograph.inspection.text import dtype_name, operator_name
+from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
@@ -369,14 +370,11 @@ _HELP = (
 # Of these a transfer ends: what is computed with is not behind them.
 _TRANSFERS = (WAIT_TRANSFER, WRITE_BACK)
 _WORDS = {"all-gather": "gather", "reduce-scatter": "reduction", "all-reduce": "reduction"}
-_COPIES = (aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.contiguous.default)
 
 
 def _is_form(node: fx.Node) -> bool:
     """Whether the node is only another form of what it reads: a view, a copy, or on its way to other ranks."""
-    if boxing_of(node) is not None or is_wait(node):
-        return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _COPIES)
+    return boxing_of(node) is not None or is_wait(node) or is_view_or_copy(node)
 
 
 def _slots(step: RewrittenStep, flat: fx.Node) -> Sequence[Slot]:

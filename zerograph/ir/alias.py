@@ -1,8 +1,8 @@
-"""Which nodes share memory: storage relations between values, by the schemas of operators.
+"""Alias analysis: which values share memory, by the schemas of operators.
 
-A schema declares most of it. One table lists the operators whose schemas do not. Two questions have two answers:
-:func:`shared_arguments` says what shares memory for these shapes and strides, which memory estimates and turns need;
-:func:`viewed` says which value a node may be a view of, whatever the strides.
+Schemas declare most aliases; two tables list the operators whose schemas do not. There are two questions.
+:func:`shared_arguments` returns what shares memory for the shapes and strides of the graph, as memory estimates need
+it. :func:`viewed` returns the value that a node may be a view of, for any strides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,28 @@ from zerograph.ir.loop import loop_of
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-# They return their first argument's memory, which their schemas do not say.
+# Their results share the memory of the first argument, which their schemas do not declare.
 _UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 # Views for some strides, copies for others.
 _VIEWS_OF_SOME_STRIDES = {aten.reshape.default, aten.contiguous.default}
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the operator's schema says that the value is a view of the first argument."""
+    """Return True if the operator's schema declares its value as a view of the first argument."""
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
+# Copies of their argument, perhaps with another dtype or layout.
+COPIES = {aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.contiguous.default}
+
+
+def is_view_or_copy(node: fx.Node) -> bool:
+    """Return True if the value has the elements of the first argument: it is a view, a cast or a copy of it."""
+    return is_view(node) or node.target in COPIES
+
+
 def viewed(node: fx.Node) -> fx.Node | None:
-    """Return the node whose value this one may be a view or a part of, or None for memory of its own."""
+    """Return the node whose value this one may be a view or a part of, or None if it has memory of its own."""
     if node.target is operator.getitem:
         parts = node.args[0]
         return parts if isinstance(parts, fx.Node) and _may_view(parts) else None
@@ -49,9 +58,9 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
-    """Return for each result of the operator the argument that it shares memory with, None for memory of its own.
+    """Return the argument that each result of the operator shares memory with, None for memory of its own.
 
-    The last entry stands for all further results.
+    The last entry is that of all further results.
     """
     if node.op == "call_module" and loop_of(node) is None:
         # The update of a dealt bucket returns the bucket's shard, which it wrote.
@@ -65,7 +74,8 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
         return node.all_input_nodes[:1]
     if node.target in _VIEWS_OF_SOME_STRIDES and not _strides_allow(node):
         return ()
-    return [given if isinstance(given := _argument(node, place), fx.Node) else None for place in _declared(node.target)]
+    arguments = (_argument(node, place) for place in _declared(node.target))
+    return [argument if isinstance(argument, fx.Node) else None for argument in arguments]
 
 
 def _may_view(node: fx.Node) -> bool:
@@ -73,7 +83,7 @@ def _may_view(node: fx.Node) -> bool:
 
 
 def _strides_allow(node: fx.Node) -> bool:
-    """Return whether the strides of its argument make this reshape a view."""
+    """Return True if the strides of its argument make this reshape a view."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     value: Tensor = source.meta["val"]
@@ -88,20 +98,20 @@ def _strides_allow(node: fx.Node) -> bool:
 
 @functools.cache
 def _declared(target: OpOverload) -> tuple[tuple[int, str] | None, ...]:
-    """Return for each result the argument (position, name) that the schema says it shares memory with."""
+    """Return the argument (position, name) that each result shares memory with by the schema, or None."""
     places: dict[str, tuple[int, str]] = {}
-    parted: tuple[int, str] | None = None
+    split_argument: tuple[int, str] | None = None
     for position, argument in enumerate(_torch.schema_arguments(target)):
         if argument.alias_info is not None:
             places |= dict.fromkeys(argument.alias_info.before_set, (position, argument.name))
             # "Tensor(a -> *) self" of an operator that returns "Tensor(a)[]": all parts are views of it.
             if "*" in argument.alias_info.after_set:
-                parted = position, argument.name
+                split_argument = position, argument.name
     results: list[tuple[int, str] | None] = []
     for result in _torch.returns(target):
         names = () if result.alias_info is None else result.alias_info.before_set
-        share = next((places[name] for name in names if name in places), None)
-        results.append(parted if share is None and result.alias_info is not None else share)
+        shared = next((places[name] for name in names if name in places), None)
+        results.append(split_argument if shared is None and result.alias_info is not None else shared)
     return tuple(results)
 
 

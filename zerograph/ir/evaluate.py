@@ -1,4 +1,4 @@
-"""A node's value, computed on fake tensors: every kind of call once, however many layers or graphs repeat it."""
+"""Compute the fake values of nodes. Equal calls are computed once, however many layers or graphs repeat them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zerograph.ir.metadata import value
 
 
 def evaluate(node: fx.Node) -> Any:
-    """The node's value from its inputs' values, in their fake mode.
+    """Return the node's value, computed from its inputs' values in their fake mode.
 
-    Calls with equal arguments share one value: it tells shape, strides, dtype and device, never whose memory it is.
+    Equal calls share one value: it has the right shape, strides, dtype and device, but says nothing about aliases.
     """
     args: Any
     kwargs: Any
@@ -28,56 +28,56 @@ def evaluate(node: fx.Node) -> Any:
     if key in mode.results:
         return mode.results[key]
     # Integers become the default dtype where an operator divides them.
-    everywhere = (torch.get_default_dtype(), *key)
+    global_key = (torch.get_default_dtype(), *key)
     with mode, torch.no_grad():
-        if everywhere in _LAYOUTS:
-            result = _made(_LAYOUTS[everywhere])
+        if global_key in _LAYOUTS:
+            result = _from_layout(_LAYOUTS[global_key])
         else:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             layout = _layout(result)
-            if layout is not None and _follows_from(node):
-                if len(_LAYOUTS) >= _MOST_LAYOUTS:
+            if layout is not None and _depends_on_arguments_only(node):
+                if len(_LAYOUTS) >= _MAX_LAYOUTS:
                     _LAYOUTS.clear()
-                _LAYOUTS[everywhere] = layout
+                _LAYOUTS[global_key] = layout
             if layout is not None:
-                # A view holds its base where the garbage collector does not see it: kept in the mode that its base
-                # leads to, it would keep all of them for ever.
-                result = _made(layout)
-    # A number that a tensor holds is that tensor's own, however many look alike.
+                # A view references its base where the garbage collector does not see it. In the cache of its base's
+                # mode it would keep all of them alive for ever.
+                result = _from_layout(layout)
+    # The number in a tensor is a symbol of its own, even if the calls are equal.
     if not isinstance(result, _SYMBOLS):
         mode.results[key] = result
     return result
 
 
-# What calls yield in any fake mode: an operator's own reckoning takes several times as long as making its result.
+# Layouts of results, for all fake modes: an operator's shape function takes several times as long as empty_strided().
 _LAYOUTS: dict[Hashable, Hashable] = {}
 
-# Some hundred bytes each; then from the beginning.
-_MOST_LAYOUTS = 1 << 16
+# Of some hundred bytes each; a full cache is cleared.
+_MAX_LAYOUTS = 1 << 16
 
 
-def _follows_from(node: fx.Node) -> bool:
-    """Whether the operator's result has no other layout in another graph: torch's own, and nothing symbolic."""
+def _depends_on_arguments_only(node: fx.Node) -> bool:
+    """Return True for an operator of torch without symbolic inputs: its layout is the same in any graph."""
     ours = not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "_c10d_functional")
-    return not ours and not any(isinstance(value(given), _SYMBOLS) for given in node.all_input_nodes)
+    return not ours and not any(isinstance(value(source), _SYMBOLS) for source in node.all_input_nodes)
 
 
 def _layout(result: Any) -> Any:
-    """Shape, strides, dtype and device of a tensor, of each of several; None if that does not say all."""
+    """Return shape, strides, dtype and device of a tensor or of each of several; None if a tensor has more to it."""
     if isinstance(result, (list, tuple)):
-        each = [_layout(one) for one in result]
-        return None if None in each else (type(result), *each)
+        parts = [_layout(part) for part in result]
+        return None if None in parts else (type(result), *parts)
     plain = isinstance(result, FakeTensor) and result.layout is torch.strided
     if not plain or result.is_conj() or result.is_neg():
         return None
     return tuple(result.shape), result.stride(), result.dtype, result.device
 
 
-def _made(layout: Any) -> Any:
-    """Fake tensors so laid out, in the mode that is on."""
+def _from_layout(layout: Any) -> Any:
+    """Return fake tensors with the layout, in the current mode."""
     if isinstance(layout[0], type):
-        kind, *each = layout
-        return kind(map(_made, each))
+        kind, *parts = layout
+        return kind(map(_from_layout, parts))
     shape, strides, dtype, device = layout
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
@@ -86,22 +86,26 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def mode_of(graph: fx.Graph) -> CachingFakeMode:
-    """The fake mode that the graph's values live in."""
+    """Return the fake mode of the graph's values.
+
+    Raises:
+        ValueError: the graph has no tensors.
+    """
     for node in graph.nodes:
-        found = value(node)
-        if isinstance(found, FakeTensor):
-            assert isinstance(found.fake_mode, CachingFakeMode)
-            return found.fake_mode
+        tensor = value(node)
+        if isinstance(tensor, FakeTensor):
+            assert isinstance(tensor.fake_mode, CachingFakeMode)
+            return tensor.fake_mode
     raise ValueError("the graph has no tensors")
 
 
 def _described(argument: Any) -> Hashable:
-    """All that the result's metadata can follow from. Numbers with their type: 1, 1.0 and True promote differently."""
+    """Return all that the result's layout depends on. Numbers have their type: 1, 1.0 and True promote differently."""
     if isinstance(argument, Tensor):
         return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
-        return tuple([_described(one) for one in argument])
+        return tuple([_described(entry) for entry in argument])
     if isinstance(argument, dict):
-        return tuple([(key, _described(one)) for key, one in argument.items()])
-    # A symbol's hash would ask for its value.
+        return tuple([(key, _described(entry)) for key, entry in argument.items()])
+    # The hash of a symbol would need its value.
     return type(argument), str(argument) if isinstance(argument, _SYMBOLS) else argument

@@ -1,4 +1,4 @@
-"""A traced graph without mutation: what operators write in place becomes a value of its own."""
+"""Functionalize a traced graph: replace in-place operators by out-of-place ones."""
 
 from __future__ import annotations
 
@@ -10,105 +10,107 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.alias import viewed
 from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
 
-# An operator that returns what another one writes, and what it returns.
-Form = tuple[_torch.OpOverload, Tensor]
+# An out-of-place operator, and the fake value of its result.
+OutOfPlace = tuple[_torch.OpOverload, Tensor]
 
-# Operators whose result is their argument under a further name.
+# Operators whose result is their argument.
 _RENAMES = (aten.detach.default, aten.alias.default)
 
 
 def without_mutation(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph without mutation, but for final ``copy_`` nodes that write to its inputs what they hold at the end.
+    """Return the graph without mutation, except for final ``copy_`` nodes that write to its inputs.
 
-    Where only whole tensors are written, nodes are exchanged, in the graph itself. A write through a view changes what
-    others see in the same memory: torch's own functionalization follows that, by a second trace as long as the first.
+    If all writes are to whole tensors, nodes of the graph itself are replaced. A write through a view changes aliases:
+    for such a graph torch functionalizes, with a second trace as long as the first.
     """
-    forms = {node: _form(node) for node in graph.graph.nodes if _torch.written_arguments(node)}
-    if not forms:
+    out_of_place = {node: _out_of_place(node) for node in graph.graph.nodes if _torch.written_arguments(node)}
+    if not out_of_place:
         return graph
-    exchanged = {node: form for node, form in forms.items() if form is not None}
-    tensor_of = _tensors(graph.graph, exchanged)
-    if len(exchanged) < len(forms) or _written_through_views(graph.graph, exchanged, tensor_of):
+    replaced = {node: form for node, form in out_of_place.items() if form is not None}
+    tensor_of = _tensors(graph.graph, replaced)
+    if len(replaced) < len(out_of_place) or _written_through_views(graph.graph, replaced, tensor_of):
         return _torch.functional_trace(graph, [node.meta["val"] for node in placeholders(graph.graph)])
-    _exchange(graph.graph, exchanged, tensor_of)
+    _replace_writes(graph.graph, replaced, tensor_of)
     return graph
 
 
-def _form(node: fx.Node) -> Form | None:
-    """What computes what the operator writes to its first argument and returns; None where nothing fits."""
+def _out_of_place(node: fx.Node) -> OutOfPlace | None:
+    """Return the out-of-place overload of this in-place operator with its result, or None."""
     assert isinstance(node.target, _torch.OpOverload)
     form = _torch.functional_overload(node.target)
     if form is None or _torch.written_arguments(node) != list(node.args[:1]):
         return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     with torch.no_grad():
-        made = form(*args, **kwargs)
-    # What is written keeps its dtype and its strides, whatever is written to it.
-    return (form, made) if _layout(made) == _layout(node.meta["val"]) else None
+        result = form(*args, **kwargs)
+    # A tensor keeps its dtype and strides when it is written to.
+    return (form, result) if _layout(result) == _layout(node.meta["val"]) else None
 
 
 def _layout(tensor: Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _tensors(graph: fx.Graph, writes: Mapping[fx.Node, Form]) -> dict[fx.Node, fx.Node]:
-    """By node whose value is another's whole tensor, written since or not: the first node that has it."""
-    found: dict[fx.Node, fx.Node] = {}
+def _tensors(graph: fx.Graph, writes: Mapping[fx.Node, OutOfPlace]) -> dict[fx.Node, fx.Node]:
+    """Return, for each node whose value is the whole tensor of another node, the first node of that tensor."""
+    tensor_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in writes or node.target in _RENAMES:
-            given = node.args[0]
-            found[node] = found.get(given, given)
-    return found
+            source = node.args[0]
+            tensor_of[node] = tensor_of.get(source, source)
+    return tensor_of
 
 
 def _written_through_views(
-    graph: fx.Graph, writes: Mapping[fx.Node, Form], tensor_of: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, writes: Mapping[fx.Node, OutOfPlace], tensor_of: Mapping[fx.Node, fx.Node]
 ) -> bool:
-    """Whether what is written is a part of another tensor, or has had a part taken before."""
+    """Return True if a written tensor is a view, or if a view of it is taken before the last write."""
     written = {tensor_of[node] for node in writes}
-    if any(map(_may_be_seen, written)):
+    if any(map(_may_have_aliases, written)):
         return True
-    # A part that is taken behind the last write is one of the value.
-    to_come = Counter(tensor_of[node] for node in writes)
+    # A view that is taken after the last write is a view of the final value.
+    remaining = Counter(tensor_of[node] for node in writes)
     for node in graph.nodes:
         if node in writes:
-            to_come[tensor_of[node]] -= 1
+            remaining[tensor_of[node]] -= 1
         if node in tensor_of:
             continue
-        if viewed := _torch.viewed_arguments(node):
-            # Of several parts each is a node of its own.
-            parts = {node, *node.users} if isinstance(node.meta["val"], (list, tuple)) else {node}
-            if not written.isdisjoint(parts) or any(to_come[tensor_of.get(one, one)] for one in viewed):
-                return True
+        source = viewed(node)
+        if source is not None and (node in written or remaining[tensor_of.get(source, source)]):
+            return True
     return False
 
 
-def _may_be_seen(node: fx.Node) -> bool:
-    """Whether others may see the memory of what the node yields: constants, and what says nothing of its results."""
+def _may_have_aliases(node: fx.Node) -> bool:
+    """Return True for constants, and for calls without a schema that declares aliases."""
     plain = isinstance(node.target, _torch.OpOverload) or node.target is operator.getitem
     return node.op == "get_attr" or (node.op == "call_function" and not plain)
 
 
-def _exchange(graph: fx.Graph, writes: Mapping[fx.Node, Form], tensor_of: Mapping[fx.Node, fx.Node]) -> None:
-    """Replace writes by values; later readers of the tensor read the value."""
-    now: dict[fx.Node, fx.Node] = {}
+def _replace_writes(
+    graph: fx.Graph, writes: Mapping[fx.Node, OutOfPlace], tensor_of: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Replace writes by out-of-place operators, whose results later readers of the tensor read."""
+    latest: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         node.args, node.kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda given: now.get(tensor_of.get(given, given), given)
+            (node.args, node.kwargs), lambda source: latest.get(tensor_of.get(source, source), source)
         )
         if node in writes:
-            form, made = writes[node]
+            form, result = writes[node]
             with graph.inserting_before(node):
                 value = graph.call_function(form, node.args, node.kwargs)
-            value.meta.update(node.meta, val=made)
-            now[tensor_of[node]] = value
+            value.meta.update(node.meta, val=result)
+            latest[tensor_of[node]] = value
     with graph.inserting_before(graph.output_node()):
-        for given in placeholders(graph):
-            if given in now:
-                graph.call_function(aten.copy_.default, (given, now[given])).meta["val"] = given.meta["val"]
+        for placeholder in placeholders(graph):
+            if placeholder in latest:
+                copy = graph.call_function(aten.copy_.default, (placeholder, latest[placeholder]))
+                copy.meta["val"] = placeholder.meta["val"]
     for node in reversed(list(writes)):
         graph.erase_node(node)

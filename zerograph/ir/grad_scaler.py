@@ -1,8 +1,8 @@
 """Loss scaling for fp16: the options of ``torch.amp.GradScaler``, and the scale as state of the step graph.
 
-The scale enters the step as a tensor and leaves it changed, like a moment of the optimizer: the graph multiplies the
-loss by it, divides the reduced gradients, looks whether one of them is infinite or not a number anywhere, skips the
-update on every rank then, and lowers or raises the scale (pass ``skip_overflowed_update``).
+The scale is a tensor that the step reads and writes, like a moment of the optimizer. The graph multiplies the loss by
+it and divides the reduced gradients. If one of them is infinite or NaN on any rank, the update is skipped on all ranks.
+Then the scale is lowered or raised (pass ``skip_overflowed_update``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class GradScaler:
 
     Args:
         init_scale: the scale of the first step.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without overflow.
-        backoff_factor: what it is multiplied by after a step with overflow, whose update is skipped; of several
-            optimizers each skips by the overflow of its own gradients.
-        growth_interval: steps.
-        enabled: False for no scaling at all.
-        min_scale: the scale never falls below.
-        hysteresis: overflows, since the scale was last raised, from which on it is lowered: 1 for each of them, as
-            ``torch.amp.GradScaler`` does, 2 to let one pass (as Megatron-LM does).
+        growth_factor: factor for the scale after ``growth_interval`` steps in a row without overflow.
+        backoff_factor: factor for the scale after a step with overflow, whose update is skipped. Each of several
+            optimizers skips its update if its own gradients overflow.
+        growth_interval: number of steps.
+        enabled: False for no scaling.
+        min_scale: lower bound of the scale.
+        hysteresis: number of overflows since the last growth from which on each one lowers the scale: 1 as in
+            ``torch.amp.GradScaler``, 2 to tolerate one as in Megatron-LM.
 
     Raises:
-        ConfigError: a number with which the scale would not do what its name says.
+        ConfigError: an argument is out of range.
     """
 
     dynamic = True
@@ -77,11 +77,11 @@ class GradScaler:
         self._tensors: dict[str, Tensor] = {}
 
     def get_scale(self) -> float:
-        """The scale of the next step. Reads it from its device."""
+        """Return the scale of the next step; this waits for its device."""
         return float(self._tensors["scale"]) if self._tensors else self.init_scale
 
     def tensors(self, device: torch.device) -> Mapping[str, Tensor]:
-        """The 0-d tensors that the step reads and writes, by name, on ``device``."""
+        """Return the 0-d tensors that the step reads and writes, by name, on ``device``."""
         if not self._tensors:
             values = (self.init_scale, 0, self.hysteresis)
             self._tensors = {
@@ -93,17 +93,17 @@ class GradScaler:
         return self._tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its trackers, under the names that ``torch.amp.GradScaler`` gives them."""
+        """Return the scale and its trackers, under the names of ``torch.amp.GradScaler``."""
         trackers = {f"_{name}": int(tensor) for name, tensor in self._tensors.items() if name != "scale"}
         return {"scale": self.get_scale(), "_growth_tracker": 0, "_hysteresis_tracker": self.hysteresis} | trackers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` of this class, or of ``torch.amp.GradScaler``, returned.
+        """Load the state from :meth:`state_dict` of this class or of ``torch.amp.GradScaler``.
 
-        The options stay as they are: only the scale and its trackers are loaded.
+        Only the scale and its trackers are loaded, not the options.
 
         Raises:
-            ConfigError: it is not such a state.
+            ConfigError: ``state`` is not such a state.
         """
         self.check_state(state)
         tensors = self.tensors(torch.device("cpu")) if not self._tensors else self._tensors
@@ -112,10 +112,10 @@ class GradScaler:
         tensors["hysteresis_tracker"].fill_(int(state.get("_hysteresis_tracker", self.hysteresis)))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise if :meth:`load_state_dict` could not take it.
+        """Check a state for :meth:`load_state_dict`.
 
         Raises:
-            ConfigError: it is not a state of a scaler, and why.
+            ConfigError: ``state`` is not a state of a scaler.
         """
         if not isinstance(state, Mapping) or "scale" not in state:
             has = ", ".join(map(str, state)) or "no entries" if isinstance(state, Mapping) else f"{state!r:.60}"
@@ -129,7 +129,7 @@ class GradScaler:
                 raise ConfigError(f"{name} = {count!r:.60}: give a number of steps")
 
     def __repr__(self) -> str:
-        # Equal on all ranks, which compare their configurations by it: no state.
+        # Ranks compare their configurations by it, so it has no state.
         return (
             f"{type(self).__name__}(init_scale={self.init_scale}, growth_factor={self.growth_factor}, "
             f"backoff_factor={self.backoff_factor}, growth_interval={self.growth_interval}, enabled={self.enabled}, "
@@ -138,13 +138,13 @@ class GradScaler:
 
 
 class StaticGradScaler(GradScaler):
-    """One scale for all steps. An update whose gradients overflow is skipped all the same.
+    """Loss scaling with a constant scale. An update whose gradients overflow is skipped as with :class:`GradScaler`.
 
     Args:
-        scale: what the loss is multiplied by.
+        scale: the scale.
 
     Raises:
-        ConfigError: the scale is no finite number above 0.
+        ConfigError: ``scale`` is no finite number above 0.
     """
 
     dynamic = False

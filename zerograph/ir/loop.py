@@ -1,9 +1,8 @@
-"""A loop in the step graph: one node, whose body is the graph of one micro-batch.
+"""A loop over micro-batches in the step graph: one node, whose body is the graph of one micro-batch.
 
-The graph is as large for many micro-batches as for two: the body is there once, and the node's module runs it as often
-as there are micro-batches. What the body leaves behind it writes into tensors that the loop gives it, one for each
-result, with the two operators below: a sum holds what all micro-batches add up to, and the first one writes it, so that
-nothing is filled with zeros before; parts are laid end to end.
+The size of the graph does not depend on the number of micro-batches: the node's module runs the body once for each. The
+body writes its results into tensors of the loop with two operators. ``accumulate`` adds to a sum, which the first
+micro-batch initialises. ``collect`` concatenates.
 """
 
 from __future__ import annotations
@@ -16,26 +15,28 @@ import torch
 from torch import Tensor, fx, nn
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define("accumulate(Tensor(a!) sum, Tensor part, Tensor turn) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    "collect(Tensor(a!) whole, Tensor part, Tensor turn, int along) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
+    "accumulate(Tensor(a!) sum, Tensor part, Tensor micro_batch) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.define(
+    "collect(Tensor(a!) whole, Tensor part, Tensor micro_batch, int dim) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
 )
 accumulate = torch.ops.zerograph.accumulate.default
 collect = torch.ops.zerograph.collect.default
 
 
-def _accumulate(sum: Tensor, part: Tensor, turn: Tensor) -> None:
-    """Add a micro-batch's part to the sum; that of the first, number 0, is the sum so far."""
-    if int(turn):
+def _accumulate(sum: Tensor, part: Tensor, micro_batch: Tensor) -> None:
+    """Add a micro-batch's part to the sum; copy it for micro-batch 0."""
+    if int(micro_batch):
         sum.add_(part)
     else:
         sum.copy_(part)
 
 
-def _collect(whole: Tensor, part: Tensor, turn: Tensor, along: int) -> None:
-    """Lay a micro-batch's part behind those of the micro-batches before it."""
-    size = part.shape[along]
-    whole.narrow(along, int(turn) * size, size).copy_(part)
+def _collect(whole: Tensor, part: Tensor, micro_batch: Tensor, dim: int) -> None:
+    """Copy a micro-batch's part to its slice of the whole tensor along ``dim``."""
+    size = part.shape[dim]
+    whole.narrow(dim, int(micro_batch) * size, size).copy_(part)
 
 
 for _name, _run in (("accumulate", _accumulate), ("collect", _collect)):
@@ -45,11 +46,14 @@ for _name, _run in (("accumulate", _accumulate), ("collect", _collect)):
 
 @dataclass(frozen=True)
 class Result:
-    """What a loop yields: a sum over the micro-batches, or their parts end to end along a dimension.
+    """One result of a loop: a sum over the micro-batches, or their parts concatenated.
 
     Attributes:
-        along: that dimension; None for a sum.
-        gradient: the bucket whose gradient it is; None for anything else.
+        shape: shape of the whole result on this rank.
+        dtype: its dtype.
+        device: its device.
+        along: the dimension of the concatenation; None for a sum.
+        gradient: the bucket whose gradient it is; None for any other result.
     """
 
     shape: tuple[int, ...]
@@ -60,13 +64,13 @@ class Result:
 
 
 class Loop(nn.Module):
-    """Runs a body once for each micro-batch, one after another.
+    """A module that runs its body once for each micro-batch.
 
     Attributes:
-        body: takes the loop's operands, then its results, to be written, then the number of the micro-batch (0-d).
-        micro_batches: how often it runs.
-        cuts: for each operand the dimension along which each run is given its part of it; None: all of it.
-        results: what the loop yields.
+        body: takes the loop's operands, the results, to which it writes, and the number of the micro-batch (0-d int64).
+        micro_batches: number of runs.
+        cuts: for each operand the dimension that is split over the runs; None for an operand that each run gets whole.
+        results: the results of the loop.
     """
 
     def __init__(
@@ -85,30 +89,32 @@ class Loop(nn.Module):
         self._function = function
 
     def with_body(self, body: fx.GraphModule, function: Callable[..., Any] | None = None) -> Loop:
-        """The same loop around another form of its body, or around what a backend made of it."""
+        """Return the loop with another body, or with a function that a backend compiled from its body."""
         return Loop(body, self.micro_batches, self.cuts, self.results, function)
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Run all micro-batches; return the results."""
         results = self.make_results()
-        turn = torch.zeros((), dtype=torch.int64, device="cpu")
-        # Not body(): GraphModule's __call__ drops the traceback that tells which node failed.
+        micro_batch = torch.zeros((), dtype=torch.int64, device="cpu")
+        # Not body(): GraphModule's __call__ drops the traceback that names the node that failed.
         run = self._function or self.body.forward
         for number in range(self.micro_batches):
-            run(*self.parts(operands, number), *results, turn.fill_(number))
+            run(*self.parts(operands, number), *results, micro_batch.fill_(number))
         return results
 
     def make_results(self) -> tuple[Tensor, ...]:
-        """Tensors for the results, with nothing in them yet."""
-        return tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in self.results)
+        """Return empty tensors for the results."""
+        return tuple(torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in self.results)
 
     def parts(self, operands: Sequence[Tensor], number: int) -> list[Tensor]:
-        """What the body is given of the operands in the micro-batch of this number."""
+        """Return the operands of the body in the micro-batch of this number."""
         return [
             operand if cut is None else self._part(operand, cut, number)
             for operand, cut in zip(operands, self.cuts, strict=True)
         ]
 
     def extra_repr(self) -> str:
+        """Return the number of micro-batches and the code of the body."""
         return f"{self.micro_batches} micro-batches\n{self.body.code}"
 
     def _part(self, operand: Tensor, cut: int, number: int) -> Tensor:
@@ -117,11 +123,11 @@ class Loop(nn.Module):
 
 
 def loop_of(node: fx.Node) -> Loop | None:
-    """The loop that the node runs, if it is one's."""
-    found: Loop | None = node.meta.get("loop")
-    return found
+    """Return the loop that the node runs, or None."""
+    loop: Loop | None = node.meta.get("loop")
+    return loop
 
 
 def loops(graph: fx.Graph) -> Iterator[Loop]:
-    """The loops of a graph, in order."""
-    return (found for node in graph.find_nodes(op="call_module") if (found := loop_of(node)) is not None)
+    """Yield the loops of a graph in order."""
+    return (loop for node in graph.find_nodes(op="call_module") if (loop := loop_of(node)) is not None)

@@ -1,4 +1,4 @@
-"""The result of fitting a step into a memory budget that it cannot keep."""
+"""The result of ``fit_memory_budget`` for a step that exceeds its memory budget."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Shortage:
     """A step needs more memory than its budget, however its collectives are scheduled.
 
     Attributes:
-        peak: bytes that the step holds at most, as few as ``fit_memory_budget`` could make them.
-        budget: bytes that it may hold.
+        peak: lowest predicted peak that ``fit_memory_budget`` reached, in bytes.
+        budget: the memory budget in bytes.
         activations: bytes of activations at the peak.
         in_buckets: bytes of gathered parameters and of gradients at the peak.
-        explanation: lines for the user: where the peak is reached, what is held there, and what would help.
+        explanation: lines for the user: where the peak is, what is in memory there, and what would help.
     """
 
     peak: int

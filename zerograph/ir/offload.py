@@ -1,4 +1,4 @@
-"""The option to let optimizer state or parameters rest elsewhere than on the device that computes with them."""
+"""The options that offload optimizer state or parameters to the CPU or to files between steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Device = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Where tensors rest; see :meth:`zerograph.config.Config.offload_optimizer` and ``offload_parameters``."""
+    """An offload target; see :meth:`zerograph.config.Config.offload_optimizer` and ``offload_parameters``."""
 
     device: Device
-    # Another on each machine, perhaps: nothing that ranks compare.
+    # Ranks do not compare it: paths may differ between machines.
     nvme_path: str | None = field(default=None, repr=False)
     pin_memory: bool = True
     fast_init: bool = True
@@ -27,20 +27,25 @@ class Offload:
 
     @property
     def folder(self) -> Folder | None:
-        """The directory of the files; None where there are none."""
+        """The directory of the files; None for the CPU."""
         return None if self.nvme_path is None else Folder(self.nvme_path, self.keep_files, self.fast_init)
 
 
 def offload_device(option: Offload | None, device: torch.device, *, whole: bool) -> torch.device | None:
-    """In whose memory a bucket rests, and is updated, if not in that of the device that computes with it; else None.
+    """Return the device that stores and updates a bucket if it is not the device that computes with it, else None.
 
-    What each rank holds whole stays: it is lent to the modules as it is.
+    Buckets that each rank holds whole are not offloaded: modules use their memory.
+
+    Args:
+        option: the offload option.
+        device: the device that computes.
+        whole: the bucket is broadcast.
     """
     return torch.device("cpu") if option is not None and device.type != "cpu" and not whole else None
 
 
 def complaint(value: Any) -> str:
-    """What is wrong with a value of the option; empty if nothing is."""
+    """Return what is wrong with a value of the option; empty for a valid one."""
     if value is None:
         return ""
     if not isinstance(value, Offload):
@@ -48,7 +53,7 @@ def complaint(value: Any) -> str:
     if not isinstance(value.device, str) or value.device not in ("cpu", "nvme"):
         return "unknown device; choose 'cpu', 'nvme', or None to offload nothing"
     if value.device == "nvme" and not isinstance(value.nvme_path, (str, os.PathLike)):
-        return "give nvme_path, a directory on the disk whose files the state is to rest in"
+        return "give nvme_path, a directory on the disk for the files of the state"
     if value.device == "cpu" and value.nvme_path is not None:
         return "nvme_path is for the device 'nvme'"
     for name in ("pin_memory", "fast_init", "keep_files"):

@@ -1,4 +1,4 @@
-"""Edits of the pipeline: passes that a user inserts, replaces or disables for one graph."""
+"""Edits of the pipeline: a user inserts, replaces or disables passes for one graph."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PassEdit:
     does. All ranks must give the same edits.
 
     Attributes:
-        action: what to do.
-        name: the pass of the pipeline that it is about.
+        action: the kind of edit.
+        name: the pass of the pipeline that the edit refers to.
         run: the new pass; None to disable one.
     """
 
@@ -54,7 +54,7 @@ class PassEdit:
         return cls("disable", name)
 
     def __str__(self) -> str:
-        """The edit in words that are equal on all ranks if the code of the pass is."""
+        """Return the edit as text, equal on all ranks if the code of the pass is."""
         if self.run is None:
             return f"{self.action} {self.name}"
         return f"{self.action} {self.name}: {self.run.__name__} ({_digest(self.run)})"
@@ -69,21 +69,22 @@ def _checked(run: Rewrite) -> Rewrite:
 
 
 def _digest(run: Rewrite) -> str:
-    """Digest of the function's code, its defaults and the values that it encloses."""
+    """Return a digest of the function's code, its defaults and the values in its closure."""
     code = getattr(run, "__code__", None)
     if code is None:
         return type(run).__qualname__
     cells = [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
-    told = repr((_described(code), [_described(one) for one in (*(getattr(run, "__defaults__", None) or ()), *cells)]))
-    return hashlib.sha256(told.encode()).hexdigest()[:8]
+    values = (*(getattr(run, "__defaults__", None) or ()), *cells)
+    text = repr((_described(code), [_described(value) for value in values]))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _described(value: object) -> object:
-    """Describe a constant of a function's code without addresses, which differ between processes."""
+    """Return a description of a constant in a function's code without addresses, which differ between processes."""
     if isinstance(value, CodeType):
         return value.co_code, value.co_names, tuple(map(_described, value.co_consts))
     if isinstance(value, (tuple, list, frozenset, set)):
-        described = [_described(one) for one in value]
+        described = [_described(entry) for entry in value]
         return sorted(map(repr, described)) if isinstance(value, (set, frozenset)) else described
     if isinstance(value, (int, float, complex, str, bytes, bool, type(None), type(...))):
         return value

@@ -1,10 +1,10 @@
-"""Mixed precision: which parameters the step computes with in a low dtype.
+"""Mixed precision: find the parameters that the step computes with in a low dtype.
 
-``build()`` is traced inside ``torch.autocast``, so that every operator computes in the dtype that autocast's lists give
-it, and the casts stand in the graph. A parameter that is read through casts only needs no fp32 outside its shard: what
-rests is cast there, and its *compute copy*, in the low dtype, is what is gathered. A table of which rows are picked
-is one as well, although autocast leaves it alone: the rows are widened behind the lookup, so that what is added to them
-is added in fp32. Parameters that an operator reads in fp32 (the scale of a norm) stay fp32: they are few.
+``build()`` is traced inside ``torch.autocast``, so that operators compute in the dtypes of autocast's lists, and the
+casts are nodes of the graph. A parameter that is read only through casts needs no fp32 outside its shard: the shard is
+cast, and this *compute copy* in the low dtype is gathered. So is an embedding table, although autocast does not cast
+it: the rows are cast to fp32 after the lookup, so that additions to them are in fp32. Parameters that an operator reads
+in fp32 (the scale of a norm) stay fp32; they are few.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def compute_copies(graph: fx.Graph, dtype: torch.dtype | None) -> frozenset[str]:
-    """Names of the parameters that a captured step computes with as copies in ``dtype``; none where that is None."""
+    """Return the names of the parameters that a captured step computes with as copies in ``dtype``.
+
+    Args:
+        graph: the captured graph.
+        dtype: the low dtype; None for no mixed precision, and so no names.
+    """
     if dtype is None:
         return frozenset()
     edits = edited_gradients(graph)
-    found = set()
+    names = set()
     for node in placeholders(graph, "parameter"):
         name = meta(node)["role"].name
-        # An edit that is made on the flat bucket reads the master shard there.
+        # An edit of the flat bucket reads the master shard.
         on_bucket = name in edits and edits[name].on_bucket
         if node.meta["val"].dtype is torch.float32 and _is_copied(node, dtype, on_bucket=on_bucket):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
-    """Whether all that reads the parameter, or this view of it, would do with its copy, and something does."""
+    """Return True if the parameter or this view of it has readers, and all of them can read the compute copy."""
     readers = [user for user in node.users if not (on_bucket and is_edit(user))]
     return bool(readers) and all(
         is_cast(user, dtype)
@@ -51,13 +56,13 @@ def _is_copied(node: fx.Node, dtype: torch.dtype, *, on_bucket: bool) -> bool:
 
 
 def precision_text(low: torch.dtype | None, dtypes: Iterable[torch.dtype]) -> str:
-    """Name what a step computes in, for people: ``"fp32"``, ``"bf16 with fp32 masters"``.
+    """Return a step's precision as text: ``"fp32"``, ``"bf16 with fp32 masters"``.
 
     Args:
         low: the dtype of mixed precision, or None.
-        dtypes: those of the parameters as they rest.
+        dtypes: dtypes of the stored parameters.
     """
-    names = [_NAMES.get(one, str(one).removeprefix("torch.")) for one in dict.fromkeys(dtypes)] or ["fp32"]
+    names = [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys(dtypes)] or ["fp32"]
     if low is None:
         return " and ".join(names)
     return f"{_NAMES[low]} with {' and '.join(names)} masters"
@@ -67,7 +72,7 @@ _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", 
 
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether the node does nothing but change to ``dtype``."""
+    """Return True if the node only casts to ``dtype``."""
     if node.target is not aten._to_copy.default or node.kwargs.get("memory_format") not in _ANY_LAYOUT:
         return False
     source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -78,5 +83,5 @@ _ANY_LAYOUT = (None, torch.preserve_format)
 
 
 def looks_up_rows(node: fx.Node, table: fx.Node) -> bool:
-    """Whether the node looks rows up in ``table``: whatever these are cast to can be cast before as well."""
+    """Return True if the node looks up rows in ``table``: a cast of the rows can then be a cast of the table."""
     return node.target is aten.embedding.default and node.args[0] is table

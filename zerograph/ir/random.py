@@ -1,12 +1,12 @@
-"""The random numbers of a step: each is a function of the step's seed and of where it stands, of nothing else.
+"""Counter-based random numbers: each number is a function of the step's seed and its position only.
 
-A number's bits are a hash of the seed of the step, the number of the drawing operator in the graph, and the linear
-index of the element in the global tensor. So every device, backend and split of a tensor over any number of ranks
-draws the same numbers: a mask on a split tensor is a piece of the mask that one device would draw.
+A number is a hash of the seed of the step, the number of the random operator in the graph, and the linear index of the
+element in the global tensor. So every device, backend and split over ranks draws the same numbers: a mask on a shard is
+the shard of the mask that one device would draw.
 
-The hash is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
-OOPSLA 2014; its constants are David Stafford's Mix13), with a second key in its middle, so that the streams of
-two operators are never shifted copies of each other. It is good enough for training, not for secrets.
+The hash is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014; its constants are David Stafford's Mix13) with a second key in its middle, so that the streams of two operators
+are never shifted copies of each other. It is no cryptographic hash.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 _GAMMA, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-# As many bits as the significand holds: every value is exact, and none rounds up to 1.
+# Bits of the significand: every value is exact, and none rounds up to 1.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
-# Elements mixed at a time: on the CPU the passes over them stay in its cache.
+# Elements hashed at a time: on the CPU they stay in its cache.
 _BLOCK_ON_CPU, _BLOCK = 2**17, 2**24
 
 _library = torch.library.Library("zerograph", "DEF")
 _library.define(
     "uniform(Tensor seed, int number, int[] size, int[] start, int[] whole, ScalarType dtype, Device device, "
-    "Tensor? turn=None, int along=0) -> Tensor",
+    "Tensor? micro_batch=None, int dim=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 uniform = torch.ops.zerograph.uniform.default
@@ -42,15 +42,24 @@ def _uniform(
     whole: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    turn: Tensor | None = None,
-    along: int = 0,
+    micro_batch: Tensor | None = None,
+    dim: int = 0,
 ) -> Tensor:
-    """Numbers in [0, 1): the piece of ``size`` that begins at ``start`` in a global tensor of the shape ``whole``.
+    """Return random numbers in [0, 1): a slice of a global tensor.
 
-    With ``turn`` it is the piece that lies so many pieces further along dimension ``along``.
+    Args:
+        seed: seed of the step, 0-d int64.
+        number: number of the random operator in the graph.
+        size: shape of the slice.
+        start: index of its first element in the global tensor.
+        whole: shape of the global tensor.
+        dtype: dtype of the numbers.
+        device: device of the numbers.
+        micro_batch: shift the slice by this number of slices along ``dim``; 0-d int64.
+        dim: the dimension that micro-batches split.
     """
-    if turn is not None:
-        start = [one + int(turn) * size[along] * (dim == along) for dim, one in enumerate(start)]
+    if micro_batch is not None:
+        start = [index + int(micro_batch) * size[dim] * (axis == dim) for axis, index in enumerate(start)]
     first = _mix(int(seed) + number * _GAMMA)
     second = _signed(_mix(first ^ _M1))
     result = torch.empty(size, dtype=dtype, device=device)
@@ -70,7 +79,7 @@ def _uniform(
 
 
 def _rows(size: Sequence[int], start: Sequence[int], whole: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """The linear index of the first element of each contiguous run of the piece, and how long the runs are."""
+    """Return the linear index of the first element of each contiguous run of the slice, and the length of the runs."""
     inner = len(size)
     while inner > 0 and size[inner - 1] == whole[inner - 1]:
         inner -= 1
@@ -83,7 +92,7 @@ def _rows(size: Sequence[int], start: Sequence[int], whole: Sequence[int], devic
 
 
 def _mix_in_place(bits: Tensor, second: int) -> None:
-    """The finalizer on every element, in two's complement, where products wrap around as unsigned ones do."""
+    """Apply the finalizer to every element; products of two's complement wrap around as unsigned ones do."""
     bits ^= _shifted(bits, 30)
     bits *= _signed(_M1)
     bits ^= _shifted(bits, 27)
@@ -93,7 +102,7 @@ def _mix_in_place(bits: Tensor, second: int) -> None:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Shifted right as unsigned numbers are: the sign's copies are masked away."""
+    """Return ``bits`` shifted right as unsigned numbers: the copies of the sign bit are masked out."""
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
 
@@ -116,8 +125,8 @@ def _uniform_fake(
     whole: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    turn: Tensor | None = None,
-    along: int = 0,
+    micro_batch: Tensor | None = None,
+    dim: int = 0,
 ) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 

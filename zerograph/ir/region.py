@@ -1,8 +1,8 @@
-"""A local region in the step graph: one node of its forward, one of its backward, each with a graph of its own.
+"""A local region in the step graph: one node for its forward and one for its backward, each with its own graph.
 
-The node ``zerograph::local`` has global shapes outside, one signature, and no meaning of its own: ``localize`` puts
-the region's graph in its place. That graph is one rank's, in local shapes. What forward saves for backward is no
-part of any global tensor; it travels between the two nodes with a leading dimension along which it is split.
+The node ``zerograph::local`` has global shapes and one signature. ``localize`` replaces it by the region's graph, which
+is that of one rank, in local shapes. The tensors that forward saves for backward are no shards of a global tensor.
+Between the two nodes they have a leading dimension along which they are split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ local = torch.ops.zerograph.local.default
 
 @dataclass(frozen=True)
 class GlobalSpec:
-    """A region's output seen whole."""
+    """Global shape, dtype, device and SBP of a region's output."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,13 +40,13 @@ class GlobalSpec:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What stands behind a node ``local``.
+    """The region that a node ``local`` refers to.
 
     Attributes:
-        graph: one rank's computation, from this rank's parts of the node's inputs to those of its outputs.
+        graph: one rank's computation, from shards of the node's inputs to shards of its outputs.
         inputs: the SBP of each input along one mesh dimension.
-        outputs: what each output is globally.
-        number: by which the node names it.
+        outputs: each output as a global tensor.
+        number: the node's reference to the region.
     """
 
     graph: fx.Graph
@@ -58,19 +58,19 @@ class Region:
         _regions[self.number] = self
 
 
-# The captured graph keeps its regions; here they are only found.
+# References by number; the captured graph keeps its regions alive.
 _regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 
 
 def region_of(node: fx.Node) -> Region:
-    """The region behind a node ``local``."""
+    """Return the region of a node ``local``."""
     number = node.args[1]
     assert isinstance(number, int)
     return _regions[number]
 
 
 def _local_fake(inputs: Sequence[Tensor], region: int) -> list[Tensor]:
-    return [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in _regions[region].outputs]
+    return [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in _regions[region].outputs]
 
 
 def _local(inputs: Sequence[Tensor], region: int) -> list[Tensor]:
@@ -83,12 +83,14 @@ torch.library.register_fake("zerograph::local", _local_fake, lib=_library)
 
 @dataclass(frozen=True)
 class Halves:
-    """A joint graph cut in two.
+    """The forward and backward graph of a joint graph.
 
     Attributes:
-        forward: from the inputs numbered ``forward_inputs`` to the outputs, then what backward needs.
-        backward: from the inputs numbered ``backward_inputs``, what forward saved, and the outputs' gradients.
-        saved: the saved values, as one rank has them.
+        forward: takes ``forward_inputs``; returns the outputs, then the values saved for backward.
+        backward: takes ``backward_inputs``, the saved values, and the gradients of the outputs.
+        forward_inputs: indices of the joint graph's inputs that forward takes.
+        backward_inputs: indices of the joint graph's inputs that backward takes.
+        saved: fake values that forward saves for backward, in local shapes.
     """
 
     forward: fx.Graph
@@ -98,17 +100,23 @@ class Halves:
     saved: tuple[Tensor, ...]
 
 
-def cut(joint: fx.Graph, inputs: int, outputs: int) -> Halves:
-    """Cut a functional graph of outputs and gradients, whose placeholders are inputs and then outputs' gradients.
+def split_joint(joint: fx.Graph, inputs: int, outputs: int) -> Halves:
+    """Split a joint graph into forward and backward.
 
-    Views are made again for backward, so that none of a weight, whose gathered whole they would keep, is saved.
+    Backward recomputes views: a saved view of a weight would keep the gathered weight alive.
+
+    Args:
+        joint: a functional graph. Its placeholders are the inputs, then the gradients of the outputs. It returns the
+            outputs, then the gradients of inputs.
+        inputs: number of inputs.
+        outputs: number of outputs.
     """
-    given = joint.find_nodes(op="placeholder")
+    arguments = joint.find_nodes(op="placeholder")
     returned = joint.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     results, gradients = list(returned[:outputs]), list(returned[outputs:])
-    early = _needed(results, set())
-    early |= {node for node in joint.nodes if node.target is operator.getitem and node.args[0] in early}
+    in_forward = _needed(results, set())
+    in_forward |= {node for node in joint.nodes if node.target is operator.getitem and node.args[0] in in_forward}
     saved: dict[fx.Node, None] = {}
     stack, seen = list(gradients), set()
     while stack:
@@ -116,25 +124,25 @@ def cut(joint: fx.Graph, inputs: int, outputs: int) -> Halves:
         if node in seen or node.op == "placeholder":
             continue
         seen.add(node)
-        if node in early and not getattr(node.target, "is_view", False):
+        if node in in_forward and not getattr(node.target, "is_view", False):
             saved[node] = None
         else:
             stack += node.all_input_nodes
-    first = [node for node in given[:inputs] if node in _needed(results, set())]
-    late = _needed(gradients, set(saved))
-    second = [node for node in given[:inputs] if node in late]
+    needed_forward, needed_backward = _needed(results, set()), _needed(gradients, set(saved))
+    first = [node for node in arguments[:inputs] if node in needed_forward]
+    second = [node for node in arguments[:inputs] if node in needed_backward]
     return Halves(
         _extract(joint, first, [], results, list(saved)),
-        _extract(joint, second, list(saved), gradients, [], given[inputs:]),
-        tuple(given.index(node) for node in first),
-        tuple(given.index(node) for node in second),
+        _extract(joint, second, list(saved), gradients, [], arguments[inputs:]),
+        tuple(map(arguments.index, first)),
+        tuple(map(arguments.index, second)),
         tuple(node.meta["val"] for node in saved),
     )
 
 
-def _needed(wanted: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
-    """Return ``wanted`` and their ancestors, up to nodes that are known."""
-    return closure(wanted, lambda node: () if node in known else node.all_input_nodes)
+def _needed(nodes: Sequence[fx.Node], saved: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes and their ancestors, but not the ancestors of ``saved`` nodes."""
+    return closure(nodes, lambda node: () if node in saved else node.all_input_nodes)
 
 
 def _extract(
@@ -145,6 +153,7 @@ def _extract(
     saved: Sequence[fx.Node],
     last_inputs: Sequence[fx.Node] = (),
 ) -> fx.Graph:
+    """Return a graph from ``inputs``, ``restored`` (saved) values and ``last_inputs`` to ``results`` and ``saved``."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -152,21 +161,21 @@ def _extract(
     packed = {node: _placeholder(graph, node.meta["val"].unsqueeze(0)) for node in restored}
     for node in last_inputs:
         copies[node] = _placeholder(graph, node.meta["val"])
-    for node, one in packed.items():
-        copies[node] = graph.call_function(aten.select.int, (one, 0, 0))
+    for node, placeholder in packed.items():
+        copies[node] = graph.call_function(aten.select.int, (placeholder, 0, 0))
         meta(copies[node])["origin"] = meta(node)["origin"]
     needed = _needed([*results, *saved], set(restored))
     for node in joint.nodes:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     unpacked = [graph.call_function(aten.unsqueeze.default, (copies[node], 0)) for node in saved]
-    for node, one in zip(unpacked, saved, strict=True):
-        meta(node)["origin"] = meta(one)["origin"]
+    for node, source in zip(unpacked, saved, strict=True):
+        meta(node)["origin"] = meta(source)["origin"]
     graph.output((*(copies[node] for node in results), *unpacked))
     return graph
 
 
 def _placeholder(graph: fx.Graph, value: Any) -> fx.Node:
-    node = graph.placeholder(f"given{len(graph.nodes)}")
+    node = graph.placeholder(f"arg{len(graph.nodes)}")
     node.meta["val"] = value
     return node

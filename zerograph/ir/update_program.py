@@ -1,4 +1,4 @@
-"""The update of one parameter as a graph: what passes and runtime need to know of an optimizer."""
+"""The update of one parameter as a graph: the description of an optimizer for passes and runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 Path = tuple[Any, ...]
-"""Keys that lead from a parameter group to one of its numbers: ``("lr",)``, ``("betas", 0)``."""
+"""Keys from a parameter group to one of its numbers: ``("lr",)``, ``("betas", 0)``."""
 
 
 @dataclass(frozen=True)

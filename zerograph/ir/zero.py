@@ -1,4 +1,4 @@
-"""The stages of ZeRO as choices of placements (arXiv 1910.02054, section 5): the one table that knows them."""
+"""The stages of ZeRO as choices of placements (arXiv 1910.02054, section 5). No other module depends on the stage."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What a stage decides; every pass asks this and none asks for the stage.
+    """The decisions of a stage, which passes read instead of the stage.
 
     Attributes:
-        split: parameters, optimizer state and master weights at rest are S(0), else B.
+        name: name of the stage in texts.
+        split: parameters, optimizer state and master weights are stored S(0), else B.
         reshard_after_forward: gathered parameters are freed after forward and gathered again for backward.
-        reduce_early: a bucket's gradient is reduced as soon as it is complete, else when backward has ended.
-        deals: shards do not cut through parameters: each is dealt out whole to one rank.
-        dim: the mesh dimension that is split along.
+        reduce_early: a bucket's gradient is reduced as soon as it is complete, else after backward.
+        deals: each parameter is dealt whole to one rank, so that shards do not cut through parameters.
+        dim: the mesh dimension that ZeRO splits along.
     """
 
     name: str
@@ -35,8 +36,10 @@ MODES = ("distributed_split", "non_distributed", "off")
 
 
 def policy(mode: str, stage: int) -> ZeroPolicy:
-    """The policy of a mode and stage that :class:`zerograph.config.Config` has let pass."""
+    """Return the policy of a mode and stage that :class:`zerograph.config.Config` has checked."""
     if mode == "off":
         return OFF
-    found = STAGES[stage]
-    return replace(found, name=f"{found.name}, non-distributed", deals=True) if mode == "non_distributed" else found
+    chosen = STAGES[stage]
+    if mode == "non_distributed":
+        return replace(chosen, name=f"{chosen.name}, non-distributed", deals=True)
+    return chosen
