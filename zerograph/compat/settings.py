@@ -20,7 +20,7 @@ from zerograph.compat.sections import number, switch, whole
 from zerograph.config import Config, check_name
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.buckets import MOST_BYTES
+from zerograph.ir.buckets import MAX_BUCKET_BYTES
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload
 
@@ -140,9 +140,9 @@ def zero_options(
         # Both systems keep parameters of at most this many elements whole, zerograph those below shard_min_size.
         options["shard_min_size"] = whole(zero[whole_key], f"{name}.{whole_key}") + 1
     bounds = [whole(zero[key], f"{name}.{key}") for key in bucket_keys if zero.get(key, "auto") != "auto"]
-    smallest = min((4 * elements for elements in bounds if elements), default=MOST_BYTES)
+    smallest = min((4 * elements for elements in bounds if elements), default=MAX_BUCKET_BYTES)
     # Published bounds are hundreds of millions of elements: then zerograph's default, which is smaller, stays.
-    options["bucket_size"] = None if smallest >= MOST_BYTES else smallest
+    options["bucket_size"] = None if smallest >= MAX_BUCKET_BYTES else smallest
     return options
 
 

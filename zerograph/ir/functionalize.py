@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph.ir.alias import viewed
 from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
@@ -80,9 +79,12 @@ def _written_through_views(
             remaining[tensor_of[node]] -= 1
         if node in tensor_of:
             continue
-        source = viewed(node)
-        if source is not None and (node in written or remaining[tensor_of.get(source, source)]):
-            return True
+        # As declared by schemas: torch's functionalization does not treat unsafe_split() as a view either.
+        if sources := _torch.viewed_arguments(node):
+            # Several results are nodes of their own.
+            views = {node, *node.users} if isinstance(node.meta["val"], (list, tuple)) else {node}
+            if not written.isdisjoint(views) or any(remaining[tensor_of.get(source, source)] for source in sources):
+                return True
     return False
 
 

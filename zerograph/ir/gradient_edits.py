@@ -1,13 +1,14 @@
-"""What a step does to each gradient between ``backward()`` and the update, and which of it may be done to buckets.
+"""Gradient edits: what a step does to a gradient between ``backward()`` and the update.
 
-Clipping by norm or value, scaling, adding a multiple of the parameter: all of these are pointwise over the
-gradient's shape, with 0-d tensors beside it. Such an *edit* means the same on a flat bucket as on each gradient for
-itself, so parameters with equal edits may share a bucket: only the raw gradients are then reduced, and the edit is
-made once on what each rank keeps. Every other edit is computed gradient by gradient, on whole gradients.
+Clipping by norm or value, scaling and adding a multiple of the parameter are pointwise over the gradient's shape, with
+0-d tensors as further operands. Such an *edit* has the same result on a flat bucket as on each gradient. Parameters
+with equal edits may therefore share a bucket: raw gradients are reduced, and each rank edits its shard of the bucket
+once. Other edits are computed for each gradient, on whole gradients.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("zerograph::total_norm", mutates_args=())
 def _total_norm(tensors: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of all tensors as one vector: one node of the captured graph, which ``flatten`` takes apart."""
+    """Return the p-norm of all tensors as one vector, 0-d. ``flatten`` expands this node."""
     norms = [torch.linalg.vector_norm(tensor, p) for tensor in tensors]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     return total
@@ -34,29 +35,26 @@ def _total_norm(tensors: Sequence[Tensor], p: float) -> Tensor:
 
 @_total_norm.register_fake
 def _(tensors: Sequence[Tensor], p: float) -> Tensor:
-    dtypes = [tensor.dtype for tensor in tensors]
-    wide = dtypes[0]
-    for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
+    wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     # The norm of complex numbers is real.
     return tensors[0].new_empty((), dtype=wide.to_real())
 
 
 TOTAL_NORM = torch.ops.zerograph.total_norm.default
 
-# The words of an edit that no flat bucket can have.
-_APART = "apart"
+# Stands for an edit that cannot be computed on a flat bucket.
+_PER_PARAMETER = "per parameter"
 
 
 @dataclass(frozen=True, eq=False)
 class Edited:
-    """A gradient on its way to the update.
+    """A gradient and its edit.
 
     Attributes:
-        raw: what is reduced; the edit starts from it.
-        final: what the update reads: ``raw`` itself, or the end of a pointwise edit.
+        raw: the gradient that is reduced, at which the edit starts.
+        final: the gradient that the update reads: ``raw`` itself, or the end of a pointwise edit.
         parameter: the placeholder of the parameter.
-        norms: by each total norm that the gradient takes part in, the form in which it does.
+        norms: for each total norm over the gradient, the edited gradient that is its operand.
         key: equal for parameters whose edits and norms are one computation on a flat bucket.
     """
 
@@ -68,19 +66,18 @@ class Edited:
 
     @property
     def on_bucket(self) -> bool:
-        """Whether the edit is made on a flat bucket, not on this gradient alone."""
-        return self.key[0] != _APART
+        """True if the edit is computed on a flat bucket, not on this gradient alone."""
+        return self.key[0] != _PER_PARAMETER
 
 
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
-    """How each gradient that the captured ``graph`` returns was edited, by the parameter's name."""
-    parameters = {found.name: node for node in graph.find_nodes(op="placeholder") if (found := role(node)) is not None}
-    roles = meta(graph.output_node())["roles"]
-    finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
+    """Return the gradients of the captured graph with their edits, by the parameter's name."""
+    parameters = {r.name: node for node in graph.find_nodes(op="placeholder") if (r := role(node)) is not None}
+    finals = _final_gradients(graph)
     edits = _Edits()
     raws, keys = {}, {}
     for name, final in finals.items():
-        raws[name], keys[name] = edits.of(final, parameters[name]) or (final, _APART)
+        raws[name], keys[name] = edits.read(final, parameters[name]) or (final, _PER_PARAMETER)
     norms: dict[str, dict[fx.Node, fx.Node]] = {name: {} for name in finals}
     norm_keys: dict[str, list[tuple[int, str]]] = {name: [] for name in finals}
     owners: dict[fx.Node, list[str]] = {}
@@ -88,9 +85,9 @@ def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
         owners.setdefault(raw, []).append(name)
     for number, norm in enumerate(graph.find_nodes(op="call_function", target=TOTAL_NORM)):
         for term in norm_terms(norm):
-            # Two parameters may have one and the same gradient: each stands for one occurrence of it.
+            # Two parameters may have the same gradient: each counts for one occurrence of it.
             for name in owners.get(edits.raw_of(term), []):
-                edit = edits.of(term, parameters[name])
+                edit = edits.read(term, parameters[name])
                 if norm not in norms[name] and edit is not None:
                     norms[name][norm] = term
                     norm_keys[name].append((number, edit[1]))
@@ -101,88 +98,100 @@ def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     }
 
 
+def _final_gradients(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the gradients that the graph returns, by the parameter's name."""
+    roles = meta(graph.output_node())["roles"]
+    return {r.name: node for node, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
+
+
 def norm_terms(norm: fx.Node) -> list[fx.Node]:
-    """The tensors that a total norm is taken of."""
+    """Return the operands of a total norm."""
     terms = norm.args[0]
     assert isinstance(terms, (list, tuple))
     return [term for term in terms if isinstance(term, fx.Node)]
 
 
 def is_edit(node: fx.Node) -> bool:
-    """Whether ``build()`` computed the node after the last ``backward()``, from what that left."""
+    """Return True if ``build()`` computed the node from gradients, after the last ``backward()``."""
     return bool(meta(node).get("edit"))
 
 
 def mark_edits(graph: fx.Graph) -> None:
-    """Note which nodes edit gradients: they depend on backward, and no backward depends on them. Phase: backward."""
-    behind: set[fx.Node] = set()
+    """Mark the nodes that edit gradients, which depend on backward while no backward depends on them.
+
+    Their phase becomes backward.
+    """
+    after: set[fx.Node] = set()
     before: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and (
-            origin(node).phase == "backward" or any(given in behind for given in node.all_input_nodes)
+            origin(node).phase == "backward" or any(operand in after for operand in node.all_input_nodes)
         ):
-            behind.add(node)
+            after.add(node)
     for node in reversed(list(graph.nodes)):
         if origin(node).phase == "backward" or any(user in before for user in node.users):
             before.add(node)
-    for node in behind - before:
+    for node in after - before:
         meta(node)["edit"] = True
         meta(node)["origin"] = replace(origin(node), phase="backward")
 
 
 def join_mixed_overflows(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
-    """Let an optimizer skip its update also for overflows in gradients of others that its own were edited with.
+    """Make an optimizer skip its update for overflows of other optimizers' gradients that edit its own.
 
-    A norm over the gradients of several optimizers, say, is then not finite, and so is what it scales.
+    A norm over the gradients of several optimizers, for instance, is then not finite, and so are the gradients that it
+    scales.
+
+    Args:
+        graph: the captured graph.
+        trained: the names of each optimizer's parameters.
     """
-    numbers = found_infs(graph)
-    if len(numbers) < 2:
+    flags = found_infs(graph)
+    if len(flags) < 2:
         return
-    raws = {optimizer: set(_terms_of(number)) for optimizer, number in numbers.items()}
-    roles = meta(graph.output_node())["roles"]
-    finals = {r.name: n for n, r in zip(output_nodes(graph), roles, strict=True) if r.kind == "gradient"}
+    raws = {optimizer: set(_scaled_gradients(flag)) for optimizer, flag in flags.items()}
+    finals = _final_gradients(graph)
     joined: dict[fx.Node, fx.Node] = {}
-    for optimizer, number in numbers.items():
+    for optimizer, flag in flags.items():
         reached = _edited_from(node for name, node in finals.items() if name in trained[optimizer])
         others = [
-            numbers[other]
-            for other, terms in raws.items()
-            if other != optimizer and (terms - raws[optimizer]) & reached
+            flags[other] for other, terms in raws.items() if other != optimizer and (terms - raws[optimizer]) & reached
         ]
         for other in others:
             with graph.inserting_before(graph.output_node()):
-                both = graph.call_function(aten.maximum.default, (joined.get(number, number), other))
-            both.meta |= number.meta
-            joined[number] = both
+                both = graph.call_function(aten.maximum.default, (joined.get(flag, flag), other))
+            both.meta |= flag.meta
+            joined[flag] = both
     output = graph.output_node()
     output.args = (tuple(joined.get(node, node) for node in output_nodes(graph)),)
 
 
-def _terms_of(number: fx.Node) -> list[fx.Node]:
-    """Return the scaled gradients of whose largest the number says whether it is finite."""
-    node = number
+def _scaled_gradients(flag: fx.Node) -> list[fx.Node]:
+    """Return the scaled gradients that an overflow flag is computed from."""
+    node = flag
     while node.target is not TOTAL_NORM:
         node = node.all_input_nodes[0]
     return norm_terms(node)
 
 
 def _edited_from(finals: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return what the edits that end in ``finals`` start from."""
+    """Return the nodes at which the edits that end in ``finals`` start."""
     reached = closure(finals, lambda node: node.all_input_nodes if is_edit(node) else ())
     return {node for node in reached if not is_edit(node)}
 
 
 def has_shape(node: fx.Node, shape: Sequence[int]) -> bool:
+    """Return True if the node's value is a tensor of this shape."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
 
 
 def gradient_operands(node: fx.Node) -> list[fx.Node]:
-    """The inputs of an edit that have its shape, and so may be gradients; the others are the numbers it works with."""
+    """Return the operands of an edit that may be gradients: those of its shape. The others are 0-d numbers."""
     shape = node.meta["val"].shape
-    found = [given for given in node.all_input_nodes if has_shape(given, shape)]
-    # Beside a 0-d gradient, a number has the gradient's shape: operators take what they work on first.
-    return found if shape else found[:1]
+    operands = [operand for operand in node.all_input_nodes if has_shape(operand, shape)]
+    # If the gradient is 0-d, numbers have its shape, too: the gradient is the first operand.
+    return operands if shape else operands[:1]
 
 
 class _NotPointwiseError(Exception):
@@ -191,30 +200,30 @@ class _NotPointwiseError(Exception):
 
 @dataclass
 class _Edits:
-    """Reads edits off the graph, remembering what numbers depend on."""
+    """A reader of edits from the graph, with a cache of what numbers depend on."""
 
     _sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     _numbers: dict[fx.Node, str] = field(default_factory=dict)
 
-    def of(self, final: fx.Node, parameter: fx.Node) -> tuple[fx.Node, str] | None:
-        """The one raw gradient that ``final`` is a pointwise edit of, and the edit in words; None if there is none."""
+    def read(self, final: fx.Node, parameter: fx.Node) -> tuple[fx.Node, str] | None:
+        """Return the raw gradient that ``final`` is a pointwise edit of, and the edit as text; None for other edits."""
         reading = _Reading(parameter)
         try:
-            words = self._read(final, reading)
+            text = self._read(final, reading)
         except _NotPointwiseError:
             return None
         if len(reading.raws) != 1:
             return None
         raw = next(iter(reading.raws))
-        # A number made from this gradient needs it whole anyway; only a total norm is made from flat ones.
-        if any(raw in self._made_from(number) for number in reading.numbers):
+        # A number computed from this gradient needs it whole; only total norms are computed from flat buckets.
+        if any(raw in self._sources_of(number) for number in reading.numbers):
             return None
-        return raw, words
+        return raw, text
 
     def raw_of(self, term: fx.Node) -> fx.Node:
-        """Where the edit that ends in ``term`` starts, followed through first operands."""
-        while is_edit(term) and (given := gradient_operands(term)):
-            term = given[0]
+        """Return the start of the edit that ends in ``term``, through first operands."""
+        while is_edit(term) and (operands := gradient_operands(term)):
+            term = operands[0]
         return term
 
     def _read(self, node: fx.Node, reading: _Reading) -> str:
@@ -233,32 +242,32 @@ class _Edits:
             return "gradient"
         if not _is_pointwise(node):
             raise _NotPointwiseError
-        follow = set(gradient_operands(node))
-        words: dict[fx.Node, str] = {}
-        for given in node.all_input_nodes:
-            if given in follow:
-                words[given] = self._read(given, reading)
+        gradients = set(gradient_operands(node))
+        texts: dict[fx.Node, str] = {}
+        for operand in node.all_input_nodes:
+            if operand in gradients:
+                texts[operand] = self._read(operand, reading)
             else:
-                if not has_shape(given, ()):
+                if not has_shape(operand, ()):
                     raise _NotPointwiseError
-                reading.numbers.add(given)
-                words[given] = self._number(given)
-        return _call(node, words)
+                reading.numbers.add(operand)
+                texts[operand] = self._number(operand)
+        return _call(node, texts)
 
     def _number(self, node: fx.Node) -> str:
-        """A 0-d tensor in words: the same words, the same number."""
+        """Return the text of a 0-d tensor; equal texts mean equal numbers."""
         if node not in self._numbers:
-            numbers = all(has_shape(given, ()) for given in node.all_input_nodes)
+            numbers = all(has_shape(operand, ()) for operand in node.all_input_nodes)
             if node.op == "get_attr" and node.graph.owning_module is not None:
                 self._numbers[node] = f"constant {getattr(node.graph.owning_module, str(node.target))}"
             elif node.op == "call_function" and numbers and _is_pointwise(node):
-                self._numbers[node] = _call(node, {given: self._number(given) for given in node.all_input_nodes})
+                self._numbers[node] = _call(node, {operand: self._number(operand) for operand in node.all_input_nodes})
             else:
                 self._numbers[node] = node.name
         return self._numbers[node]
 
-    def _made_from(self, number: fx.Node) -> frozenset[fx.Node]:
-        """What the edits that ``number`` comes from start from; what stands behind a total norm does not count."""
+    def _sources_of(self, number: fx.Node) -> frozenset[fx.Node]:
+        """Return the starts of the edits that ``number`` is computed from, except through total norms."""
         if number not in self._sources:
             reached = closure(
                 [number],
@@ -270,14 +279,14 @@ class _Edits:
 
 @dataclass
 class _Reading:
-    """What one edit was found to be made of."""
+    """The raw gradients and numbers of one edit."""
 
     parameter: fx.Node
     raws: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
 
 
-# Copies and fills work element by element, but carry no pointwise tag.
+# Copies and fills are elementwise, but have no pointwise tag.
 _ELEMENTWISE = {aten.clone.default, aten.copy.default, aten.alias.default, aten.detach.default, aten._to_copy.default}
 _ELEMENTWISE |= {aten.lift_fresh_copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
@@ -286,19 +295,26 @@ def _is_pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    # A memory format counts dimensions, which a flat tensor has not.
+    # Memory formats such as channels_last need several dimensions, and a flat bucket has one.
     if node.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return False
     return target in _ELEMENTWISE or torch.Tag.pointwise in target.tags
 
 
-def _call(node: fx.Node, words: Mapping[fx.Node, str]) -> str:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), words.__getitem__)
+def _call(node: fx.Node, texts: Mapping[fx.Node, str]) -> str:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), texts.__getitem__)
     return f"{node.target}({args}, {kwargs})"
 
 
 def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
-    """Return the total norm as the one operator that ``flatten`` knows; None of orders that torch computes itself."""
+    """Return the total norm as the operator that ``flatten`` expands, in place of ``torch.nn.utils.get_total_norm``.
+
+    Returns:
+        The norm, 0-d; None for orders that torch computes itself.
+
+    Raises:
+        CaptureError: there are no gradients, or ``error_if_nonfinite`` is set.
+    """
     line, code = source.running_line()
     if not tensors:
         raise CaptureError(
@@ -311,5 +327,5 @@ def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) ->
             f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
             "Return the norm from build() and look at it outside."
         )
-    # Of other orders torch has special cases: those it computes itself.
+    # Torch has special cases for other orders.
     return TOTAL_NORM(list(tensors), p) if p > 0 else None
