@@ -1,18 +1,18 @@
-"""Every error that zerograph raises on purpose: one root, one child per kind of mistake."""
+"""Error classes: one base class, and one subclass for each kind of mistake."""
 
 from __future__ import annotations
 
 
 class ZeroGraphError(RuntimeError):
-    """Root of all errors raised by zerograph; its message says what happened, where, and what to do."""
+    """Base class of all errors raised by zerograph; the message says what happened, where, and what to do."""
 
 
 class ConfigError(ZeroGraphError):
-    """An option, mode, stage or backend that does not exist or cannot hold the given value."""
+    """An option, mode, stage, backend or argument does not exist or cannot have the value."""
 
 
 class UnknownOptionError(ConfigError, AttributeError):
-    """An option was read that does not exist; ``hasattr`` and ``getattr`` with a default see what they expect."""
+    """An option that does not exist was read; ``hasattr`` and ``getattr`` with a default work."""
 
 
 class CaptureError(ZeroGraphError):
@@ -23,9 +23,9 @@ class MemoryBudgetError(ZeroGraphError):
     """A step needs more memory than ``config.memory_budget`` allows, however its collectives are scheduled.
 
     Attributes:
-        missing: bytes that it needs more.
-        activations: bytes of activations at its peak.
-        in_buckets: bytes of gathered parameters and of gradients there.
+        missing: bytes by which the peak exceeds the budget.
+        activations: bytes of activations at the peak.
+        in_buckets: bytes of gathered parameters and of gradients at the peak.
     """
 
     def __init__(self, message: str, missing: int = 0, activations: int = 0, in_buckets: int = 0) -> None:
@@ -34,35 +34,35 @@ class MemoryBudgetError(ZeroGraphError):
 
 
 class OffloadError(ZeroGraphError):
-    """A file that optimizer state or parameters rest in cannot be made, read or written, or has been tampered with."""
+    """A file with offloaded state or parameters cannot be created, read or written, or was changed from outside."""
 
 
 class CheckpointError(ZeroGraphError):
-    """A checkpoint that cannot be written, or is missing, damaged, or of something else."""
+    """A checkpoint cannot be written, or is missing, damaged, or of another model."""
 
 
 class InputError(ZeroGraphError):
-    """What was given to a graph is not what it takes."""
+    """The inputs of a call are not what the graph takes."""
 
 
 class PlacementError(ZeroGraphError):
-    """A placement, an SBP or a global tensor that does not fit the graph or the job."""
+    """A placement, an SBP or a global tensor does not fit the graph or the job."""
 
 
 class SplitParameterError(ZeroGraphError):
-    """A parameter was used eagerly while its values are split between the ranks."""
+    """A parameter was used eagerly while its values are sharded over the ranks."""
 
 
 class RankMismatchError(ZeroGraphError):
-    """Ranks were about to do different things: other inputs, another graph, or one of them failed."""
+    """Ranks differ in their inputs, graph or configuration, or one of them failed before the step."""
 
 
 class ReplicaError(RankMismatchError):
-    """What every rank holds alike is not bitwise equal on all of them."""
+    """A replicated tensor or number is not bitwise equal on all ranks."""
 
 
 class OperatorError(ZeroGraphError):
-    """An operator of the running step refused the values that it got; its own error is the ``__cause__``."""
+    """An operator raised on its values while the step ran; its own error is the ``__cause__``."""
 
 
 class NonFiniteError(ZeroGraphError):
@@ -70,8 +70,8 @@ class NonFiniteError(ZeroGraphError):
 
 
 class CommunicationError(ZeroGraphError):
-    """A collective failed or timed out, usually because another rank died or stalls."""
+    """A collective failed or timed out, usually because another rank died or stalled."""
 
 
 class VerificationError(ZeroGraphError):
-    """A pass left the step graph in a state that breaks one of its invariants: a bug in the pass."""
+    """A pass violated an invariant of the graph: a bug in the pass."""

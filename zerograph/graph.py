@@ -35,7 +35,7 @@ from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.optim import hyperparameters, refuse_unsupported
-from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_behind
+from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
 from zerograph.state import replicas
@@ -448,7 +448,7 @@ class ZeroGraph(Inspected, Stateful):
         updated = [number for number in range(len(self._optimizers)) if f"optimizer{number}" not in skipped]
         for optimizer in (self._optimizers[number] for number in updated):
             _torch.mark_step_called(optimizer)
-            run_hooks_behind(optimizer)
+            run_hooks_after(optimizer)
         for scheduler in (self._schedulers[number] for number in updated):
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(step.metric(values))

@@ -1,1 +1,1 @@
-"""What every layer may use: nothing here knows graphs."""
+"""Utilities for every layer; nothing here depends on graphs."""

@@ -1,4 +1,4 @@
-"""Where zerograph keeps on disk what it found out about this machine."""
+"""Cache on disk what zerograph has measured or discovered on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def folder(kind: str) -> Path:
-    """``$ZEROGRAPH_CACHE/<kind>``, else ``zerograph/<kind>`` in the user's cache folder."""
+    """Return ``$ZEROGRAPH_CACHE/<kind>``, or ``zerograph/<kind>`` in the user's cache folder."""
     own = os.environ.get("ZEROGRAPH_CACHE")
     if own:
         return Path(own) / kind
@@ -17,10 +17,10 @@ def folder(kind: str) -> Path:
 
 
 def write(file: Path, text: str) -> None:
-    """Replace ``file`` whole, or leave it: a folder that cannot be written costs time again, never a step."""
+    """Replace ``file`` atomically. Failures are ignored: the content is computed again the next time."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile's, which nobody else may read: a cache may be shared, and the umask says with whom.
+        # Not a file of tempfile, which only its owner can read: a cache may be shared, as the umask allows.
         beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
         beside.write_text(text)
         os.replace(beside, file)

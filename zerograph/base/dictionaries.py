@@ -1,4 +1,4 @@
-"""Dictionaries that are compared with what they held before, object by object."""
+"""Detect changes of dictionaries, by comparing their keys and values object by object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _values: Callable[[Mapping[Any, Any]], Iterable[Any]] = operator.methodcaller("v
 
 
 class Dictionaries:
-    """Dictionaries with the keys and values that they hold now. All loops over them run in C."""
+    """A snapshot of dictionaries. All loops over them run in C."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
         self._all = list(dictionaries)
@@ -22,7 +22,7 @@ class Dictionaries:
         self._objects = list(chain.from_iterable(map(_values, self._all)))
 
     def are_same(self) -> bool:
-        """Return whether each still holds the same objects under the same keys, in the same order."""
+        """Return whether each dictionary still has the same objects under the same keys, in the same order."""
         return (
             list(map(len, self._all)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(map(_values, self._all)), self._objects))

@@ -27,17 +27,17 @@ class Check:
 
 @dataclass(frozen=True)
 class CheckBy(Check):
-    """A check whose advice depends on the value: ``accepts`` is not asked, ``complain`` tells all."""
+    """A check whose advice depends on the value: ``complain`` returns it, or an empty string."""
 
     complain: Callable[[Any], str]
 
     def complaint(self, value: Any) -> str:
-        """Return what the value's own message says is wrong with it."""
+        """Return what is wrong with the value, or an empty string."""
         return self.complain(value)
 
 
 def check_by(complain: Callable[[Any], str]) -> Check:
-    """Return a check by a function that says what is wrong with a value, or nothing."""
+    """Return a check from a function that returns what is wrong with a value, or an empty string."""
     return CheckBy(lambda value: not complain(value), "", complain)
 
 
@@ -75,31 +75,33 @@ def option(default: Any, check: Check, documentation: str) -> Any:
     """Declare an option as a dataclass field.
 
     Args:
-        documentation: one paragraph, as it shall stand in the class's docstring.
+        default: the option's default.
+        check: the values that it accepts.
+        documentation: one paragraph for the class's docstring.
     """
     return field(default=default, metadata={"check": check, "documentation": documentation})
 
 
 def checks(options: type) -> dict[str, Check]:
     """Return the check of each option of a dataclass, by name, in order."""
-    return {one.name: one.metadata["check"] for one in _declared(options)}
+    return {option_field.name: option_field.metadata["check"] for option_field in _declared(options)}
 
 
 def document(options: type) -> None:
     """Append the section ``Attributes:`` to a dataclass's docstring, from its options."""
     lines = [
         textwrap.fill(
-            f"{one.name}: {' '.join(one.metadata['documentation'].split())}",
+            f"{option_field.name}: {' '.join(option_field.metadata['documentation'].split())}",
             width=120,
             initial_indent=" " * 8,
             subsequent_indent=" " * 12,
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for one in _declared(options)
+        for option_field in _declared(options)
     ]
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
 
 
 def _declared(options: type) -> list[Field[Any]]:
-    return [one for one in fields(options) if "check" in one.metadata]
+    return [option_field for option_field in fields(options) if "check" in option_field.metadata]

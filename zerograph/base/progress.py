@@ -1,4 +1,4 @@
-"""How far what takes long has come: reported to listeners, of which there are none unless a command shows progress."""
+"""Report the progress of long operations to a listener, which exists only if a command shows progress."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Of so many like parts so many are done.
+    """The progress of an operation that consists of equal parts.
 
     Attributes:
-        of: what they are: ``"passes"``, ``"candidates"``.
-        doing: the part that comes next; nothing after the last.
-        total: 0 where there are no parts to count.
+        of: the kind of parts: ``"passes"``, ``"candidates"``.
+        done: number of parts that are done.
+        total: number of all parts; 0 if there is no number.
+        doing: the next part; empty after the last.
     """
 
     of: str
@@ -26,12 +27,12 @@ class Progress:
 
 Listener = Callable[[Progress], None]
 
-# Of this thread: steps that other threads compile are none of the listener's business.
+# One for each thread: a listener does not hear of steps that other threads compile.
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def tell(of: str, done: int, total: int, doing: str = "") -> None:
-    """Say how far it is, to the listener if there is one."""
+    """Report progress to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
         listener(Progress(of, done, total, doing))
@@ -39,7 +40,7 @@ def tell(of: str, done: int, total: int, doing: str = "") -> None:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Be told what happens within."""
+    """Call the listener for progress that is reported inside the context."""
     before = _listener.set(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Numbers of bytes and seconds as text, and back. Imports nothing: commands that need no torch start without it."""
+"""Convert bytes and seconds to text and back. Torch is not imported, so that commands without it start fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 
 def in_bytes(size: int | str) -> int | None:
-    """Bytes of ``"40GiB"``, or of a number of them; None for what is no size."""
+    """Return the bytes of a text like ``"40GiB"`` or of a number; None if it is not a size."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None

@@ -1,4 +1,4 @@
-"""Which line of the user's code is running: for node origins and for messages."""
+"""Find the running line of the user's code, for node origins and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 
 _PACKAGE = Path(__file__).parent.parent
-# Not the user's: torch, ourselves (also through the links passes/ and runtime/) and the standard library.
+# Code that is not the user's: torch and zerograph (also through the links passes/ and runtime/).
 _NOT_USER = tuple(
     str(path) + os.sep
     for path in (
@@ -30,28 +30,28 @@ _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor the standard library's; installed models are the user's."""
-    # The last wraps functions that torch has deprecated.
+    """Return whether a file is not torch's, zerograph's or the standard library's; installed models are the user's."""
+    # typing_extensions wraps functions that torch has deprecated.
     if filename.startswith("<") or filename.startswith(_NOT_USER) or filename.endswith(os.sep + "typing_extensions.py"):
         return False
     return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
 
 
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
-# Optimizers of ours under OneFlow's names: what they compare hyperparameters with counts as what torch's do.
+# The optimizers of flow.optim: their comparisons of hyperparameters count, as those of torch.optim do.
 _OUR_OPTIMIZERS = str(_PACKAGE / "compat" / "oneflow" / "optim") + os.sep
 
 
 def is_optimizers(filename: str) -> bool:
-    """Tell whether a file may hold an optimizer: the user's, one of ``torch.optim``, or one of OneFlow's names."""
+    """Return whether a file may define an optimizer: a user's file, or one of ``torch.optim`` or ``flow.optim``."""
     return is_users(filename) or filename.startswith((_OPTIMIZERS, _OUR_OPTIMIZERS))
 
 
 def running_line(*, optimizers: bool = False) -> tuple[str, str]:
-    """(``train.py:31``, the code on that line) of the innermost user's frame, or two empty strings.
+    """Return ``train.py:31`` and the code on that line, for the innermost frame of the user; or two empty strings.
 
     Args:
-        optimizers: lines of ``torch.optim`` and of OneFlow's optimizers count too.
+        optimizers: lines of ``torch.optim`` and ``flow.optim`` count too.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -65,7 +65,7 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
 def relative_to_package(source: str) -> str:
     """Shorten ``/.../site-packages/transformers/loss.py:42`` to ``transformers/loss.py:42``.
 
-    A file outside of site-packages is named from its outermost package on; what is relative already stays as it is.
+    A file outside site-packages is named from its outermost package on. A relative path is returned unchanged.
     """
     for part in _PACKAGES:
         if part in source:
@@ -77,14 +77,14 @@ def relative_to_package(source: str) -> str:
 
 @functools.cache
 def _above_packages(folder: str) -> str:
-    """Return the innermost folder around ``folder`` that is no package."""
+    """Return the innermost folder that contains ``folder`` and is not a package."""
     while os.path.isfile(os.path.join(folder, "__init__.py")):
         folder = os.path.dirname(folder)
     return folder
 
 
 def commit(folder: str | os.PathLike[str] = ".") -> str:
-    """Return the short commit of the git repository around a folder, ``+`` after it if files differ; empty if none."""
+    """Return the short commit of a folder's git repository, with ``+`` if files differ; empty without a repository."""
     command = ["git", "-C", os.fspath(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -94,7 +94,7 @@ def commit(folder: str | os.PathLike[str] = ".") -> str:
 
 
 def levels_to_user() -> int:
-    """``stacklevel`` for ``warnings.warn()`` in the caller, so that the warning points to the user's line."""
+    """Return the ``stacklevel`` with which the caller's ``warnings.warn()`` points to the user's line."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, count = frame.f_back, count + 1
@@ -102,14 +102,14 @@ def levels_to_user() -> int:
 
 
 def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
-    """As :func:`running_line`, of the innermost user's frame that an exception passed through."""
-    found = ("", "")
+    """Return :func:`running_line` of the innermost frame of the user that an exception passed through."""
+    place = ("", "")
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if is_users(filename):
-            found = described(filename, traceback.tb_lineno)
+            place = described(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return found
+    return place
 
 
 @functools.cache

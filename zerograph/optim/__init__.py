@@ -1,7 +1,7 @@
-"""capture, the optimizer's part: one parameter's update as a small graph (``program``).
+"""Trace an optimizer's update of one parameter as a small graph (``program``).
 
-Traced on a sample (``sampling``), proved to be elementwise or not and to read no other parameter (``proofs``), and
-compared with other parameters' (``keying``).
+The update is traced on a sample (``sampling``), checked to be elementwise and to read no other parameter (``proofs``),
+and compared with the updates of other parameters (``keying``).
 """
 
 from zerograph.optim.known import Programs, programs_of

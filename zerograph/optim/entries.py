@@ -1,4 +1,4 @@
-"""What an optimizer holds for a parameter behind its first update: names and shapes, asked of its own ``step()``."""
+"""Find the names and shapes of an optimizer's state for a parameter, by tracing its own ``step()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Entries:
-    """The state that an optimizer's update needs; what is alike is traced once."""
+    """The names and shapes of an optimizer's state after the first update. Equal updates are traced once."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -22,19 +22,22 @@ class Entries:
         self._known: dict[Hashable, Mapping[str, Shape | None]] = {}
 
     def of(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Shape] | None:
-        """Shapes of the entries by name; None if the update is no graph, which is said when the step is compiled."""
+        """Return the shapes of a parameter's state by name; None if the update cannot be traced.
+
+        The error for that is raised when the step is compiled.
+        """
         constants = tuple((key, repr(value)) for key, value in group.items() if key not in ("params", "lr"))
         kind = (constants, parameter.dtype, parameter.device)
-        found = self._known.get(kind, self._known.get((*kind, parameter.shape)))
-        if found is None:
-            # In a 0-d parameter's state nobody could tell its moments from the step count.
+        shapes = self._known.get(kind, self._known.get((*kind, parameter.shape)))
+        if shapes is None:
+            # In the state of a 0-d parameter, moments and the step count would have equal shapes.
             shape = parameter.shape or torch.Size((1,))
             sample = Sample(self._optimizer, group, shape, parameter.dtype, parameter.device)
             try:
                 _, state = sample.trace(None)
             except Exception:
-                # Whatever a class of the user's raises here, it raises again where its line is told.
+                # A user's class may raise anything. It raises again at compilation, with its line.
                 return None
-            found = {name: None if value.shape == shape else tuple(value.shape) for name, value in state.items()}
-            self._known[(*kind, parameter.shape) if sample.asks_sizes else kind] = found
-        return {name: tuple(parameter.shape) if shape is None else shape for name, shape in found.items()}
+            shapes = {name: None if value.shape == shape else tuple(value.shape) for name, value in state.items()}
+            self._known[(*kind, parameter.shape) if sample.asks_sizes else kind] = shapes
+        return {name: tuple(parameter.shape) if shape is None else shape for name, shape in shapes.items()}

@@ -1,8 +1,8 @@
-"""Hyperparameters that change from step to step: inputs of the graph, like the learning rate, instead of constants.
+"""Turn hyperparameters that change from step to step into inputs of the graph, like the learning rate.
 
-A constant of a traced update is such a number if it follows it: the update is traced again with another value, and must
-be the same but for constants that were the value and are the new one, or were one minus it and still are. They become
-reads of a 0-d fp64 input. Where Python compared the number with another, the graph holds for values on the same side.
+The update is traced a second time with another value of the hyperparameter. Both traces must be equal, except for
+constants that equal the value, or one minus the value, in both. These constants become reads of a 0-d fp64 input. If
+Python code compared the number with a threshold, the graph is valid for values on the same side of it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ LR: Path = ("lr",)
 
 
 class NotLiftedError(Exception):
-    """The update uses the number in other ways than as itself: it stays a constant."""
+    """The update uses the number other than as itself or one minus itself: it stays a constant."""
 
 
 def numbers(group: Mapping[str, Any]) -> dict[Path, float]:
-    """Every float of the group but the learning rate and what schedulers note there; one level deep."""
-    found: dict[Path, float] = {}
+    """Return the floats of a group, one level deep, without the learning rate and what schedulers store there."""
+    floats: dict[Path, float] = {}
     for key, value in group.items():
         if key in ("params", "lr", "initial_lr", "max_lr", "min_lr"):
             continue
         parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
         for index, part in parts:
             if isinstance(part, float):
-                found[(key,) if index is None else (key, index)] = part
-    return found
+                floats[(key,) if index is None else (key, index)] = part
+    return floats
 
 
 def read(group: Mapping[str, Any], path: Path) -> float:
@@ -59,23 +59,23 @@ def replaced(group: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]
 
 
 def name(path: Path) -> str:
-    """``momentum``, ``betas[0]``."""
+    """Return the name of a hyperparameter: ``momentum``, ``betas[0]``."""
     return str(path[0]) if len(path) == 1 else f"{path[0]}[{path[1]}]"
 
 
 class Watched(float):
-    """A number that remembers what the optimizer's code compared it with, in ``thresholds``.
+    """A number that records in ``thresholds`` what the optimizer's code compares it with.
 
-    Not torch's: it looks constants up in caches.
+    Comparisons by torch's code do not count: it looks constants up in caches.
     """
 
     thresholds: set[float]
 
     def __new__(cls, value: float, thresholds: set[float]) -> Watched:
-        """Make the number, which adds what it is compared with to ``thresholds``."""
-        made = super().__new__(cls, value)
-        made.thresholds = thresholds
-        return made
+        """Create the number; it adds each number that it is compared with to ``thresholds``."""
+        number = super().__new__(cls, value)
+        number.thresholds = thresholds
+        return number
 
     def _seen(self, other: Any) -> None:
         if isinstance(other, (int, float)) and source.is_optimizers(sys._getframe(2).f_code.co_filename):
@@ -113,46 +113,58 @@ class Watched(float):
 
 
 def sides(value: float, thresholds: set[float]) -> tuple[int, ...]:
-    """On which side of each threshold the value lies: programs hold while this stays the same."""
-    return tuple((value > one) - (value < one) for one in sorted(thresholds))
+    """Return on which side of each threshold the value is: programs are valid while this stays the same."""
+    return tuple((value > threshold) - (value < threshold) for threshold in sorted(thresholds))
 
 
 def another(value: float, thresholds: set[float]) -> float | None:
     """Return a second value to trace with, on the same side of every threshold; None if ``value`` is a threshold."""
     if value in thresholds:
         return None
-    # No round number, of the same sign, and within [0, 1) where the value is.
-    found = value * 0.8137 if value else 0.0513
-    while sides(found, thresholds) != sides(value, thresholds):
-        found = (found + value) / 2
-    return found
+    # Not a round number, of the same sign, and within [0, 1) if the value is.
+    candidate = value * 0.8137 if value else 0.0513
+    while sides(candidate, thresholds) != sides(value, thresholds):
+        candidate = (candidate + value) / 2
+    return candidate
 
 
 @dataclass
 class Lift:
-    """What is to become an input in one graph: (node, place among its flat arguments, name, one minus it)."""
+    """The constants of a graph that become inputs.
+
+    Attributes:
+        graph: the graph.
+        edits: for each constant its node, its index among the flat arguments, the hyperparameter's name, and whether it
+            is one minus the hyperparameter.
+    """
 
     graph: fx.GraphModule
     edits: list[tuple[fx.Node, int, str, bool]] = field(default_factory=list)
 
     def compare(self, other: fx.GraphModule, number: str, old: float, new: float) -> None:
-        """Find the constants that followed the number from ``old`` to ``new``, the value in ``other``.
+        """Find the constants that changed with the hyperparameter.
+
+        Args:
+            other: the graph that was traced with the new value.
+            number: the hyperparameter's name.
+            old: its value in this graph.
+            new: its value in ``other``.
 
         Raises:
-            NotLiftedError: the graphs differ in something else.
+            NotLiftedError: the graphs differ in anything else.
         """
         nodes, others = list(self.graph.graph.nodes), list(other.graph.nodes)
         place = {node: index for index, node in enumerate(nodes)} | {node: index for index, node in enumerate(others)}
         if len(nodes) != len(others):
             raise NotLiftedError
-        for node, its in zip(nodes, others, strict=True):
-            mine, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-            theirs, other_spec = pytree.tree_flatten((its.args, dict(its.kwargs)))
-            if (node.op, str(node.target), spec) != (its.op, str(its.target), other_spec):
+        for node, other_node in zip(nodes, others, strict=True):
+            leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+            other_leaves, other_spec = pytree.tree_flatten((other_node.args, dict(other_node.kwargs)))
+            if (node.op, str(node.target), spec) != (other_node.op, str(other_node.target), other_spec):
                 raise NotLiftedError
             if node.op == "get_attr" and not _same(self.graph, other, str(node.target)):
                 raise NotLiftedError
-            for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            for index, (a, b) in enumerate(zip(leaves, other_leaves, strict=True)):
                 if isinstance(a, fx.Node) and isinstance(b, fx.Node) and place[a] == place[b]:
                     continue
                 if not isinstance(a, float) or not isinstance(b, float):
@@ -166,7 +178,7 @@ class Lift:
                     raise NotLiftedError
 
     def apply(self, names: list[str]) -> None:
-        """Add an input for each of ``names`` behind the last one; the constants that were found read them."""
+        """Add an input for each of ``names`` after the last one, and replace the constants by reads of them."""
         graph = self.graph.graph
         last = placeholders(graph)[-1]
         fake: Tensor = next(node for node in placeholders(graph) if meta(node)["update_input"] == "lr").meta["val"]
@@ -178,13 +190,13 @@ class Lift:
         reads: dict[tuple[str, bool], fx.Node] = {}
         for node, index, number, complement in self.edits:
             if (number, complement) not in reads:
-                with graph.inserting_before(next(one for one in graph.nodes if one.op != "placeholder")):
-                    given = inputs[number]
-                    read = graph.call_function(aten._local_scalar_dense.default, (given,))
+                with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
+                    placeholder = inputs[number]
+                    read = graph.call_function(aten._local_scalar_dense.default, (placeholder,))
                     read.meta["val"] = fake.item()
                 if complement:
                     with graph.inserting_before(read):
-                        rest = graph.call_function(aten.rsub.Scalar, (given, 1))
+                        rest = graph.call_function(aten.rsub.Scalar, (placeholder, 1))
                         rest.meta["val"] = fake.clone()
                     read.args = (rest,)
                 reads[number, complement] = read
@@ -192,8 +204,8 @@ class Lift:
             leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
             leaves[index] = read
             node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
-            # torch before 2.13 asks of a number whether it is 1. The kernel is the same, and what it returns is if the
-            # exponent is as wide.
+            # Before torch 2.13, pow(number, tensor) checks whether the number is 1, which needs its value. The overload
+            # for two tensors runs the same kernel, with the same result if both have the same dtype.
             base, exponent = read.all_input_nodes[0], node.all_input_nodes[-1]
             if node.target is aten.pow.Scalar and exponent.meta["val"].dtype is fake.dtype:
                 node.target, node.args = aten.pow.Tensor_Tensor, (base, exponent)
@@ -203,6 +215,6 @@ class Lift:
         self.graph.recompile()
 
 
-def _same(one: fx.GraphModule, other: fx.GraphModule, attribute: str) -> bool:
-    mine, its = getattr(one, attribute), getattr(other, attribute)
-    return isinstance(mine, Tensor) and isinstance(its, Tensor) and torch.equal(mine, its)
+def _same(graph: fx.GraphModule, other: fx.GraphModule, attribute: str) -> bool:
+    tensor, other_tensor = getattr(graph, attribute), getattr(other, attribute)
+    return isinstance(tensor, Tensor) and isinstance(other_tensor, Tensor) and torch.equal(tensor, other_tensor)

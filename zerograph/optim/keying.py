@@ -1,4 +1,4 @@
-"""What makes two updates the same program, and what their state is before the first."""
+"""Compare updates by their operators, and find the initial value of their state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from zerograph.optim.memory import FACTORIES, root_of
 
 
 def key_of(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:
-    """Operators and constants in order, tensors by number; state that the graph itself makes counts as given."""
+    """Return a text of the operators and constants in order, with tensors numbered.
+
+    State that the graph itself creates counts as an input, so a first update may equal a later one.
+    """
     names: dict[fx.Node, str] = {}
     output = graph.graph.output_node().args[0]
     for state, node in zip(returned_state, output if isinstance(output, (list, tuple)) else (), strict=False):
@@ -32,21 +35,21 @@ def _shown(argument: Any, names: Mapping[fx.Node, str]) -> str:
 
 
 def _made_at(node: fx.Node) -> fx.Node:
-    """As :func:`root_of`, but of a constant its fresh copy: the first node that is the tensor itself."""
+    """Return :func:`root_of` the node; for a constant, the node that copies it."""
     root = root_of(node)
     return next(iter(root.users)) if root.op == "get_attr" else root
 
 
 def initial_value(first: fx.GraphModule, index: int) -> float | None:
-    """Return the constant that this result of the first update is, or None if it is computed."""
+    """Return the constant value of a result of the first update, or None if it is computed."""
     returned = first.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
-    made = returned[index]
-    assert isinstance(made, fx.Node)
-    root = root_of(made)
+    result = returned[index]
+    assert isinstance(result, fx.Node)
+    root = root_of(result)
     if root.op == "get_attr":
         constant = getattr(first, str(root.target))
         return float(constant) if isinstance(constant, Tensor) and constant.numel() == 1 else None
-    found = FACTORIES.get(root.target)  # type: ignore[call-overload]
-    number = found(root) if found else None
+    fill = FACTORIES.get(root.target)  # type: ignore[call-overload]
+    number = fill(root) if fill else None
     return float(number) if isinstance(number, (int, float)) else None

@@ -1,4 +1,4 @@
-"""Programs traced before: an optimizer of torch's own is the same program in every graph of the process."""
+"""Cache update programs: torch's own optimizers are traced once per process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zerograph.ir.update_program import UpdateProgram
 
 @dataclass
 class Programs:
-    """Update programs by what they were traced from.
+    """A cache of update programs.
 
     Attributes:
-        traced: by optimizer, hyperparameters, dtype and device, with the shape where that counts.
-        separate: those of which it is proved that they read no other parameter.
+        traced: programs by optimizer, hyperparameters, dtype and device, and by shape if it matters.
+        separate: keys of programs that were proved to read no other parameter.
     """
 
     traced: dict[tuple[Hashable, ...], UpdateProgram] = field(default_factory=dict)
@@ -28,10 +28,10 @@ _OF_TORCH = Programs()
 
 
 def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
-    """Return the optimizer's part of a key, and the dictionary of its programs.
+    """Return the optimizer's part of a key, and the cache of its programs.
 
-    An optimizer of torch's own, or of OneFlow's names, computes with its groups alone; one of a user's class may hold
-    anything, so what was traced of it is good for this instance, in the graph that keeps ``own``.
+    Optimizers of torch and of ``flow.optim`` compute with their groups alone, so all instances share a cache. A user's
+    class may store anything, so its programs are only for this instance, in the graph's cache ``own``.
     """
     kind: Any = type(optimizer)
     if kind.__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim.")):

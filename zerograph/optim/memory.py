@@ -1,4 +1,4 @@
-"""Which node of an update's graph made a tensor: in-place operators and copies hide it."""
+"""Find the node that allocated a tensor of an update's graph, through in-place operators and copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerograph import _torch
 
 aten = torch.ops.aten
 
-# What tensors that are made anew are full of.
+# The value that each factory fills a tensor with.
 FACTORIES = {
     aten.zeros_like.default: lambda node: 0.0,
     aten.zeros.default: lambda node: 0.0,
@@ -24,7 +24,7 @@ FACTORIES = {
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Return the node that made the tensor, of which ``node`` may be a result of in-place operators."""
+    """Return the node that allocated the tensor; ``node`` may be the result of in-place operators on it."""
     while node.op == "call_function" and isinstance(node.target, _torch.OpOverload) and _in_place(node.target):
         out = node.kwargs.get("out")
         node = out if isinstance(out, fx.Node) else node.all_input_nodes[0]

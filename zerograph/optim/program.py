@@ -1,11 +1,11 @@
-"""One parameter's update as a small graph, elementwise or not.
+"""Trace one parameter's update as a small graph, elementwise or not.
 
 An optimizer is traced once for each distinct (hyperparameters, shape, dtype), on fake tensors, through its own
-``step()``. If every operator of the trace is pointwise over the parameter's shape and over 0-d tensors, the same
-graph computes the same numbers on any tensor of that dtype, so it may be laid over a flat bucket. Two parameters
-share a flat bucket only if their traces are the same operator by operator, constants included; where the optimizer
-asked no tensor for its size they are, and one trace does for all shapes. Any other update *mixes* elements: its graph
-is good for whole parameters of that shape.
+``step()``. If every operator of the trace is pointwise over the parameter's shape and over 0-d tensors, the graph
+computes the same numbers on any tensor of that dtype, so it can update a flat bucket. Two parameters share a flat
+bucket only if their traces are equal operator by operator, constants included. If the optimizer read no tensor's size,
+this is so for all shapes, and one trace is enough. Any other update *mixes* elements: its graph is only for whole
+parameters of that shape.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise of an optimizer of torch that is known to be no graph.
+    """Raise if torch's optimizer cannot be traced as one graph.
 
     Raises:
-        CaptureError: it says why.
+        CaptureError: with the reason.
     """
     name = type(optimizer).__name__
     if name in UNSUPPORTED:
@@ -54,22 +54,22 @@ def trace_update(
     shape: torch.Size,
     dtype: torch.dtype,
     device: Any,
-    known: Iterable[UpdateProgram] = (),
+    programs: Iterable[UpdateProgram] = (),
     lifted: Sequence[Path] = (),
 ) -> UpdateProgram:
-    """Trace ``optimizer.step()`` for one parameter of ``group``, leaving the optimizer itself alone.
+    """Trace ``optimizer.step()`` for one parameter of ``group``, without changing the optimizer.
 
     Args:
-        known: programs for other shapes, to return one of them if it is the same.
-        lifted: hyperparameters besides the learning rate that are to be inputs.
+        programs: programs for other shapes. An equal one is returned instead of a new one.
+        lifted: hyperparameters besides the learning rate that become inputs.
 
     Raises:
-        NotLiftedError: the update uses one of ``lifted`` in a way that is not understood.
-        CaptureError: the update keeps a Python number that changes from step to step, branches on a tensor's value,
-            draws random numbers, or is otherwise no graph.
+        NotLiftedError: the update uses one of ``lifted`` other than as the number itself or one minus it.
+        CaptureError: the update stores a Python number that changes from step to step, branches on a tensor's value,
+            draws random numbers, or cannot be traced for another reason.
     """
     name = type(optimizer).__name__
-    # In a 0-d parameter's state nobody could tell its moments from the step count.
+    # In the state of a 0-d parameter, moments and the step count would have equal shapes.
     shape_traced = shape or torch.Size((1,))
     numbers = {hyperparameters.name(path): path for path in lifted}
     thresholds: dict[str, set[float]] = {number: set() for number in numbers}
@@ -83,11 +83,11 @@ def trace_update(
         old = hyperparameters.read(group, path)
         new = hyperparameters.another(old, thresholds[number])
         if new is None:
-            # Nothing but this very value takes this branch of the update: there it is a constant.
+            # Only this value takes this branch of the update, so it is a constant there.
             del numbers[number]
             continue
-        other = hyperparameters.replaced(group, path, new)
-        graphs = both(Sample(optimizer, other, shape_traced, dtype, device))
+        changed_group = hyperparameters.replaced(group, path, new)
+        graphs = both(Sample(optimizer, changed_group, shape_traced, dtype, device))
         for lift, graph in zip(lifts, graphs[:2], strict=True):
             lift.compare(graph, number, old, new)
     for lift in lifts:
@@ -95,21 +95,21 @@ def trace_update(
     refuse_random(steady, name)
     mixes = mixing(steady) or mixing(first)
     initial: Mapping[str, float | None] = {key: initial_value(first, index) for index, key in enumerate(state)}
-    # Operator by operator; fused operators are for these.
+    # Equal operator by operator. Only such updates may use fused operators.
     alike = None not in initial.values() and key_of(first, list(state)) == key_of(steady, ())
     if not alike:
         values = {number: hyperparameters.read(group, path) for number, path in numbers.items()}
-        found = _beginning(first, steady, initial, state, values, sample, mixes)
-        initial = initial if found is None else found
-    same = alike or found is not None
+        start = _beginning(first, steady, initial, state, values, sample, mixes)
+        initial = initial if start is None else start
+    same = alike or start is not None
     specs = {key: StateSpec(value.dim() == 0, width(value), initial[key], value.dtype) for key, value in state.items()}
     key = key_of(steady, ()) if same else key_of(first, ()) + key_of(steady, ())
     shapes = {} if mixes is None else {entry: tuple(value.shape) for entry, value in state.items()}
     if mixes is not None:
         key += f"\n{tuple(shape)}"
-    # Fused operators take no other hyperparameter as a tensor, and make no state of a first update of its own.
+    # Fused operators take only the learning rate as a tensor, and have no separate first update.
     fused = bool(group.get("fused")) and alike and mixes is None and not lifted
-    for program in known:
+    for program in programs:
         if (program.optimizer, program.key, program.state, program.fused is not None) == (name, key, specs, fused):
             return program
     functional = _functional(steady)
@@ -138,7 +138,7 @@ def _beginning(
     sample: Sample,
     mixes: str | None,
 ) -> Mapping[str, float] | None:
-    """As :func:`beginning`; an update that is not elementwise is traced for a small parameter."""
+    """Call :func:`beginning`; trace an update that is not elementwise for a small parameter first."""
     if mixes is None and not sample.asks_sizes:
         return beginning(first, steady, initial, state, numbers, None, sample.dtype)
     small = sample.of_shape(torch.Size(min(size, _SMALL) for size in sample.shape))
@@ -152,9 +152,9 @@ _SMALL = 24
 
 
 def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
-    """Trace the update by fused operators, for the state that the plain update keeps."""
-    given = {key: StateTensor(() if spec.scalar else sample.shape, spec.dtype) for key, spec in state.items()}
-    graph, _ = sample.trace(given)
+    """Trace the update with fused operators, for the state that the plain update has."""
+    specs = {key: StateTensor(() if spec.scalar else sample.shape, spec.dtype) for key, spec in state.items()}
+    graph, _ = sample.trace(specs)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.graph.erase_node(node)
@@ -163,9 +163,9 @@ def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
 
 
 def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
-    """Move step counts to the accelerator as fp32, as its fused kernels read them without a check.
+    """Copy step counts to the accelerator as fp32, because its fused kernels read them without a check.
 
-    Ours are counted up on the CPU, in fp64 (``width``): what a kernel reads is a copy.
+    The step counts themselves are on the CPU, in fp64 (see :func:`width`).
     """
     if sample.device.type == "cpu":
         return
@@ -173,12 +173,12 @@ def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
     for node in list(graph.graph.nodes):
         if not str(node.target).startswith("aten._fused_"):
             continue
-        given = [one for one in pytree.tree_leaves(node.args) if isinstance(one, fx.Node)]
+        arguments = [leaf for leaf in pytree.tree_leaves(node.args) if isinstance(leaf, fx.Node)]
         with graph.graph.inserting_before(node):
-            for one in given:
-                if one.meta["val"].dim() == 0:
-                    copy = graph.graph.call_function(aten._to_copy.default, (one,), options)
-                    node.replace_input_with(one, copy)
+            for argument in arguments:
+                if argument.meta["val"].dim() == 0:
+                    copy = graph.graph.call_function(aten._to_copy.default, (argument,), options)
+                    node.replace_input_with(argument, copy)
 
 
 def _functional(graph: fx.GraphModule) -> fx.GraphModule:
@@ -195,7 +195,7 @@ def _functional(graph: fx.GraphModule) -> fx.GraphModule:
             full.meta.update(node.meta)
             node.replace_all_uses_with(full)
             functional.graph.erase_node(node)
-    # No autograd here: what is detached is the tensor itself, and can be written in place as such.
+    # There is no autograd here: a detached tensor is the tensor itself, and may be written in place.
     for node in functional.graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.all_input_nodes[0])
         functional.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""What is proved of an update from its graph: elementwise or not, each parameter for itself, nothing random."""
+"""Prove properties of an update from its graph: elementwise, separate for each parameter, nothing random."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ aten = torch.ops.aten
 
 def mixing(graph: fx.GraphModule) -> str | None:
     """Describe the first operator that makes the update not elementwise, with its line."""
-    found: list[fx.Node] = []
+    mixing_nodes: list[fx.Node] = []
     for node in graph.graph.nodes:
-        values = [node.meta.get("val"), *(given.meta.get("val") for given in node.all_input_nodes)]
+        values = [node.meta.get("val"), *(argument.meta.get("val") for argument in node.all_input_nodes)]
         tensors = any(isinstance(value, Tensor) and value.dim() for value in values)
         # A constant with dimensions has the parameter's shape, or is broadcast over it.
-        constant = any(given.op == "get_attr" and given.meta["val"].dim() for given in node.all_input_nodes)
+        constant = any(argument.op == "get_attr" and argument.meta["val"].dim() for argument in node.all_input_nodes)
         if node.op == "call_function" and tensors and (constant or not _is_pointwise(node.target)):
-            found.append(node)
-    if not found:
+            mixing_nodes.append(node)
+    if not mixing_nodes:
         return None
-    # A view says less of what the update does than what computes on it.
-    telling = [node for node in found if not getattr(node.target, "is_view", False)] or found
+    # A view says less about the update than an operator that computes.
+    telling = [node for node in mixing_nodes if not getattr(node.target, "is_view", False)] or mixing_nodes
     return f"{telling[0].target} at {line_of(telling[0])} mixes elements"
 
 
-# Copies and fills work element by element, but carry no pointwise tag.
+# Copies and fills are elementwise, but have no pointwise tag.
 _ELEMENTWISE = {
     aten.copy_.default,
     aten.clone.default,
@@ -57,14 +57,14 @@ def _is_pointwise(target: Any) -> bool:
 def check_separate(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype, device: Any
 ) -> None:
-    """Prove that no parameter's update reads another parameter: two of one shape, updated together, by data flow.
+    """Prove by data flow that the update of a parameter reads no other parameter: trace two of one shape together.
 
     Raises:
-        CaptureError: it does (a norm over all gradients, for example).
+        CaptureError: it reads another parameter (for a norm over all gradients, for example).
     """
     sample = Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
     both, _ = sample.trace(None, parameters=2)
-    # By the node that made the memory: in-place operators and views share it.
+    # The key is the node that allocated the memory: in-place operators and views share it.
     reads: dict[fx.Node, set[str]] = {}
     for node in both.graph.nodes:
         if node.op == "placeholder":
@@ -72,19 +72,19 @@ def check_separate(
             reads[node] = set() if name == "lr" else {"second" if name.endswith(" 1") else "first"}
         elif node.op != "output":
             memory = _memory(node)
-            found = reads.setdefault(memory, set())
-            found |= {one for given in node.all_input_nodes for one in reads[_memory(given)]}
-            if len(found) > 1:
+            sources = reads.setdefault(memory, set())
+            sources |= {source for argument in node.all_input_nodes for source in reads[_memory(argument)]}
+            if len(sources) > 1:
                 raise CaptureError(
                     f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
                     f"{node.target} at {line_of(node)}\n"
-                    "The graph updates each parameter for itself. What needs all gradients (clipping, a global norm) "
-                    "belongs into build(), behind backward()."
+                    "The graph updates each parameter separately. Move code that needs all gradients (clipping, a "
+                    "global norm) into build(), after backward()."
                 )
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """Return the node that made the tensor which ``node`` is, or is a view of."""
+    """Return the node that allocated the memory of ``node``, looking through views."""
     root = root_of(node)
     while (source := viewed(root)) is not None:
         root = root_of(source)
@@ -97,7 +97,7 @@ def refuse_random(graph: fx.GraphModule, optimizer: str) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CaptureError(
                 f"{optimizer}.step() draws random numbers ({node.target} at {line_of(node)})\n"
-                "They would differ between ranks, where the numbers of one device need them equal. Use another one."
+                "They would differ between ranks, but must be equal on all. Use another optimizer."
             )
 
 

@@ -1,4 +1,4 @@
-"""One ``step()`` of an optimizer as a graph, on fake parameters of its own."""
+"""Trace one ``step()`` of an optimizer as a graph, on a copy with fake parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sample:
 
     Attributes:
         shape, dtype, device: of the parameter.
-        asks_sizes: while it was traced the optimizer learned something of a tensor that may differ between shapes.
+        asks_sizes: while it was traced, the optimizer read a property of a tensor that may depend on its shape.
     """
 
     def __init__(
@@ -71,14 +71,15 @@ class Sample:
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
     ) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-        """Trace one ``step()``, with mutation, and return it with the state tensors that the optimizer has after it.
+        """Trace one ``step()``, with mutation, and return it with the optimizer's state tensors after it.
 
-        Its inputs are ``lr``, then for each parameter itself, its gradient and its state, as ``update_input`` says:
-        ``param``, ``grad`` and names of state, of parameters but the first with a number behind.
+        The inputs are ``lr``, then the parameter, its gradient and its state, for each parameter. Their
+        ``update_input`` is ``param``, ``grad`` or a name of state, with a number appended after the first parameter.
 
         Args:
-            state: what the optimizer holds before, besides what is no tensor: that is as the last trace left it.
-                None: the very first step.
+            state: the optimizer's state tensors before the step; None: the very first step. Other state is as the
+                last trace left it.
+            parameters: number of parameters.
         """
         after: dict[str, Tensor] = {}
         names = ["param", "grad", *(state or ())]
@@ -89,7 +90,7 @@ class Sample:
             each = [dict(zip(names, values[start:], strict=False)) for start in starts]
             leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
             numbers = _numbers(twin)
-            # The class's own step, without torch's profiling wrapper and without what schedulers put around it.
+            # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = type(twin).step
             mode.watching = True
             getattr(function, "__wrapped__", function)(twin)
@@ -99,9 +100,9 @@ class Sample:
                     f"{type(twin).__name__} keeps a number that changes from step to step: {changed}\n"
                     "Keep it as a 0-d tensor in the parameter's state, so that it is an input of the graph."
                 )
-            found = twin.state.get(leaves[0], {})
-            after.update({key: value for key, value in found.items() if isinstance(value, Tensor)})
-            self._kept = {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+            entries = twin.state.get(leaves[0], {})
+            after.update({key: value for key, value in entries.items() if isinstance(value, Tensor)})
+            self._kept = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
             return list(after.values()) if state is None else []
 
         with _torch.fake_mode(), _torch.compiling(), torch.no_grad():
@@ -124,11 +125,11 @@ class Sample:
         self, each: Sequence[Mapping[str, Tensor]], lr: Tensor, kept: Mapping[str, Any]
     ) -> tuple[list[nn.Parameter], Any]:
         leaves = []
-        for one in each:
-            leaves.append(nn.Parameter(one["param"]))
-            leaves[-1].grad = one["grad"]
-        # Not copy.copy(): optimizers leave out of it what their classes keep beside groups and state. And without
-        # step(), which a scheduler replaces on the instance; the twin must run the class's.
+        for tensors in each:
+            leaves.append(nn.Parameter(tensors["param"]))
+            leaves[-1].grad = tensors["grad"]
+        # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
+        # instance is left out, because the twin must run the class's.
         twin = object.__new__(type(self._optimizer))
         # The last: whether the first fused step has yet to look at its parameters.
         own = ("step", "state", "param_groups", "_need_device_dtype_check_for_fused")
@@ -139,11 +140,12 @@ class Sample:
         twin._need_device_dtype_check_for_fused = False
         twin.state = defaultdict(dict)
         states = [
-            {**kept, **{name: value for name, value in one.items() if name not in ("param", "grad")}} for one in each
+            {**kept, **{name: value for name, value in tensors.items() if name not in ("param", "grad")}}
+            for tensors in each
         ]
-        for leaf, one in zip(leaves, states, strict=True):
-            if found := one or _torch.initial_state(twin, leaf):
-                twin.state[leaf] = found
+        for leaf, state in zip(leaves, states, strict=True):
+            if entries := state or _torch.initial_state(twin, leaf):
+                twin.state[leaf] = entries
         return leaves, twin
 
     def _fake(self) -> Tensor:
@@ -154,10 +156,10 @@ class Sample:
 
 
 def _containers(value: Any) -> Any:
-    """Copy the lists and dicts around the values, so that tracing may change them."""
+    """Copy nested lists and dicts, but not their values, so that tracing may change them."""
     if type(value) is dict:
-        return {key: _containers(one) for key, one in value.items()}
-    return [_containers(one) for one in value] if type(value) is list else value
+        return {key: _containers(item) for key, item in value.items()}
+    return [_containers(item) for item in value] if type(value) is list else value
 
 
 def _trace(
@@ -178,8 +180,8 @@ class _ValuesAsTensors(TorchFunctionMode):
 
     ``max`` and ``min`` take such tensors, so optimizers that compute with values (Adafactor, Adagrad) are traced.
 
-    Also notes the line of the optimizer that calls each operator, and, while ``watching``, whether it asks anything
-    but other tensors of a tensor that has dimensions (``asks_sizes``): if not, none of its Python can depend on a size.
+    Also record the line of the optimizer that calls each operator. While ``watching``, record in ``asks_sizes`` whether
+    a call on a tensor with dimensions returns anything but tensors: if not, no Python code can depend on a size.
     """
 
     def __init__(self) -> None:
@@ -200,8 +202,8 @@ class _ValuesAsTensors(TorchFunctionMode):
         result = self._computed(func, args, kwargs or {})
         if self.watching and not self.asks_sizes and _what(func) not in _OF_ANY_SIZE:
             self.asks_sizes = any(
-                not isinstance(one, Tensor) and one is not None for one in pytree.tree_leaves(result)
-            ) and any(isinstance(one, Tensor) and one.dim() for one in pytree.tree_leaves((args, kwargs)))
+                not isinstance(leaf, Tensor) and leaf is not None for leaf in pytree.tree_leaves(result)
+            ) and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)))
         return result
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -212,19 +214,19 @@ class _ValuesAsTensors(TorchFunctionMode):
                 return args[0].detach().reshape(()).to(torch.float64, copy=True)
             if func in _LERPS and len(args) == 3 and isinstance(args[2], Tensor):
                 end, weight = args[1], args[2]
-                # The plain optimizer gives lerp a number, whatever the dtype.
+                # The plain optimizer passes a number to lerp, for any dtype.
                 if weight.dim() == 0 and weight.dtype is not end.dtype:
                     return func(args[0], end, weight.item())
             return func(*args, **kwargs)
 
 
 def _what(func: Any) -> str:
-    """``is_complex`` of the function; ``dtype`` of what reads that attribute."""
+    """Return the name of a function, or of the attribute that it reads."""
     name = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
-# What tensors tell of themselves whatever their size.
+# Properties of tensors that do not depend on their size.
 _OF_ANY_SIZE = {
     "device",
     "dtype",
@@ -245,32 +247,34 @@ _LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
 def _with_tensors(
     builtin: Callable[..., Any], of_tensors: Callable[..., Tensor], of_number: Callable[..., Tensor]
 ) -> Callable[..., Any]:
-    """``max`` or ``min``, also among numbers of which some are 0-d tensors."""
+    """Return ``max`` or ``min`` that also takes 0-d tensors among its numbers."""
 
     def extreme(*values: Any, **kwargs: Any) -> Any:
         tensors = [value for value in values if isinstance(value, Tensor)]
         if len(values) < 2 or kwargs or not tensors:
             return builtin(*values, **kwargs)
         numbers = [value for value in values if not isinstance(value, Tensor)]
-        found = functools.reduce(of_tensors, tensors)
-        return of_number(found, builtin(numbers)) if numbers else found
+        extreme_tensor = functools.reduce(of_tensors, tensors)
+        return of_number(extreme_tensor, builtin(numbers)) if numbers else extreme_tensor
 
     return extreme
 
 
-# capturable: bias corrections from tensors, so that the step count is an input. foreach says how torch loops over
-# parameters; the graph's bucket has one tensor. Passes want to see an update's operators: what fused ones make of it
-# is a trace of its own.
+# capturable: compute bias corrections from tensors, so that the step count is an input. foreach: the bucket is one
+# tensor, so there is no loop over parameters. fused: passes need the plain operators; fused ones are a separate trace.
 _TRACEABLE = {"capturable": True, "foreach": False}
 
 
 def width(value: Tensor) -> torch.dtype:
-    """Step counts as fp64 on the CPU: bias corrections are as exact as Python's, and never wait for a GPU."""
+    """Return the dtype of a state tensor; step counts are fp64 on the CPU.
+
+    Bias corrections are then as exact as Python's, and never wait for a GPU.
+    """
     return torch.float64 if value.dim() == 0 and value.dtype.is_floating_point else value.dtype
 
 
 def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
-    """Tensors made with the parameter's shape written out are made like the parameter instead."""
+    """Replace factories that spell out the parameter's shape by ``full_like`` of the parameter."""
     param = next(node for node in placeholders(graph.graph) if meta(node)["update_input"] == "param")
     for node in list(graph.graph.nodes):
         if node.target in _SIZED and len(shape) and tuple(node.args[_SIZED[node.target]]) == tuple(shape):
@@ -283,7 +287,7 @@ def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
 
 
 def _widen_scalars(graph: fx.GraphModule) -> None:
-    """0-d numbers that the first update makes are as wide as those that later ones are given."""
+    """Make 0-d fp32 tensors that the first update creates fp64, as they are in later updates."""
     widened: set[fx.Node] = set()
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -304,24 +308,24 @@ _SIZED = {aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0, ate
 
 
 def _numbers(optimizer: Any) -> dict[str, Any]:
-    """Numbers that the optimizer holds outside the parameters' states, by where it holds them.
+    """Return the numbers that the optimizer stores outside the parameters' states, by their location.
 
-    Python's by value, tensors by identity and version: both would be constants of the graph.
+    Python numbers by value, tensors by identity and version: both would be constants of the graph.
     """
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
 
     def collect(where: str, value: Any) -> None:
         if isinstance(value, (int, float)):
-            found[where] = value
+            constants[where] = value
         elif isinstance(value, Tensor):
-            found[where] = id(value), value._version
+            constants[where] = id(value), value._version
         elif isinstance(value, (list, tuple)):
-            for index, one in enumerate(value):
-                collect(f"{where}[{index}]", one)
+            for index, item in enumerate(value):
+                collect(f"{where}[{index}]", item)
         elif isinstance(value, dict):
-            for key, one in value.items():
-                collect(f"{where}[{key!r}]", one)
+            for key, item in value.items():
+                collect(f"{where}[{key!r}]", item)
 
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups", "defaults"):
@@ -335,7 +339,7 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
                     collect(f"state[{key!r}]", value)
     for group in optimizer.param_groups:
         collect("param_groups", {key: value for key, value in group.items() if key not in ("params", "lr")})
-    return found
+    return constants
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What is left of an optimizer's ``step()``: calls by hand are refused, hooks behind it run, those before it cannot."""
+"""Guard an optimizer's ``step()``: refuse direct calls and hooks before it, and run the hooks after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerograph.runtime.state import holds_state_of
 
 @dataclass(frozen=True)
 class Guard:
-    """A hook before ``step()`` that refuses calls by hand, and is none of the user's."""
+    """Zerograph's own hook before ``step()``, which refuses direct calls."""
 
     refuse: Callable[[], object]
 
@@ -24,10 +24,11 @@ class Guard:
 
 
 def guard(optimizer: torch.optim.Optimizer, building: Callable[[], bool]) -> None:
-    """Make the optimizer refuse what would act on state that it no longer holds, or happen twice.
+    """Make the optimizer refuse ``step()`` and state dicts while a graph stores its state.
 
     Args:
-        building: whether a ``build()`` is being traced.
+        optimizer: the optimizer.
+        building: returns whether a ``build()`` is being traced.
     """
 
     def refuse(what: str) -> None:
@@ -37,7 +38,7 @@ def guard(optimizer: torch.optim.Optimizer, building: Callable[[], bool]) -> Non
             )
         if holds_state_of(optimizer):
             raise SplitParameterError(
-                f"{type(optimizer).__name__}.{what}: the optimizer's state lives in the graph now\n"
+                f"{type(optimizer).__name__}.{what}: the optimizer's state is stored in the graph now\n"
                 "Call the graph to update; save with its state_dict(), load a plain state with its "
                 'load_state_dict({"optimizers": [state]}).'
             )
@@ -48,10 +49,10 @@ def guard(optimizer: torch.optim.Optimizer, building: Callable[[], bool]) -> Non
 
 
 def refuse_hooks_before(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise if a user's hook waits for ``step()`` to begin: what it would see, gradients, is in the graph only.
+    """Raise if a user has registered a hook before ``step()``: gradients exist only inside the graph.
 
     Raises:
-        ConfigError: there is one, of an optimizer or of all.
+        ConfigError: there is such a hook, of one optimizer or of all.
     """
     for optimizer in optimizers:
         before, _ = _torch.step_hooks(optimizer)
@@ -59,13 +60,13 @@ def refuse_hooks_before(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             if not isinstance(hook, Guard):
                 raise ConfigError(
                     f"{getattr(hook, '__qualname__', hook)} is to run before {type(optimizer).__name__}.step(), which "
-                    "graphs do not call\nDo in build(), behind backward(), what it does with gradients "
-                    "(config.clip_grad_norm clips them), and remove() its handle. Hooks behind step() do run."
+                    "graphs do not call\nMove what it does with gradients into build(), after backward() "
+                    "(config.clip_grad_norm clips them), and remove() its handle. Hooks after step() do run."
                 )
 
 
-def run_hooks_behind(optimizer: torch.optim.Optimizer) -> None:
-    """Run what was registered to run behind ``step()``, as that does when it is called without arguments."""
-    _, behind = _torch.step_hooks(optimizer)
-    for hook in behind:
+def run_hooks_after(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that were registered to run after ``step()``, as a call without arguments does."""
+    _, hooks = _torch.step_hooks(optimizer)
+    for hook in hooks:
         hook(optimizer, (optimizer,), {})
