@@ -1,4 +1,4 @@
-"""From a graph with this rank's shapes to something that can be called with this rank's tensors."""
+"""Compile a graph of this rank's shapes to a function of this rank's tensors."""
 
 from __future__ import annotations
 
@@ -20,76 +20,82 @@ Backend = Callable[[fx.GraphModule, list[Any]], Compiled]
 
 
 def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
-    """Hand a graph to a backend: a copy of its own, without our metadata, and fake tensors of this rank's shapes."""
+    """Compile a graph with a backend.
+
+    A user's backend gets a copy of the graph without our metadata, and fake tensors of this rank's shapes.
+    """
     if backend is eager:
         return eager(graph, [])
     if backend is inductor:
         return eager(compile_pieces(graph), [])
-    return _handed(backend, graph) if not any(loops(graph.graph)) else _handed_in_parts(backend, graph)
+    return _compile_copy(backend, graph) if not any(loops(graph.graph)) else _compile_in_parts(backend, graph)
 
 
-def _handed(backend: Backend, graph: fx.GraphModule) -> Compiled:
+def _compile_copy(backend: Backend, graph: fx.GraphModule) -> Compiled:
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
-        # Its name leads from the line that failed back to the emitted graph.
+        # The name leads from a line that fails back to the emitted graph.
         nodes[node] = copy.create_node(node.op, node.target, args, kwargs, name=node.name)
     inputs = [node.meta["val"] for node in placeholders(graph.graph)]
     return backend(fx.GraphModule(graph, copy), list(_torch.fake_inputs(inputs)))
 
 
-def _handed_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:
-    """A backend is given what stands before a loop, its body, and what stands behind it: graphs without loops."""
+def _compile_in_parts(backend: Backend, graph: fx.GraphModule) -> Compiled:
+    """Compile the parts before a loop, its body, and those after it one by one: a backend gets graphs without loops."""
     part = 0
     parts: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
         if node.target is getitem and loop_of(node.all_input_nodes[0]) is not None:
-            # A backend takes and gives tensors: what a loop yields leaves it one by one.
+            # Functions of backends take and return tensors: the results of a loop leave its part one by one.
             parts[node] = parts[node.all_input_nodes[0]]
             continue
-        here = loop_of(node) is not None
-        part += here
+        is_loop = loop_of(node) is not None
+        part += is_loop
         parts[node] = part
-        part += here
+        part += is_loop
     whole = split_module(graph, graph, parts.__getitem__, keep_original_order=True)
-    for name, one in list(whole.named_children()):
-        assert isinstance(one, fx.GraphModule)
-        found = next(loops(one.graph), None)
-        if found is None:
-            whole.set_submodule(name, _Part(backend, one))
+    for name, submodule in list(whole.named_children()):
+        assert isinstance(submodule, fx.GraphModule)
+        loop = next(loops(submodule.graph), None)
+        if loop is None:
+            whole.set_submodule(name, _Part(backend, submodule))
         else:
-            (inner,) = one.graph.find_nodes(op="call_module")
-            one.set_submodule(str(inner.target), found.with_body(found.body, _handed(backend, found.body)))
+            (call,) = submodule.graph.find_nodes(op="call_module")
+            submodule.set_submodule(str(call.target), loop.with_body(loop.body, _compile_copy(backend, loop.body)))
     return eager(whole, [])
 
 
 class _Part(torch.nn.Module):
-    """What a backend made of a part, which yields one value, or several."""
+    """A compiled part, which returns one value or a tuple, as the part does."""
 
     def __init__(self, backend: Backend, part: fx.GraphModule) -> None:
         super().__init__()
         output = part.graph.output_node()
-        self.alone = isinstance(output.args[0], fx.Node)
-        if self.alone:
+        self.returns_one = isinstance(output.args[0], fx.Node)
+        if self.returns_one:
             output.args = ((output.args[0],),)
             part.recompile()
-        self.function = _handed(backend, part)
+        self.function = _compile_copy(backend, part)
 
     def forward(self, *inputs: Any) -> Any:
-        made = self.function(*inputs)
-        return made[0] if self.alone else made
+        results = self.function(*inputs)
+        return results[0] if self.returns_one else results
 
 
 def eager(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-    """Run the graph's nodes one by one, freeing each value behind its last use."""
-    # Not graph(): GraphModule's __call__ drops the traceback that tells which node failed.
+    """Run the graph's nodes one by one and free each value after its last use."""
+    # Not ``graph``: GraphModule.__call__ drops the traceback that names the failed node.
     function: Compiled = graph.forward
     return function
 
 
 def inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-    """Fuse what lies between products and collectives with Inductor, equal parts once: results 1e-8 off eager's."""
+    """Fuse the operators between products and collectives with Inductor; equal pieces compile once.
+
+    Results differ from eager's by about 1e-8.
+    """
     return eager(compile_pieces(graph), example_inputs)
 
 
@@ -97,7 +103,10 @@ BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor}
 
 
 def resolve(backend: str | Backend, device: torch.device) -> tuple[str, Backend]:
-    """The backend and its name; ``"auto"`` is Inductor on accelerators and eager on CPU, where it brings no speed."""
+    """Return the name of the backend and the backend.
+
+    ``"auto"`` is Inductor on accelerators, and eager on CPU, where Inductor is no faster.
+    """
     if callable(backend):
         return getattr(backend, "__name__", type(backend).__name__), backend
     name = backend if backend != "auto" else "eager" if device.type == "cpu" else "inductor"

@@ -1,4 +1,4 @@
-"""Ranks of one machine compile different things at the same time, and load from disk what another one compiled."""
+"""Share compilation between the ranks of one machine: each begins with other pieces and loads the rest from disk."""
 
 from __future__ import annotations
 
@@ -11,38 +11,44 @@ from filelock import FileLock, Timeout
 
 from zerograph._torch import cache_folder
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-# A rank that holds a lock for longer is stuck; then everybody compiles for himself, which is slow but right.
-_PATIENCE = 120.0
+# Seconds to wait for another rank's lock. After that a rank compiles the piece itself.
+_LOCK_TIMEOUT = 120.0
 
 
-def share(tasks: Mapping[str, Callable[[], Made]]) -> dict[str, Made]:
-    """The result of every task, by key; tasks that another process on this machine is at are done last.
+def share(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Run every task; those that another process on this machine is running come last.
 
-    What a task compiles must go to a cache on disk, by which the second process is quick. A key says what is compiled.
+    A task must store what it compiles in a cache on disk, so that the second process loads it.
+
+    Args:
+        tasks: by a key that identifies what is compiled.
+
+    Returns:
+        The result of each task, by key.
     """
     folder = Path(cache_folder()) / "zerograph"
     folder.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Made] = {}
-    left = _rotated(list(tasks))
-    while left:
+    results: dict[str, T] = {}
+    remaining = _rotate(list(tasks))
+    while remaining:
         busy = []
-        for key in left:
+        for key in remaining:
             try:
                 with _lock(folder, key).acquire(timeout=0):
-                    made[key] = tasks[key]()
+                    results[key] = tasks[key]()
             except Timeout:
                 busy.append(key)
-        if len(busy) == len(left):
-            made[busy[0]] = _waited(folder, busy[0], tasks[busy[0]])
+        if len(busy) == len(remaining):
+            results[busy[0]] = _wait_and_run(folder, busy[0], tasks[busy[0]])
             busy = busy[1:]
-        left = busy
-    return made
+        remaining = busy
+    return results
 
 
-def _rotated(keys: list[str]) -> list[str]:
-    """Each rank begins somewhere else."""
+def _rotate(keys: list[str]) -> list[str]:
+    """Rotate the keys by this rank's share, so that ranks begin with different ones."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     start = len(keys) * rank // ranks
     return keys[start:] + keys[:start]
@@ -52,9 +58,9 @@ def _lock(folder: Path, key: str) -> FileLock:
     return FileLock(folder / f"{key}.lock")
 
 
-def _waited(folder: Path, key: str, task: Callable[[], Made]) -> Made:
+def _wait_and_run(folder: Path, key: str, task: Callable[[], T]) -> T:
     try:
-        with _lock(folder, key).acquire(timeout=_PATIENCE):
+        with _lock(folder, key).acquire(timeout=_LOCK_TIMEOUT):
             return task()
     except Timeout:
         return task()

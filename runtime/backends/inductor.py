@@ -1,4 +1,4 @@
-"""The inductor backend: every distinct piece of the emitted graph is compiled once, the rest runs as it is."""
+"""Compile every distinct piece of the emitted graph once with Inductor; the other operators run as they are."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ Function = Callable[..., Sequence[Any]]
 
 
 def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one call for each piece; values are freed behind their last use, as in the graph itself.
+    """Return the graph with one call for each piece. Values are still freed after their last use.
 
     Raises:
-        CaptureError: Inductor refused a piece; the message names the modules and lines that it comes from.
+        CaptureError: Inductor could not compile a piece; the message names its modules and lines.
     """
-    loops = [node for node in graph.graph.nodes if loop_of(node) is not None]
-    graphs = [graph, *(meta(node)["loop"].body for node in loops)]
-    programs = [cut(one.graph) for one in graphs]
-    keys = {one: signature(one) for program in programs for one in program if isinstance(one, Piece)}
-    distinct = {key: one for one, key in reversed(keys.items())}
-    tasks = {key: lambda piece=piece: _compiled(piece) for key, piece in reversed(distinct.items())}
+    loop_nodes = [node for node in graph.graph.nodes if loop_of(node) is not None]
+    graphs = [graph, *(meta(node)["loop"].body for node in loop_nodes)]
+    programs = [cut(source.graph) for source in graphs]
+    keys = {step: signature(step) for program in programs for step in program if isinstance(step, Piece)}
+    distinct = {key: piece for piece, key in reversed(keys.items())}
+    tasks = {key: lambda piece=piece: _compile(piece) for key, piece in reversed(distinct.items())}
     functions = share(tasks)
-    known = {piece: functions[key] for piece, key in keys.items()}
-    found, *bodies = [emit(one, program, known) for one, program in zip(graphs, programs, strict=True)]
-    for node, body in zip(loops, bodies, strict=True):
-        found.set_submodule(str(node.target), meta(node)["loop"].with_body(body))
-    return found
+    by_piece = {piece: functions[key] for piece, key in keys.items()}
+    compiled, *bodies = [emit(source, program, by_piece) for source, program in zip(graphs, programs, strict=True)]
+    for node, body in zip(loop_nodes, bodies, strict=True):
+        compiled.set_submodule(str(node.target), meta(node)["loop"].with_body(body))
+    return compiled
 
 
 def signature(piece: Piece) -> str:
-    """Equal for pieces that are equal up to names: the same operators on the same kinds of tensors, wired alike."""
+    """Return a digest of the piece without its names: operators, their arguments, and kinds of input tensors."""
     numbers = {node: number for number, node in enumerate([*piece.inputs, *piece.nodes])}
 
     def shown(value: Any) -> str:
         return repr(fx.map_arg(value, lambda node: _Number(numbers[node])))
 
-    lines = [_kind(node.meta["val"]) for node in piece.inputs]
+    lines = [_describe(node.meta["val"]) for node in piece.inputs]
     lines += [f"{node.target} {shown(node.args)} {shown(dict(node.kwargs))}" for node in piece.nodes]
     lines.append(shown(tuple(piece.outputs)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class _Number(int):
-    """An argument that is another node, told from one that is a number."""
+    """The number of a node, printed so that it differs from an argument that is a number."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.device}"
 
 
-def _compiled(piece: Piece) -> Function:
+def _compile(piece: Piece) -> Function:
     graph = fx.Graph()
     nodes = {node: graph.placeholder(f"input{number}") for number, node in enumerate(piece.inputs)}
     for node in piece.nodes:
@@ -75,7 +75,7 @@ def _compiled(piece: Piece) -> Function:
     except Exception as error:
         raise CaptureError(
             f"the backend 'inductor' could not compile the step: {type(error).__name__}: {error}\n"
-            f"It is about {piece.where()}\n"
+            f"The piece is {piece.where()}\n"
             "config.backend = 'eager' runs the same graph without compiling it."
         ) from error
 
@@ -83,21 +83,28 @@ def _compiled(piece: Piece) -> Function:
 def emit(
     source: fx.GraphModule, program: Sequence[fx.Node | Piece], functions: Mapping[Piece, Function]
 ) -> fx.GraphModule:
+    """Return a graph of the program, with one call for each piece.
+
+    Args:
+        source: the graph that the program was cut from.
+        program: nodes and pieces, in the order in which they run.
+        functions: the compiled function of each piece.
+    """
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
-    for one in program:
-        if isinstance(one, fx.Node):
-            args, kwargs = fx.map_arg((one.args, dict(one.kwargs)), nodes.__getitem__)
-            # Its name leads from the line that failed back to the emitted graph.
-            nodes[one] = graph.create_node(one.op, one.target, args, kwargs, name=one.name)
-            nodes[one].meta = one.meta
+    for step in program:
+        if isinstance(step, fx.Node):
+            args, kwargs = fx.map_arg((step.args, dict(step.kwargs)), nodes.__getitem__)
+            # The name leads from a line that fails back to the emitted graph.
+            nodes[step] = graph.create_node(step.op, step.target, args, kwargs, name=step.name)
+            nodes[step].meta = step.meta
             continue
-        call = graph.call_function(functions[one], tuple(nodes[node] for node in one.inputs))
-        # Its own name says nothing to those who look at what ran.
-        meta(call)["compiled"] = tuple(node.name for node in one.nodes)
-        for number, output in enumerate(one.outputs):
+        call = graph.call_function(functions[step], tuple(nodes[node] for node in step.inputs))
+        # For profiles and messages, in which the name of a piece means nothing.
+        meta(call)["compiled"] = tuple(node.name for node in step.nodes)
+        for number, output in enumerate(step.outputs):
             nodes[output] = graph.create_node("call_function", getitem, (call, number), name=output.name)
-        for node in one.nodes:
+        for node in step.nodes:
             written = _torch.written_arguments(node)
             if written and written[0] in nodes:
                 nodes[node] = nodes[written[0]]
