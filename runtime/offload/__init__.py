@@ -1,7 +1,7 @@
 """Offloaded tensors: the kernels of the operators of ``zerograph.ir.offload_operators``.
 
-In files (``files``), moved there and back by threads (``transfers``) through whole pages (``buffers``), or in the
-memory of another device (``devices``).
+Tensors are in files (``files``), between which and memory threads move them (``transfers``) through whole pages
+(``buffers``), or in the memory of another device (``devices``).
 """
 
 from zerograph.runtime.offload import devices, transfers

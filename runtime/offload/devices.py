@@ -1,8 +1,8 @@
-"""Copies between an accelerator and the memory of the CPU, on a stream of their own.
+"""Copy tensors between an accelerator and the memory of the CPU, on a stream of their own.
 
-A copy begins when the accelerator has got as far as the graph had when it was started: what is copied is there by then,
-and nothing that still runs uses the memory that is copied to. It then runs beside what comes next. A node that needs it
-waits: the accelerator's own stream for what came up, the CPU for what came down.
+A copy begins after the work that was queued on the accelerator when it was started: its source has been computed by
+then, and no running kernel uses its destination. It then overlaps later work. For a copy to the accelerator, the
+accelerator's current stream waits; for a copy to the CPU, the CPU waits.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ import torch
 from torch import Tensor
 
 from zerograph.ir import offload_operators
-from zerograph.runtime.offload.transfers import note
+from zerograph.runtime.offload.transfers import note_transfer
 
 _streams: dict[torch.device, torch.Stream] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A copy under way, over when ``event`` is; None if it is over.
-
-    torch's allocators, which know what its stream reads, keep that until then.
+    """A copy in flight. torch's allocators keep the memory that its stream uses until it is complete.
 
     Attributes:
-        awaits: the device whose stream is to wait; None where the CPU is.
+        event: recorded after the copy; None if the copy is complete.
+        waiting_device: the device whose stream waits for it; None if the CPU waits.
     """
 
     event: torch.Event | None
-    awaits: torch.device | None
+    waiting_device: torch.device | None
 
     def wait(self) -> None:
+        """Let the device, or the CPU, wait for the copy."""
         if self.event is None:
             return
-        if self.awaits is None:
+        if self.waiting_device is None:
             self.event.synchronize()
         else:
-            torch.accelerator.current_stream(self.awaits).wait_event(self.event)
+            torch.accelerator.current_stream(self.waiting_device).wait_event(self.event)
 
 
-def _carry(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Start copying ``value`` to another device; between two pools of the CPU's memory it is over when this returns."""
-    up = value.device.type == "cpu"
-    accelerator = device if up else value.device
+def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Start copying ``value`` to another device. A copy within the CPU's memory is complete on return."""
+    to_accelerator = value.device.type == "cpu"
+    accelerator = device if to_accelerator else value.device
     if accelerator.type == "cpu":
-        found = value.to(dtype, copy=True)
-        note(found, _Copy(None, None))
-        return found
-    # Cast where it is: the way carries the narrower dtype. Only pinned memory is copied from without the CPU.
+        copy = value.to(dtype, copy=True)
+        note_transfer(copy, _Copy(None, None))
+        return copy
+    # Cast before the copy: the narrower dtype travels. Only pinned memory is copied without the CPU.
     staged = value.to(dtype)
-    staged = staged.pin_memory() if up and not staged.is_pinned() else staged
-    found = torch.empty(value.shape, dtype=dtype, device=device, pin_memory=not up)
+    staged = staged.pin_memory() if to_accelerator and not staged.is_pinned() else staged
+    copy = torch.empty(value.shape, dtype=dtype, device=device, pin_memory=not to_accelerator)
     stream = _stream(accelerator)
     stream.wait_stream(torch.accelerator.current_stream(accelerator))
     with stream:
-        found.copy_(staged, non_blocking=True)
-    for tensor in (staged, found):
+        copy.copy_(staged, non_blocking=True)
+    for tensor in (staged, copy):
         if tensor.device.type != "cpu":
-            # Or it would be given to others before the copy is over. Of pinned memory ``copy_`` notes that itself.
+            # Else the allocator would reuse the memory before the copy is complete. ``copy_`` records pinned memory.
             tensor.record_stream(stream)
-    note(found, _Copy(stream.record_event(), accelerator if up else None))
-    return found
+    note_transfer(copy, _Copy(stream.record_event(), accelerator if to_accelerator else None))
+    return copy
 
 
 def _stream(device: torch.device) -> Any:
@@ -71,4 +71,4 @@ def _stream(device: torch.device) -> Any:
     return _streams[device]
 
 
-offload_operators.library.impl("transfer", _carry, "CompositeExplicitAutograd")
+offload_operators.library.impl("transfer", _transfer, "CompositeExplicitAutograd")

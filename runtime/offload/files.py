@@ -1,9 +1,9 @@
-"""A file in which a rank keeps what does not rest in memory, and the parts of it that one tensor each rests in.
+"""A file of offloaded tensors per rank, and its extents, which hold one tensor each.
 
-All space is asked for before a step needs it, so that no disk fills up in the middle of training. Reads and writes go
-past the page cache (``O_DIRECT``), which would only hold a second copy of what was moved to disk to be out of memory.
-Where a file system refuses that, they go through the cache and are advised out of it at once; on one that lives in
-memory, like tmpfs, they stay there whatever is advised.
+All space is allocated before a step needs it, so the disk cannot fill up during training. Reads and writes bypass the
+page cache (``O_DIRECT``), which would keep a second copy in the memory that offloading is to free. On a file system
+without ``O_DIRECT`` they go through the cache, and the kernel is advised to drop the pages at once; a file system in
+memory, like tmpfs, keeps them all the same.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ _numbers = count(1)
 _direct = getattr(os, "O_DIRECT", 0)
 _ADVICE = (
     "Load the last checkpoint into this graph, with load() or load_state_dict(), or build module, optimizer and graph "
-    "anew and load it there."
+    "again and load it there."
 )
 
 
 @dataclass(eq=False)
 class StateFile:
-    """One open file: parts of it are taken and come back; the file goes when this object does.
+    """An open file, whose space is allocated and freed in extents. The file is closed with this object.
 
     Attributes:
-        direct: reads and writes go past the page cache.
-        broken: why what the file holds is not to be trusted any more; empty while it is.
-        rank, keep: as :func:`open_file` was given them.
+        path: the file.
+        descriptor: its open descriptor.
+        direct: reads and writes bypass the page cache.
+        broken: why the contents of the file are lost; empty while they are valid.
+        rank, keep: the arguments of :func:`open_file`.
     """
 
     path: Path
@@ -49,40 +51,46 @@ class StateFile:
     rank: int = 0
     keep: bool = False
     _size: int = 0
-    # (offset, size) of what was taken and came back, in order.
+    # (offset, size) of free space within the file, by offset.
     _free: list[tuple[int, int]] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def take(self, size: int) -> tuple[int, bool]:
-        """Offset of ``size`` bytes, whole blocks, that are this file's from now on, and whether they are all zero.
+        """Allocate space in the file.
+
+        Args:
+            size: bytes, in whole blocks.
+
+        Returns:
+            The offset, and whether the bytes there are all zero.
 
         Raises:
-            OffloadError: the disk has not as much left.
+            OffloadError: the disk is full.
         """
         with self._lock:
-            for index, (offset, there) in enumerate(self._free):
-                if size <= there:
-                    self._free[index : index + 1] = [(offset + size, there - size)] if size < there else []
+            for index, (offset, length) in enumerate(self._free):
+                if size <= length:
+                    self._free[index : index + 1] = [(offset + size, length - size)] if size < length else []
                     return offset, False
             self._grow(size)
             self._size += size
             return self._size - size, True
 
-    def give_back(self, offset: int, size: int) -> None:
-        """What was taken is free again."""
+    def free(self, offset: int, size: int) -> None:
+        """Free space that :meth:`take` allocated."""
         with self._lock:
-            joined: list[tuple[int, int]] = []
+            merged: list[tuple[int, int]] = []
             for start, length in sorted([*self._free, (offset, size)]):
-                if joined and sum(joined[-1]) == start:
-                    joined[-1] = joined[-1][0], joined[-1][1] + length
+                if merged and sum(merged[-1]) == start:
+                    merged[-1] = merged[-1][0], merged[-1][1] + length
                 else:
-                    joined.append((start, length))
-            self._free = joined
+                    merged.append((start, length))
+            self._free = merged
 
     def _grow(self, size: int) -> None:
         space = os.fstatvfs(self.descriptor)
         try:
-            # posix_fallocate alone would fill the disk before it says so.
+            # posix_fallocate alone would fill the disk before it fails.
             if space.f_bavail * space.f_frsize < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.descriptor, self._size, size)
@@ -95,82 +103,91 @@ class StateFile:
             ) from error
 
     def check(self) -> None:
-        """Raise if the file is no longer what was written.
+        """Raise if the contents of the file are lost.
 
         Raises:
             OffloadError: it was deleted or truncated, or reading or writing has failed.
         """
         if self.is_lost():
-            raise OffloadError(f"{self.path} {self.broken}: the state that rested in it is lost\n{_ADVICE}")
+            raise OffloadError(f"{self.path} {self.broken}: the state in it is lost\n{_ADVICE}")
 
     def is_lost(self) -> bool:
-        """Return whether the file is no longer what was written; ``broken`` says why."""
-        found = os.fstat(self.descriptor)
-        if not self.broken and not found.st_nlink:
+        """Return whether the contents of the file are lost; ``broken`` says why."""
+        status = os.fstat(self.descriptor)
+        if not self.broken and not status.st_nlink:
             self.broken = "was deleted"
-        if not self.broken and found.st_size < self._size:
-            self.broken = f"was truncated to {found.st_size:,} of {self._size:,} bytes"
+        if not self.broken and status.st_size < self._size:
+            self.broken = f"was truncated to {status.st_size:,} of {self._size:,} bytes"
         return bool(self.broken)
 
     def failed(self, doing: str, offset: int, error: OSError | None) -> OffloadError:
-        """The error of a transfer that did not work; from now on ``check`` raises."""
+        """Return the error of a failed transfer; from now on :meth:`check` raises.
+
+        Args:
+            doing: ``"read"`` or ``"written"``.
+            offset: bytes.
+            error: None if the file ended there.
+        """
         why = "the file ends there: it was truncated" if error is None else error.strerror
         self.broken = f"could not be {doing} at byte {offset:,} ({why})"
         return OffloadError(f"{self.path} {self.broken}\n{_ADVICE}")
 
 
-# By folder, rank and whether they are kept: graphs of one process share a file.
+# By folder, rank and ``keep``: the graphs of a process share a file.
 _files: weakref.WeakValueDictionary[tuple[str, int, bool], StateFile] = weakref.WeakValueDictionary()
 
 
 def open_file(folder: str, rank: int, *, keep: bool) -> StateFile:
-    """This rank's file in ``folder``, made if this process has none there; removed at exit, or with its last part.
+    """Return this rank's file in ``folder``; create it if this process has none there.
+
+    The file is removed with its last extent, or at exit.
 
     Args:
-        keep: do not remove it.
+        folder: an existing directory.
+        rank: this rank, for the file's name.
+        keep: do not remove the file.
 
     Raises:
-        OffloadError: there is no such directory, or no file can be made in it.
+        OffloadError: the directory does not exist, or no file can be created in it.
     """
     key = os.path.realpath(folder), rank, keep
     file = _files.get(key)
     if file is None or file.broken:
-        _files[key] = file = _made(Path(folder), rank, keep)
+        _files[key] = file = _create(Path(folder), rank, keep)
     return file
 
 
-def _made(folder: Path, rank: int, keep: bool) -> StateFile:
+def _create(folder: Path, rank: int, keep: bool) -> StateFile:
     if not folder.is_dir():
-        raise OffloadError(
-            f"nvme_path {str(folder)!r} is no directory\nMake it on every machine, on a disk that is fast."
-        )
+        raise OffloadError(f"nvme_path {str(folder)!r} is no directory\nCreate it on every machine, on a fast disk.")
     path = folder / f"zerograph-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}-rank{rank}.state"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        descriptor, direct = _opened(path, flags)
+        descriptor, direct = _open(path, flags)
     except OSError as error:
         raise OffloadError(
-            f"{path} cannot be made: {error.strerror}\nGive a directory that can be written to as nvme_path."
+            f"{path} cannot be created: {error.strerror}\nGive a writable directory as nvme_path."
         ) from error
     file = StateFile(path, descriptor, direct, rank=rank, keep=keep)
     weakref.finalize(file, _close, descriptor, None if keep else path, os.getpid())
     return file
 
 
-def _opened(path: Path, flags: int) -> tuple[int, bool]:
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Open the file, with ``O_DIRECT`` if the file system has it; return the descriptor and whether it does."""
     if _direct:
         try:
             return os.open(path, flags | _direct, 0o666), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Refused only after it was made.
+            # The kernel creates the file before it rejects the flag.
             path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666), False
 
 
 def _close(descriptor: int, path: Path | None, process: int) -> None:
-    # A forked child's copy goes without taking the file along.
+    # The copy of a forked child leaves the file alone.
     if os.getpid() == process:
         os.close(descriptor)
         if path is not None:
@@ -179,13 +196,14 @@ def _close(descriptor: int, path: Path | None, process: int) -> None:
 
 @dataclass(eq=False)
 class Extent:
-    """The part of a file that one tensor rests in; it comes back to the file when this object dies.
-
-    Only :func:`renew` changes one.
+    """The space of one tensor in a file, freed with this object. Only :func:`renew` changes it.
 
     Attributes:
-        handle: 0-d int64 tensor by which a graph names it.
-        zero: its bytes were zero when it was taken.
+        file: the file.
+        offset: bytes from its start.
+        shape, dtype: of the tensor.
+        zero: its bytes were zero when it was allocated.
+        handle: names the extent in a graph.
     """
 
     file: StateFile
@@ -193,38 +211,39 @@ class Extent:
     shape: tuple[int, ...]
     dtype: torch.dtype
     zero: bool
-    handle: Tensor
+    handle: Tensor  # [], int64
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-# By the number in their handle.
+# By the number in the handle.
 _extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
 
 
 def reserve(file: StateFile, shape: Sequence[int], dtype: torch.dtype) -> Extent:
-    """Room for a tensor in the file.
+    """Allocate an extent for a tensor.
 
     Raises:
-        OffloadError: the disk has not as much left.
+        OffloadError: the disk is full.
     """
     number = next(_numbers)
     size = whole_blocks(torch.Size(shape).numel() * dtype.itemsize)
     offset, zero = file.take(size)
-    found = Extent(file, offset, tuple(shape), dtype, zero, torch.tensor(number))
-    _extents[number] = found
-    # At exit the file goes whole.
-    weakref.finalize(found, file.give_back, offset, size).atexit = False
-    return found
+    extent = Extent(file, offset, tuple(shape), dtype, zero, torch.tensor(number))
+    _extents[number] = extent
+    # At exit the whole file is removed.
+    weakref.finalize(extent, file.free, offset, size).atexit = False
+    return extent
 
 
 def renew(extent: Extent) -> None:
-    """Move the extent to a new file if its own is lost. What it holds then is undefined: all of it must be written.
+    """Move the extent to a new file if its own is lost. Its contents are then undefined until all of it is written.
 
     Raises:
-        OffloadError: there is no such directory any more, or the disk has not as much left.
+        OffloadError: the directory is gone, or the disk is full.
     """
     if not extent.file.is_lost():
         return
@@ -232,9 +251,9 @@ def renew(extent: Extent) -> None:
     size = whole_blocks(extent.nbytes)
     extent.offset, extent.zero = file.take(size)
     extent.file = file
-    weakref.finalize(extent, file.give_back, extent.offset, size).atexit = False
+    weakref.finalize(extent, file.free, extent.offset, size).atexit = False
 
 
 def extent_of(handle: Tensor) -> Extent:
-    """The part of a file that a graph's handle names."""
+    """Return the extent that a graph's handle names."""
     return _extents[int(handle)]

@@ -1,9 +1,9 @@
-"""Reading and writing behind the step: a few threads over ``preadv`` and ``pwritev``, and the operators that use them.
+"""Read and write offloaded tensors while a step computes: threads over ``preadv`` and ``pwritev``, and operators.
 
-Libraries that were looked at first: kvikio needs CUDA and cuFile; tensornvme (ColossalAI's) and DeepSpeed's DeepNVMe
-are C++ extensions over libaio or liburing, built when they are installed; liburing's bindings need io_uring, which many
-containers forbid; aiofile and caio know neither aligned memory nor tensors. A few large requests in flight, from
-threads that hold no lock while the kernel works, keep a disk as busy.
+Why no library: kvikio needs CUDA and cuFile; tensornvme (ColossalAI's) and DeepSpeed's DeepNVMe are C++ extensions over
+libaio or liburing, built at installation; liburing's bindings need io_uring, which many containers forbid; aiofile and
+caio support neither aligned memory nor tensors. A few large requests in flight, from threads that hold no lock in the
+kernel, keep a disk as busy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zerograph.ir import offload_operators
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 
-# Bytes of one request: large enough for a disk's full speed, and small enough to split a tensor between the threads.
+# Bytes per request: enough for a disk's full speed, and small enough to split a tensor between the threads.
 _REQUEST = 2**22
-# Requests that are with the kernel at once.
+# Requests in flight.
 _THREADS = 4
 
 buffers = Buffers()
@@ -35,7 +35,7 @@ _threads: dict[int, ThreadPoolExecutor] = {}
 
 
 def _workers() -> ThreadPoolExecutor:
-    """This process's; a forked child has none of its parent's threads."""
+    """Return this process's threads; a forked child has none of its parent's."""
     if os.getpid() not in _threads:
         _threads[os.getpid()] = ThreadPoolExecutor(_THREADS, "zerograph-offload")
     return _threads[os.getpid()]
@@ -43,15 +43,15 @@ def _workers() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """Requests under way between a tensor's memory, which they keep alive, and its place in a file."""
+    """Requests in flight between a tensor's memory, which they keep alive, and its extent."""
 
     requests: Sequence[Future[None]]
 
     def wait(self) -> None:
-        """Until all are done.
+        """Wait until all are complete.
 
         Raises:
-            OffloadError: one failed; none is under way then, either.
+            OffloadError: a request failed; none is in flight then either.
         """
         wait(self.requests)
         for request in self.requests:
@@ -59,7 +59,7 @@ class _Transfer:
 
 
 def _start(extent: Extent, memory: Tensor, *, write: bool, offset: int = 0) -> _Transfer:
-    """Move whole blocks between ``memory``, bytes, all of it, and the extent from ``offset`` on."""
+    """Start to move all of ``memory``, a uint8 tensor of whole blocks, to or from the extent at ``offset`` bytes."""
     begin = extent.offset + offset
     return _Transfer(
         [
@@ -70,19 +70,20 @@ def _start(extent: Extent, memory: Tensor, *, write: bool, offset: int = 0) -> _
 
 
 def _move(file: StateFile, memory: Tensor, offset: int, write: bool) -> None:
+    """Move one request's bytes between memory and the file at ``offset``."""
     size = len(memory)
-    piece = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
+    view = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
     done = 0
     try:
         while done < size:
             move = os.pwritev if write else os.preadv
-            moved = move(file.descriptor, [piece[done:]], offset + done)
+            moved = move(file.descriptor, [view[done:]], offset + done)
             if not moved:
                 raise file.failed("read", offset + done, None)
             done += moved
         if not file.direct:
             if write:
-                # What is not on the disk yet cannot leave the cache.
+                # Dirty pages cannot leave the cache.
                 os.fdatasync(file.descriptor)
             os.posix_fadvise(file.descriptor, offset, size, os.POSIX_FADV_DONTNEED)
     except OSError as error:
@@ -90,7 +91,7 @@ def _move(file: StateFile, memory: Tensor, offset: int, write: bool) -> None:
 
 
 def read(extent: Extent) -> Tensor:
-    """The tensor that rests there, in memory of its own.
+    """Return the extent's tensor, in memory of its own.
 
     Raises:
         OffloadError: the file cannot be read.
@@ -102,7 +103,10 @@ def read(extent: Extent) -> Tensor:
 
 
 def read_to_overwrite(extent: Extent, *, whole: bool) -> Tensor:
-    """Read the tensor that rests there. Where its file is lost and the ``whole`` of it is written next: zeros.
+    """Read the extent's tensor, of which a part or, if ``whole``, all is about to be overwritten.
+
+    Returns:
+        The tensor; zeros if all of it will be overwritten and the file is lost.
 
     Raises:
         OffloadError: the file cannot be read.
@@ -113,7 +117,7 @@ def read_to_overwrite(extent: Extent, *, whole: bool) -> Tensor:
 
 
 def write(extent: Extent, value: Tensor) -> None:
-    """Let the tensor, of the extent's shape and dtype, rest there; in a new file if that one is lost.
+    """Write a tensor of the extent's shape and dtype; into a new file if the extent's own is lost.
 
     Raises:
         OffloadError: the file cannot be written.
@@ -126,7 +130,12 @@ def write(extent: Extent, value: Tensor) -> None:
 
 
 def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
-    """Let a constant rest there, in memory for one request only; ``fast``: a new file's zeros need not be written.
+    """Fill the extent with a constant, using the memory of one request only.
+
+    Args:
+        extent: the extent.
+        value: the constant.
+        fast: do not write zeros over the zeros of a new file.
 
     Raises:
         OffloadError: the file cannot be written.
@@ -143,38 +152,39 @@ def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
 
 
 def check(files: Iterable[StateFile]) -> None:
-    """What must hold before a step begins, or anybody looks at the files: nothing is under way, and they are whole.
+    """Wait for the transfers in flight, then check the files. To be called before a step, and before files are read.
 
     Raises:
         OffloadError: a file was deleted or truncated, or a transfer of it has failed.
     """
-    # A step that raised may have left some. What became of it its file knows.
-    for key in list(_under_way):
+    # A step that raised may have left transfers. If one failed, its file is marked as broken.
+    for key in list(_in_flight):
         with contextlib.suppress(OffloadError):
-            _under_way.pop(key).wait()
+            _in_flight.pop(key).wait()
     for file in files:
         file.check()
 
 
-class UnderWay(Protocol):
-    """What ``wait_transfer`` waits for."""
+class Transfer(Protocol):
+    """A transfer in flight, which ``wait_transfer`` waits for."""
 
-    def wait(self) -> None: ...
-
-
-# By where the memory of a running step's tensor begins.
-_under_way: dict[int, UnderWay] = {}
+    def wait(self) -> None:
+        """Wait until it is complete."""
 
 
-def note(value: Tensor, transfer: UnderWay) -> None:
-    """``wait_transfer(value)`` will wait for the transfer."""
+# By the address of a running step's tensor.
+_in_flight: dict[int, Transfer] = {}
+
+
+def note_transfer(value: Tensor, transfer: Transfer) -> None:
+    """Let ``wait_transfer(value)`` wait for the transfer."""
     if value.numel():
-        _under_way[value.data_ptr()] = transfer
+        _in_flight[value.data_ptr()] = transfer
 
 
 def _wait_transfer(value: Tensor) -> None:
     if value.numel():
-        _under_way.pop(value.data_ptr()).wait()
+        _in_flight.pop(value.data_ptr()).wait()
 
 
 def _as_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -184,15 +194,15 @@ def _as_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tens
 def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     extent = extent_of(handle)
     memory = buffers.take(extent.nbytes)
-    note(memory, _start(extent, memory, write=False))
+    note_transfer(memory, _start(extent, memory, write=False))
     return _as_tensor(memory, size, dtype)
 
 
 def _write_back(handle: Tensor, value: Tensor) -> None:
     extent = extent_of(handle)
-    # The buffer that ``fetch`` took: it has whole blocks, the tensor in it perhaps not.
+    # The buffer that ``fetch`` took has whole blocks; the tensor in it may be shorter.
     memory = value.view(-1).view(torch.uint8).as_strided((whole_blocks(extent.nbytes),), (1,))
-    note(value, _start(extent, memory, write=True))
+    note_transfer(value, _start(extent, memory, write=True))
 
 
 for _name, _run in (("fetch", _fetch), ("write_back", _write_back), ("wait_transfer", _wait_transfer)):

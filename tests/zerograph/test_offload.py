@@ -154,7 +154,7 @@ def with_another_folder(folder: Path, others: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("others", "why"), [("/nowhere/at/all", "is no directory"), ("/sys/kernel", "cannot be made: ")]
+    ("others", "why"), [("/nowhere/at/all", "is no directory"), ("/sys/kernel", "cannot be created: ")]
 )
 def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(
     pool: Pool, tmp_path: Path, others: str, why: str
