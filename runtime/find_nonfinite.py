@@ -83,6 +83,7 @@ class NonFiniteSearch:
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Compute the wanted node from the graph's inputs; set ``cause``. Returns the node's value, in a list."""
         run = _Run()
         run.follow(self.graph, inputs, [None] * len(inputs), self.needed, keep={self.wanted})
         self.cause = run.causes.get(self.wanted)

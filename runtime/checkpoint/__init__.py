@@ -1,6 +1,8 @@
-"""Checkpoints: what each rank holds of the named tensors, in safetensors files and one index that makes them valid.
+"""Checkpoint files: each rank's parts of the named tensors, in safetensors files, and an index that makes them valid.
 
-``boxes`` says which boxes of a tensor a stretch of a flat bucket is, ``pieces`` tells ``torch.distributed.checkpoint``
-of them, ``index`` is the file that a checkpoint is, ``storage`` writes and reads the rest, ``folder`` puts a new
-checkpoint in the place of an old one.
+``boxes``    the boxes of a tensor that a range of a flat bucket covers
+``pieces``   those boxes as ``torch.distributed.checkpoint`` asks for them
+``index``    the JSON file that makes a checkpoint valid
+``storage``  write and read the safetensors files
+``lock``     one save at a time per folder
 """

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: one JSON file, whose appearance makes the checkpoint valid, and all that it says checked.
+"""The index of a checkpoint: one JSON file that makes the checkpoint valid once it exists. Reading checks all of it.
 
-It names every tensor with its shape, dtype and boxes, where each box is written and its SHA-256, and holds what is no
-tensor as plain JSON. Nothing in a checkpoint is ever unpickled or run, and nothing outside of its folder is read.
+The index lists every tensor with its shape, dtype and boxes, and for each box its file and SHA-256. Everything else is
+plain JSON in it. Nothing in a checkpoint is unpickled or run, and nothing outside of its folder is read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from zerograph.runtime.checkpoint.boxes import disjoint
 
 NAME = "index.json"
 VERSION = 1
-# Where a text may be no Unicode: JSON can say half of a surrogate pair as an escape or, to Python, in three bytes.
+# Signs of invalid Unicode: half of a surrogate pair, as a JSON escape or as the three bytes that Python accepts.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-# No tensor of torch has as many elements, or dimensions.
+# Limits of a shape: torch has no larger tensors.
 _MOST_ELEMENTS, _MOST_DIMS = 2**60, 64
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -41,7 +41,13 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where in it, where it is written, and the SHA-256 of its bytes."""
+    """A box of a tensor.
+
+    Attributes:
+        offsets, sizes: of the box in the tensor.
+        file, key: the safetensors file, and the tensor's name in it.
+        sha256: of the box's bytes, in hexadecimal.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -52,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor."""
+    """A tensor: its dtype, shape and boxes, which cover each element once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +67,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """A checkpoint: the folder of its data beside the index, its tensors by name, and everything else."""
+    """The contents of an index.
+
+    Attributes:
+        data: the name of the folder, beside the index, that has the safetensors files.
+        tensors: by name.
+        document: everything else.
+    """
 
     data: str
     tensors: Mapping[str, Entry]
@@ -69,24 +81,24 @@ class Index:
 
 
 def write(folder: Path, index: Index) -> None:
-    """Put the index in the place of the one that is there, at once and for good."""
-    # As it will be read: keys are strings then.
+    """Replace the index in ``folder`` atomically, and sync it to disk."""
+    # Through JSON and back: keys are strings, as they will be when it is read.
     body = json.loads(json.dumps({"format": "zerograph checkpoint", "version": VERSION, **asdict(index)}))
     body["sha256"] = _digest(body)
-    beside = folder / f".{NAME}.{index.data}"
-    with open(beside, "w", encoding="utf-8") as file:
+    temporary = folder / f".{NAME}.{index.data}"
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(body, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, folder / NAME)
+    os.replace(temporary, folder / NAME)
     sync_folder(folder)
 
 
 def read(folder: Path) -> Index:
-    """The index of the checkpoint in ``folder``.
+    """Read and check the index of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of a version that this one does not know.
+        CheckpointError: there is no index, or it is damaged, or of an unknown version.
     """
     path = folder / NAME
     try:
@@ -113,10 +125,10 @@ def read(folder: Path) -> Index:
 
 
 def check_text(body: Any) -> None:
-    """Raise if a string in what JSON has is no Unicode: half of a surrogate pair can be neither printed nor exported.
+    """Check that all strings in a JSON document are valid Unicode, without halves of surrogate pairs.
 
     Raises:
-        ValueError: with the string.
+        ValueError: a string is not; it is in the message.
     """
     try:
         json.dumps(body, ensure_ascii=False).encode()
@@ -126,28 +138,31 @@ def check_text(body: Any) -> None:
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """A file or folder of the checkpoint, once it is certain that no link leads out of it.
+    """Return the path of a file or folder in the checkpoint, after checking that no link leads out of it.
 
     Raises:
-        CheckpointError: it lies elsewhere, or is neither a file nor a folder.
-        FileNotFoundError: there is none.
+        CheckpointError: it is elsewhere, or neither a file nor a folder.
+        FileNotFoundError: it does not exist.
     """
     path = folder.joinpath(*names)
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        # To open a pipe would wait for ever.
+        # Opening a pipe would wait forever.
         raise CheckpointError(f"{path} is damaged: no file")
-    found = path.resolve()
-    if not found.is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path} leads out of its folder, to {found}: a checkpoint is read from one folder only")
+    resolved = path.resolve()
+    if not resolved.is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"{path} leads out of its folder, to {resolved}: a checkpoint is read from one folder only"
+        )
     return path
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object, which must not have a key twice."""
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return members
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -155,9 +170,9 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _checked(body: Mapping[str, Any]) -> Index:
-    tensors = {name: _entry(name, one) for name, one in body["tensors"].items()}
+    tensors = {name: _entry(name, entry) for name, entry in body["tensors"].items()}
     places = [(chunk.file, chunk.key) for entry in tensors.values() for chunk in entry.chunks]
-    # Else a small file could be asked for any number of times.
+    # Else an index could read one small file any number of times.
     if len(set(places)) != len(places):
         raise ValueError("one place of a file is used twice")
     if not isinstance(body["document"], dict):
@@ -165,27 +180,27 @@ def _checked(body: Mapping[str, Any]) -> Index:
     return Index(plain_name(body["data"]), tensors, body["document"])
 
 
-def _entry(name: str, one: Mapping[str, Any]) -> Entry:
-    """A tensor, of which every element lies in exactly one of its parts."""
-    shape, chunks = _sizes(one["shape"]), []
-    for chunk in one["chunks"]:
+def _entry(name: str, body: Mapping[str, Any]) -> Entry:
+    """Return a tensor after checking that each of its elements is in exactly one box."""
+    shape, chunks = _sizes(body["shape"]), []
+    for chunk in body["chunks"]:
         offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
-        if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+        if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a part of {name} lies outside of it")
         chunks.append(Chunk(offsets, sizes, plain_name(chunk["file"]), _text(chunk["key"]), _text(chunk["sha256"])))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"parts of {name} are missing")
     if not disjoint([(chunk.offsets, chunk.sizes) for chunk in chunks]):
         raise ValueError(f"parts of {name} overlap")
-    if _text(one["dtype"]) not in DTYPES:
+    if _text(body["dtype"]) not in DTYPES:
         raise ValueError(f"{name} has an unknown dtype")
-    return Entry(one["dtype"], shape, tuple(chunks))
+    return Entry(body["dtype"], shape, tuple(chunks))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > _MOST_DIMS or not all(type(one) is int for one in values):
+    if not isinstance(values, list) or len(values) > _MOST_DIMS or not all(type(value) is int for value in values):
         raise ValueError("a shape that is none")
-    if any(one < 0 for one in values) or math.prod(max(one, 1) for one in values) > _MOST_ELEMENTS:
+    if any(value < 0 for value in values) or math.prod(max(value, 1) for value in values) > _MOST_ELEMENTS:
         raise ValueError("a shape that no tensor has")
     return tuple(values)
 
@@ -197,7 +212,7 @@ def _text(value: Any) -> str:
 
 
 def plain_name(name: Any) -> str:
-    """``name``, if it is that of something right inside a folder.
+    """Return ``name`` after checking that it is a plain file name, without a path.
 
     Raises:
         ValueError: it is not.
@@ -208,7 +223,7 @@ def plain_name(name: Any) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was made or renamed in the folder is on the disk."""
+    """Sync the folder's entries to disk: files that were created or renamed in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """Lock a folder for one save at a time, and say who holds the lock.
 
-The lock is flock(2) on a file in the folder: the kernel ends it with its process, so nothing is left to clear away
-after a kill. (``filelock`` replaces it by a file's mere existence where a file system has no locks. That outlives a
-kill.) The file holds the identity of the process that saves, for the message of the one that is refused.
+The lock is flock(2) on a file in the folder. The kernel ends it with its process, so a killed process leaves nothing to
+clear away. (On a file system without locks ``filelock`` uses the existence of a file, which outlives a kill.) The file
+holds the identity of the saving process, for the error message of another one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zerograph.errors import CheckpointError
 
 NAME = ".saving.lock"
 
-# Seconds to wait for a holder of which this host cannot tell whether it lives: a file server may notice a death late.
-_PATIENCE = 10.0
+# Seconds to wait for an owner on another host: a file server may notice late that it has ended.
+_REMOTE_TIMEOUT = 10.0
 _POLL = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -36,8 +36,10 @@ class Owner:
     """A process that saves.
 
     Attributes:
-        boot, namespace: between which processes a number means the same process; empty where the system does not say.
-        started: the process's start in clock ticks since boot; -1 where the system does not say.
+        host: the machine's name.
+        boot, namespace: the boot and PID namespace that ``process`` is a number of; empty if unknown.
+        process: the process id.
+        started: the process's start in clock ticks since boot; -1 if unknown.
         job: the launcher's name of the job; empty if it has none.
         since: when it began to save, as text.
     """
@@ -56,10 +58,11 @@ class Owner:
         return f"process {self.process} on host {self.host}{job}{since}"
 
     def same_process(self, other: Owner) -> bool:
+        """Return whether both are the same process."""
         return replace(self, job="", since="") == replace(other, job="", since="")
 
     def alive(self) -> bool | None:
-        """Return whether the process runs; None if it is not one of this host and namespace."""
+        """Return whether the process is running; None if it is of another host or namespace."""
         here = this_process()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return None
@@ -93,7 +96,7 @@ def _started(process: int) -> int:
 
 
 def owner_of(value: Any) -> Owner | None:
-    """Return the owner that ``asdict`` was given, or None for anything else."""
+    """Return the owner of a dict that ``asdict`` created, or None for any other value."""
     kinds = {"host": str, "boot": str, "namespace": str, "process": int, "started": int, "job": str, "since": str}
     if not isinstance(value, Mapping) or value.keys() != kinds.keys():
         return None
@@ -101,51 +104,53 @@ def owner_of(value: Any) -> Owner | None:
 
 
 class FolderLock:
-    """A lock that this process holds; without a descriptor the file system has no locks."""
+    """A lock that this process holds. The descriptor is None on a file system without locks."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         self._path, self._descriptor = path, descriptor
         if descriptor is not None:
-            _held.add(descriptor)
+            _descriptors.add(descriptor)
 
     def release(self) -> None:
         """Remove the file and end the lock. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None or descriptor not in _held:
+        if descriptor is None or descriptor not in _descriptors:
             return
         with contextlib.suppress(OSError):
-            # While it is locked: nobody else can have locked this file by then.
+            # Before the lock ends: no other process can have locked this file.
             if _is_at(descriptor, self._path):
                 self._path.unlink()
-        _held.discard(descriptor)
+        _descriptors.discard(descriptor)
         os.close(descriptor)
 
     def __del__(self) -> None:
         self.release()
 
 
-# Descriptors of locks that this process holds. A forked child must not keep them when this process is killed.
-_held: set[int] = set()
+# Of the locks that this process holds. A forked child closes its copies: they would outlive a kill of this process.
+_descriptors: set[int] = set()
 
 
-def _forget_in_child() -> None:
-    for descriptor in _held:
+def _close_in_child() -> None:
+    for descriptor in _descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    _held.clear()
+    _descriptors.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock(folder: Path, timeout: float) -> FolderLock:
     """Lock the folder for a save.
 
-    A save of this process is waited for up to ``timeout`` seconds. Another process that is known to live is not.
+    Args:
+        folder: an existing folder.
+        timeout: seconds to wait for another save of this process. A living process of this host is not waited for.
 
     Raises:
-        CheckpointError: another process holds the lock (it is named), or the file cannot be made.
+        CheckpointError: another process holds the lock (the message names it), or the file cannot be created.
     """
     path, began = folder / NAME, time.monotonic()
     while True:
@@ -153,38 +158,38 @@ def lock(folder: Path, timeout: float) -> FolderLock:
             descriptor = _attempt(path)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
+                raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
             warnings.warn(
                 f"the file system of {folder} has no locks ({error.strerror}): let no two jobs save into it",
                 stacklevel=source.levels_to_user(),
             )
             return FolderLock(path, None)
         if descriptor is not None:
-            held = FolderLock(path, descriptor)
-            _sign(descriptor)
-            return held
+            folder_lock = FolderLock(path, descriptor)
+            _write_identity(descriptor)
+            return folder_lock
         owner = _owner(path)
-        own = owner is not None and owner.same_process(this_process())
-        known = owner is not None and not own and owner.alive()
-        if known or time.monotonic() - began > (timeout if own else _PATIENCE):
-            raise CheckpointError(_refused(folder, owner))
+        is_own = owner is not None and owner.same_process(this_process())
+        is_alive = owner is not None and not is_own and owner.alive()
+        if is_alive or time.monotonic() - began > (timeout if is_own else _REMOTE_TIMEOUT):
+            raise CheckpointError(_locked_message(folder, owner))
         time.sleep(_POLL)
 
 
 def _attempt(path: Path) -> int | None:
-    """Return a descriptor of the file once it is locked; None: somebody else has it."""
-    # Windows has no such module, and saves nothing: its folders cannot be synced.
+    """Return a locked descriptor of the file; None if another save has the lock."""
+    # Windows has no such module. It cannot save either: its folders cannot be synced.
     import fcntl
 
     flags = os.O_CLOEXEC | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
         descriptor = os.open(path, flags | os.O_RDWR, 0o666)
     except PermissionError:
-        # Left by a save of another user that was killed.
+        # The file of another user's save that was killed.
         descriptor = os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The one before may have removed it in between.
+        # The previous owner may have removed it in between.
         if _is_at(descriptor, path):
             return descriptor
     except (BlockingIOError, PermissionError):
@@ -203,8 +208,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _sign(descriptor: int) -> None:
-    """Write this process's identity; a lock without one is a lock, too (the disk may be full)."""
+def _write_identity(descriptor: int) -> None:
+    """Write this process's identity into the file. On a full disk the lock holds without it."""
     text = json.dumps(asdict(replace(this_process(), since=time.strftime("%Y-%m-%d %H:%M:%S %z"))))
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
@@ -218,13 +223,13 @@ def _owner(path: Path) -> Owner | None:
         return None
 
 
-def _refused(folder: Path, owner: Owner | None) -> str:
-    who = "another process" if owner is None else str(owner)
+def _locked_message(folder: Path, owner: Owner | None) -> str:
+    holder = "another process" if owner is None else str(owner)
     if owner is not None and owner.same_process(this_process()):
         return f"an earlier save of this process into {folder} does not end ({owner})"
     if owner is not None and owner.alive() is False:
-        who += " (it has ended, but a child of it still has the lock)"
+        holder += " (it has ended, but a child of it still has the lock)"
     return (
-        f"another job is saving into {folder}: {who}\n"
+        f"another job is saving into {folder}: {holder}\n"
         "Two jobs in one folder would remove each other's files: end that one, or give this job a folder of its own."
     )

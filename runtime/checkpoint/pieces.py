@@ -1,4 +1,4 @@
-"""What this rank has of a named tensor, as ``torch.distributed.checkpoint`` asks for it."""
+"""Describe a rank's boxes of named tensors to ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Offsets = tuple[int, ...]
 
 @dataclass(eq=False)
 class Pieces:
-    """This rank's boxes of one tensor.
+    """Boxes of one tensor that this rank holds.
 
     Attributes:
         shape: of the whole tensor.
-        dtype: in which it is written.
-        parts: sizes of each box by its offsets, and where its elements are: a flat tensor, and the first of them there.
+        dtype: of the tensor in the checkpoint.
+        parts: by the offsets of each box its sizes, a function that returns a 1-D tensor with its elements, and the
+            index of the first of them there.
     """
 
     shape: tuple[int, ...]
@@ -33,24 +34,29 @@ class Pieces:
     parts: dict[Offsets, tuple[tuple[int, ...], Callable[[], Tensor], int]] = field(default_factory=dict)
 
     def add(self, start: int, end: int, flat: Callable[[], Tensor], at: int, within: Within | None = None) -> None:
-        """Elements ``start`` to ``end`` of the flattened tensor lie in ``flat()`` from ``at`` on.
+        """Add the boxes of a range of the flattened tensor.
 
         Args:
-            within: they are those of this part of the tensor, flattened.
+            start, end: the range, in elements.
+            flat: returns the 1-D tensor that holds the elements.
+            at: the index of the first element in that tensor.
+            within: the range is one of this flattened box, not of the whole tensor.
         """
         inner = self.shape if within is None else within.shape
         for offsets, sizes in boxes(inner, start, end):
-            place = offsets if within is None else tuple(a + b for a, b in zip(offsets, within.offsets, strict=True))
-            self.parts[place] = (sizes, flat, at)
+            if within is not None:
+                offsets = tuple(inner + outer for inner, outer in zip(offsets, within.offsets, strict=True))
+            self.parts[offsets] = (sizes, flat, at)
             at += math.prod(sizes)
 
     def tensor(self, index: MetadataIndex) -> Tensor:
-        """The box at ``index.offset``: a view of where it lies."""
+        """Return a view of the box at ``index.offset``."""
         assert index.offset is not None
         sizes, flat, at = self.parts[tuple(index.offset)]
         return flat()[at : at + math.prod(sizes)].view(sizes)
 
     def size(self) -> torch.Size:
+        """Return the shape of the whole tensor; part of the planner's protocol."""
         return torch.Size(self.shape)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:  # the planner's protocol
@@ -65,30 +71,36 @@ class Pieces:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), torch.Size(part[0])) for at, part in self.parts.items()]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(part[0])) for offsets, part in self.parts.items()]
 
 
 @dataclass(frozen=True)
 class Within:
-    """A box of a tensor that is flattened by itself."""
+    """A box of a tensor, flattened by itself.
+
+    Attributes:
+        offsets: of the box in the tensor.
+        shape: of the box.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-class Saving(DefaultSavePlanner):
-    """Boxes of tensors, and nothing else: nothing is pickled."""
+class PieceSavePlanner(DefaultSavePlanner):
+    """Save :class:`Pieces` and nothing else: nothing is pickled."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found: Pieces = self.state_dict[index.fqn]
-        return found.tensor(index).to(found.dtype)
+        """Return the box in the dtype of the checkpoint."""
+        pieces: Pieces = self.state_dict[index.fqn]
+        return pieces.tensor(index).to(pieces.dtype)
 
 
-class Loading(DefaultLoadPlanner):
-    """Boxes into where they lie by now."""
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Load boxes into the memory that :class:`Pieces` view."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -96,13 +108,15 @@ class Loading(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # Not the default's, which looks for tensors on the meta device and knows no pieces.
+        """Keep the state dict as it is; the default's method does not know :class:`Pieces`."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Pieces = self.state_dict[index.fqn]
-        return found.tensor(index)
+        """Return a view of the box to fill."""
+        pieces: Pieces = self.state_dict[index.fqn]
+        return pieces.tensor(index)
 
 
 def constant(flat: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns the tensor."""
     return lambda: flat

@@ -1,10 +1,11 @@
-"""Boxes of tensors to safetensors files and back, as the storage of ``torch.distributed.checkpoint``."""
+"""Storage of ``torch.distributed.checkpoint``: write boxes of tensors to safetensors files, and read them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import math
 import os
 import stat
@@ -28,15 +29,21 @@ from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import DTYPES, Chunk, Entry, Index
 
-# Of a rank's part so much is copied out of its place at a time.
+# Bytes of tensors that are copied and written as one file.
 _FILE_BYTES = 2**28
 
 
 @dataclass
 class Writer(StorageWriter):
-    """Writes a rank's boxes into ``folder/data``; the first rank then writes the index, with ``document`` in it.
+    """Write a rank's boxes into ``folder/data``; the first rank then writes the index.
 
-    ``written`` is called there when that is done, while the other ranks wait.
+    Attributes:
+        folder: the checkpoint.
+        data: the name of the folder of this save's files.
+        document: everything in the index that is no tensor.
+        rank: this rank.
+        written: called on the first rank after it has written the index, while the other ranks wait.
+        interrupted: an interrupt that ended this rank's part. torch raises an error in its place.
     """
 
     folder: Path
@@ -44,19 +51,21 @@ class Writer(StorageWriter):
     document: Mapping[str, Any]
     rank: int
     written: Callable[[], None]
-    # What ended this rank's part if it is no error: torch would make one of it.
     interrupted: BaseException | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing: an object serves one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Create the folder of this save's files."""
         (self.folder / self.data).mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
         return plans
 
     @contextlib.contextmanager
@@ -70,6 +79,7 @@ class Writer(StorageWriter):
             raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's boxes, several to a file, and sync the files to disk."""
         with self._noting_interrupts():
             return self._write_data(plan, planner)
 
@@ -77,7 +87,7 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         items: list[tuple[WriteItem, Tensor]] = []
         for item in plan.items:
-            # A copy: what is written is what the SHA-256 is of, and views of one tensor are one file's no more.
+            # A copy: the SHA-256 is that of the written bytes, and views of one tensor are written apart.
             items.append((item, planner.resolve_data(item).detach().to("cpu", copy=True).contiguous()))  # type: ignore[union-attr]
             if sum(tensor.nbytes for _, tensor in items) >= _FILE_BYTES:
                 results += self._write(items, len(results))
@@ -93,48 +103,55 @@ class Writer(StorageWriter):
         name = f"rank{self.rank:05d}-{number:06d}.safetensors"
         path = self.folder / self.data / name
         try:
-            write_file({str(at): tensor for at, (_, tensor) in enumerate(items)}, path)
+            write_file({str(key): tensor for key, (_, tensor) in enumerate(items)}, path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
-        found = []
-        for at, (item, tensor) in enumerate(items):
+        results = []
+        for key, (item, tensor) in enumerate(items):
             assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            kept = Chunk(tuple(chunk.offsets), tuple(chunk.sizes), name, str(at), sha256(tensor))
-            found.append(WriteResult(item.index, tensor.nbytes, kept))
-        return found
+            box = item.tensor_data.chunk
+            chunk = Chunk(tuple(box.offsets), tuple(box.sizes), name, str(key), sha256(tensor))
+            results.append(WriteResult(item.index, tensor.nbytes, chunk))
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Check that all files are there, then write the index. Runs on the first rank."""
         with self._noting_interrupts():
             self._finish(metadata, results)
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        for result in (one for rank in results for one in rank):
+        for result in itertools.chain.from_iterable(results):
             chunks[result.index.fqn].append(result.storage_data)
         tensors = {}
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, Stored)
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = Entry(dtype, tuple(stored.size), tuple(chunks[name]))
-        found = Index(self.data, tensors, self.document)
+        contents = Index(self.data, tensors, self.document)
         try:
-            Reader(self.folder, found).check_files()
+            Reader(self.folder, contents).check_files()
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nIt was written just now: another process has removed it, or ranks see different folders."
             ) from error
-        index.write(self.folder, found)
+        index.write(self.folder, contents)
         self.written()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: the folder was checked before."""
         return True
 
 
 @dataclass
 class Reader(StorageReader):
-    """Reads boxes of a checkpoint; each chunk that it touches must have the SHA-256 that the index says."""
+    """Read boxes of a checkpoint. Each chunk that is read must have the SHA-256 of the index.
+
+    Attributes:
+        folder: the checkpoint.
+        index: its index.
+    """
 
     folder: Path
     index: Index
@@ -146,34 +163,38 @@ class Reader(StorageReader):
                 self._bytes[chunk.file] += math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing: an object serves one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index as torch's metadata."""
         return Metadata(
             {
                 name: Stored(
                     TensorProperties(dtype=DTYPES[entry.dtype]),
                     torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in entry.chunks],
+                    [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.chunks],
                 )
                 for name, entry in self.index.tensors.items()
             }
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Do nothing: the index has been read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted = defaultdict(list)
+        """Read each chunk once and copy its parts to where the planner puts them."""
+        items_by_chunk = defaultdict(list)
         for item in plan.items:
-            wanted[self._place(item.storage_index)].append(item)
-        for (name, chunk), items in wanted.items():
+            items_by_chunk[self._chunk_at(item.storage_index)].append(item)
+        for (name, chunk), items in items_by_chunk.items():
             tensor = self.chunk(name, chunk)
             for item in items:
                 part = tensor[_slices(item.storage_offsets, item.lengths)]
@@ -182,12 +203,12 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _place(self, at: MetadataIndex) -> tuple[str, Chunk]:
-        chunks = self.index.tensors[at.fqn].chunks
-        return at.fqn, next(one for one in chunks if one.offsets == tuple(at.offset or ()))
+    def _chunk_at(self, position: MetadataIndex) -> tuple[str, Chunk]:
+        chunks = self.index.tensors[position.fqn].chunks
+        return position.fqn, next(chunk for chunk in chunks if chunk.offsets == tuple(position.offset or ()))
 
     def chunk(self, name: str, chunk: Chunk) -> Tensor:
-        """One box of a tensor.
+        """Read one box of a tensor.
 
         Raises:
             CheckpointError: its file is missing or damaged.
@@ -196,7 +217,7 @@ class Reader(StorageReader):
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(chunk.key)
-        # Of a dtype that this torch does not have safetensors says KeyError or AttributeError.
+        # safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != DTYPES[entry.dtype]:
@@ -206,7 +227,7 @@ class Reader(StorageReader):
         return tensor
 
     def _file(self, name: str, chunk: Chunk) -> Path:
-        """The file of a box, which is there and as large as what the index says to be in it."""
+        """Return the file of a box after checking that it is as large as its tensors in the index."""
         path = self.folder / self.index.data / chunk.file
         try:
             size = index.inside(self.folder, self.index.data, chunk.file).stat().st_size
@@ -219,10 +240,10 @@ class Reader(StorageReader):
         return path
 
     def check_files(self) -> None:
-        """Raise if a file is not there, or smaller than what the index says to be in it.
+        """Check that every file exists and is as large as its tensors in the index.
 
         Raises:
-            CheckpointError: naming the file.
+            CheckpointError: a file is missing or too small; the message names it.
         """
         seen: set[str] = set()
         for name, entry in self.index.tensors.items():
@@ -232,32 +253,33 @@ class Reader(StorageReader):
                     self._file(name, chunk)
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor, put together from its boxes.
+        """Read a whole tensor from its boxes.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         entry = self.index.tensors[name]
         for chunk in entry.chunks:
-            # No memory is taken for what is not there.
+            # Before memory for the tensor is allocated.
             self._file(name, chunk)
-        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:
-            found[_slices(chunk.offsets, chunk.sizes)] = self.chunk(name, chunk)
-        return found
+            whole[_slices(chunk.offsets, chunk.sizes)] = self.chunk(name, chunk)
+        return whole
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: the folder was checked before."""
         return True
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, on the disk for good, for whom the umask says.
+    """Write a safetensors file, with the mode that the umask gives, and sync it to disk.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    # Safetensors puts a file in its place that only its owner may read; a new one of ours shows the mode it must have.
+    # safetensors creates a file that only its owner may read; one of ours has the mode that it must have.
     with open(path, "wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(tensors, path, metadata)
@@ -267,11 +289,11 @@ def write_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] 
 
 
 def _slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def sha256(tensor: Tensor) -> str:
-    """Of the tensor's bytes."""
-    held = tensor.contiguous()
-    # No numpy, which torch does without.
-    return hashlib.sha256((ctypes.c_char * held.nbytes).from_address(held.data_ptr())).hexdigest()
+    """Return the SHA-256 of the tensor's bytes, in hexadecimal."""
+    contiguous = tensor.contiguous()
+    # Without numpy, which torch does not require.
+    return hashlib.sha256((ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())).hexdigest()

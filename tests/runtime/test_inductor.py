@@ -210,7 +210,7 @@ def test_what_is_small_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_is_stuck_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cache, "cache_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(compile_cache, "_PATIENCE", 0.1)
+    monkeypatch.setattr(compile_cache, "_LOCK_TIMEOUT", 0.1)
     (tmp_path / "zerograph").mkdir()
     with FileLock(tmp_path / "zerograph" / "first.lock"):
         assert compile_cache.share({"first": lambda: "1"}) == {"first": "1"}

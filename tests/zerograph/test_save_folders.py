@@ -198,7 +198,7 @@ def test_a_lock_ends_with_its_process_though_a_child_of_it_lives(tmp_path: Path)
 
 def test_a_holder_on_another_host_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = locks.Owner("elsewhere", "boot", "pid:[1]", 7, 8, "a job")
-    monkeypatch.setattr(locks, "_PATIENCE", 0.3)
+    monkeypatch.setattr(locks, "_REMOTE_TIMEOUT", 0.3)
     held = locks.lock(tmp_path, 1.0)
     monkeypatch.setattr(locks, "_owner", lambda path: elsewhere)
     began = time.monotonic()

@@ -19,7 +19,7 @@ from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Chunk, Index
-from zerograph.runtime.checkpoint.pieces import Loading, Pieces
+from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explained
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
@@ -246,7 +246,7 @@ def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         group: dist.ProcessGroup | None = None if alone else job.control
         try:
-            load_pieces(pieces, storage_reader=reader, planner=Loading(), process_group=group, no_dist=alone)
+            load_pieces(pieces, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group, no_dist=alone)
         # It is none of Exception's.
         except CheckpointException as error:
             raise_interrupt(error, job.rank)

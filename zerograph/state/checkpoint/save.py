@@ -25,7 +25,7 @@ from zerograph import _torch
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, lock
-from zerograph.runtime.checkpoint.pieces import Pieces, Saving, constant
+from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.process_group import Job, agree, digest, explained, noted
 from zerograph.runtime.job.signs import mark_told
@@ -296,7 +296,11 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             save_pieces(
-                dict(pieces), storage_writer=writer, planner=Saving(), process_group=group, no_dist=group is None
+                dict(pieces),
+                storage_writer=writer,
+                planner=PieceSavePlanner(),
+                process_group=group,
+                no_dist=group is None,
             )
         # Torch's own is none of Exception's.
         except (CheckpointException, RuntimeError) as error:
