@@ -1,10 +1,10 @@
-"""A ColossalAI script, but for its import: classify points by the ring that they lie in, with ZeRO level 3.
+"""A ColossalAI script with only its import changed: classify points by the ring that contains them, with ZeRO level 3.
 
 torchrun --nproc-per-node 2 examples/colossalai_zero.py                    # a few seconds on CPU
-torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload cpu      # state and parameters are kept on the CPU
+torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload cpu      # state and parameters in CPU memory
 torchrun --nproc-per-node 2 examples/colossalai_zero.py --offload nvme --nvme-path /local/folder
 
-Each rank reads its own part of the samples. docs/colossalai.md says what the engine makes of the loop.
+Each rank reads its own part of the samples. docs/colossalai.md describes how the engine compiles the loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RINGS, SAMPLES, BATCH, MAX_IN_CPU = 4, 1024, 64, 2**20
 
 
 def configuration(offload: str, nvme_path: str | None) -> dict[str, Any]:
-    """Adam under level 3; fp16 comes with it."""
+    """Return the configuration: Adam, ZeRO level 3 and fp16."""
     zero: dict[str, Any] = {"type": "ZeroRedundancyOptimizer_Level_3", "dynamic_loss_scale": True, "clip_grad": 1.0}
     if offload != "none":
         where = {"device": offload, "pin_memory": True} | ({"nvme_path": nvme_path} if nvme_path else {})
@@ -34,20 +34,22 @@ def configuration(offload: str, nvme_path: str | None) -> dict[str, Any]:
 
 
 def rings(seed: int) -> TensorDataset:
-    """Points of the plane, and the number of the ring around the origin that each lies in."""
+    """Return points of the plane, and for each the number of the ring around the origin that contains it."""
     points = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(points, points.norm(dim=1).mul(1.5).long().clamp(max=RINGS - 1))
 
 
 def loader(data: TensorDataset, shuffle: bool) -> DataLoader[tuple[Tensor, ...]]:
-    """This rank's samples; the last, smaller batch is left out, for all ranks give equal parts."""
+    """Return a loader of this rank's samples, without the last, smaller batch."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=shuffle)
     return DataLoader(data, batch_size=BATCH // dist.get_world_size(), sampler=sampler, drop_last=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where state rests")
+    parser.add_argument(
+        "--offload", choices=("none", "cpu", "nvme"), default="none", help="where to store state and parameters"
+    )
     parser.add_argument("--nvme-path", help="an existing folder on a local disk, for --offload nvme")
     parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
@@ -76,7 +78,7 @@ def main() -> None:
         for points, ring in test_loader:
             right += int((engine(points).argmax(-1) == ring).sum())
             seen += len(ring)
-        # Results are this rank's part of the batch, losses are those of the whole.
+        # Results are this rank's part of the batch, losses are those of the whole batch.
         counts = torch.tensor([right, seen])
         dist.all_reduce(counts)
         if dist.get_rank() == 0:

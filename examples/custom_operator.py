@@ -1,4 +1,4 @@
-"""An operator of your own, with its backward, in a step over several ranks: one line each says how it may be split.
+"""A custom operator with its backward in a step on several ranks: one line for each declares how it may be split.
 
 Run it as ``python examples/custom_operator.py`` or ``torchrun --nproc-per-node 2 examples/custom_operator.py``.
 """
@@ -25,7 +25,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return scale * (inner - x * scale.square() * (inner * x).mean(1, keepdim=True)), (grad * x * scale).sum(0)
 
 
-# What tracing sees of them: shapes and dtypes.
+# Tracing needs shapes and dtypes.
 rms_norm.register_fake(lambda x, weight: torch.empty_like(x))
 rms_norm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
 
@@ -36,8 +36,8 @@ def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 rms_norm.register_autograd(lambda ctx, grad: rms_norm_backward(grad, *ctx.saved_tensors), setup_context=save)
 
-# One letter per dimension. Rows n are free; channels c! are not, for the mean runs over them. The weight's gradient
-# lacks n: over split rows it is a partial sum.
+# One letter per dimension. Rows n may be split; channels c! may not, because the mean is over them. The weight's
+# gradient does not have n: if rows are split, it is a partial sum.
 zg.register_rule(rms_norm, "n c!, c! -> n c!")
 zg.register_rule(rms_norm_backward, "n c!, n c!, c! -> n c!, c!", linear=(0,))
 

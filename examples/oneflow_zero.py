@@ -1,9 +1,9 @@
-"""A classifier trained with OneFlow's names, split by ZeRO over two processes, saved, and used to predict.
+"""Train a classifier with OneFlow's names and ZeRO on two processes, save it, and predict with it.
 
     python -m zerograph.compat.oneflow.launch --nproc_per_node 2 examples/oneflow_zero.py --stage 3
 
-Only the imports name zerograph. Every rank draws its own samples: labels say in which quarter of the first feature's
-range a sample lies, so there is something to learn.
+Only the imports name zerograph. Every rank draws its own samples. The label of a sample is the quarter of the first
+feature's range that contains it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class Classifier(nn.Graph):
         self.model = model
         self.loss_fn = loss_fn
         self.add_optimizer(optimizer)
-        # The mode alone is stage 1; each switch is one stage more.
+        # The mode alone is stage 1; each switch adds one stage.
         self.config.set_zero_redundancy_optimizer_mode("distributed_split")
         if stage >= 2:
             flow.boxing.nccl.enable_use_compute_stream(True)
@@ -38,7 +38,7 @@ class Classifier(nn.Graph):
 
 
 class Prediction(nn.Graph):
-    """Forward only; the parameters stay where training left them, so it needs no ZeRO."""
+    """The forward pass. It reads the parameters as training shards them, and needs no ZeRO settings."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Prediction(nn.Graph):
 
 
 def samples(device: str, placement: flow.placement) -> tuple[flow.Tensor, flow.Tensor]:
-    """This rank's samples, as its part of a global batch. Labels have the shape (128, 1)."""
+    """Return this rank's samples as its part of a global batch. Labels have the shape (128, 1)."""
     x = flow.randn(SAMPLES, FEATURES).to(device)
     y = flow.ones(SAMPLES, 1, dtype=flow.int64).to(device)
     y = y + (x[:, :1] > 0) + 2 * (x[:, :1].abs() > 0.67)

@@ -3,11 +3,11 @@
 torchrun --nproc-per-node 2 examples/train_gpt.py              # ZeRO stage 2 on two processes: a few minutes on CPU
 torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3    # the same losses, and less memory per rank
 python examples/train_gpt.py --steps 50 --corpus my_text.txt   # one process, any text
-torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt    # goes on after a crash
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt    # resumes after a crash
 
-With --checkpoint it saves now and then, and begins with what is there; told to stop (SIGTERM), it saves and ends.
+With --checkpoint it resumes from the latest checkpoint, saves every --save-every steps, and saves and ends on SIGTERM.
 
-Nothing is downloaded: unless told otherwise, the text is the source of Python's own standard library.
+Nothing is downloaded: by default the text is the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zerograph as zg
 
 WIDTH, LAYERS, HEADS, CONTEXT = 128, 4, 4, 128
-# More than the usual 0.02, which suits wider models: with it, attention starts flat here and learns late.
+# Larger than the usual 0.02, which is for wider models: with 0.02, attention starts flat here and learns late.
 INIT_STD = 0.06
 CORPUS_BYTES = 4_000_000
 EVAL_BATCHES = 8
@@ -57,7 +57,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Two such sums per block go into the residual stream: together they are as large as one.
+                # Each block adds two such sums to the residual stream; scaled so that all of them have the size of one.
                 summed = 2 * LAYERS if name.endswith(("out.weight", "down.weight")) else 1
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(summed))
 
@@ -100,7 +100,7 @@ class TrainStep(zg.ZeroGraph):
 
 
 class EvalStep(zg.ZeroGraph):
-    """The loss alone. It needs no ZeRO of its own: it reads the parameters as the training graph keeps them."""
+    """The loss alone. It reads the parameters as the training graph shards them, and needs no ZeRO settings."""
 
     def __init__(self, model: Gpt) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ def next_byte_loss(model: Gpt, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def warmup_cosine(step: int, steps: int) -> float:
-    """Factor on the learning rate: up over the first twentieth, then down to a twentieth along a cosine."""
+    """Return the factor of the learning rate: a warm-up over the first 5 % of steps, then a cosine down to 5 %."""
     warmup = max(1, steps // 20)
     cosine = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
     return (step + 1) / warmup if step < warmup else 0.05 + 0.95 * cosine
 
 
 def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
-    """Text to train on and held-out text: other files, or the end of the file where there is only one."""
+    """Return the training text and the held-out text: other files, or the end of the file if there is only one."""
     root = path or Path(sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise SystemExit(f"--corpus {root}: no such file or folder")
@@ -131,7 +131,7 @@ def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
     else:
         names = sorted(file.relative_to(root) for file in root.rglob("*" if path else "*.py") if file.is_file())
         names = [name for name in names if path or not SKIPPED & set(name.parts)]
-        # Mixed, in the same way on all ranks, so that the cap and the held-out files are a fair choice.
+        # Shuffled equally on all ranks, so that the cap and the held-out files are a random choice.
         random.Random(0).shuffle(names)
         sizes = itertools.accumulate((root / name).stat().st_size for name in names)
         files = [(root / name).read_bytes() for name, size in zip(names, sizes, strict=True) if size <= CORPUS_BYTES]
@@ -149,14 +149,14 @@ def read_corpus(path: Path | None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of the batch of windows that begin at ``starts``: inputs, and the byte after each."""
+    """Return this rank's part of the batch of windows that begin at ``starts``: inputs, and the byte after each."""
     mine = starts.chunk(zg.world_size())[zg.rank()]
-    found = text[mine[:, None] + torch.arange(CONTEXT + 1)].long()
-    return found[:, :-1], found[:, 1:]
+    windows = text[mine[:, None] + torch.arange(CONTEXT + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
 
 
 def bits_per_byte(evaluate: EvalStep, held_out: Tensor, batch: int) -> float:
-    """The mean loss in bits, over windows spread evenly over the held-out text."""
+    """Return the mean loss in bits, over windows spread evenly over the held-out text."""
     starts = torch.linspace(0, len(held_out) - CONTEXT - 1, EVAL_BATCHES * batch).long()
     losses = [float(evaluate(*windows(held_out, some))) for some in starts.split(batch)]
     return sum(losses) / len(losses) / math.log(2)
@@ -173,7 +173,7 @@ def sample(model: Gpt, generator: torch.Generator, device: torch.device, tempera
 
 @contextlib.contextmanager
 def progress(console: Console, steps: int) -> Iterator[Callable[[int, str], None]]:
-    """A function to tell the step and how it went: a bar on a terminal, elsewhere a line now and then."""
+    """Yield a function that shows the step and its news: a bar on a terminal, elsewhere a line now and then."""
     if console.is_terminal and not console.quiet:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
@@ -189,19 +189,19 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[int, str], None
 
 
 class Stop:
-    """Return whether any rank was told to stop; then all ranks stop after the same step."""
+    """Stop all ranks after the same step when any of them gets SIGTERM."""
 
     def __init__(self) -> None:
-        self.told = False
-        signal.signal(signal.SIGTERM, self._tell)
+        self.requested = False
+        signal.signal(signal.SIGTERM, self._request)
 
-    def _tell(self, *_: object) -> None:
-        self.told = True
+    def _request(self, *_: object) -> None:
+        self.requested = True
 
     def agreed(self, device: torch.device) -> bool:
-        told = torch.tensor(float(self.told), device=device)
-        dist.all_reduce(told)
-        return bool(told)
+        requests = torch.tensor(float(self.requested), device=device)
+        dist.all_reduce(requests)
+        return bool(requests)
 
 
 def parse_options() -> argparse.Namespace:
@@ -214,7 +214,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters, the batches and the sample")
     parser.add_argument("--corpus", type=Path, help="a file or folder of text; None: Python's standard library")
     parser.add_argument("--out", type=Path, default=Path("runs/sample.txt"), help="where to write the text sample")
-    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from if there is something")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to resume from if it has a checkpoint")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1 or options.batch % int(os.environ.get("WORLD_SIZE", "1")):
@@ -234,7 +234,7 @@ def main() -> None:
     train = TrainStep(model, options.lr, options.steps, options.stage)
     evaluate = EvalStep(model)
 
-    # From here on every rank makes the same calls in the same order; only rank 0 shows what comes of them.
+    # From here on every rank makes the same calls in the same order; only rank 0 prints.
     console = Console(quiet=zg.rank() != 0, highlight=False)
     console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes to train on, "
@@ -244,7 +244,7 @@ def main() -> None:
     def batch() -> tuple[Tensor, Tensor]:
         return windows(text, torch.randint(len(text) - CONTEXT, (options.batch,), generator=generator))
 
-    # The first call would compile too: done apart, it can be timed, and the parameters are split from here on.
+    # The first call would compile too. Compiling here allows to time it; from here on the parameters are sharded.
     begun = time.perf_counter()
     inputs, targets = batch()
     train.compile(inputs, targets)
@@ -254,7 +254,7 @@ def main() -> None:
         train.load(options.checkpoint)
         first = train.steps_done
         console.print(f"resuming after step {first}")
-        # The batches are a sequence of their own: those that were trained on are left out.
+        # Skip the batches that were trained on before.
         for _ in range(first):
             inputs, targets = batch()
     before = bits_per_byte(evaluate, held_out, options.batch)
@@ -270,7 +270,7 @@ def main() -> None:
             inputs, targets = batch()
             if stop is not None and stop.agreed(device):
                 train.save(options.checkpoint, keep=3)
-                console.print(f"told to stop: saved after step {step}")
+                console.print(f"stopped by SIGTERM: saved after step {step}")
                 return
             if options.checkpoint and (step % options.save_every == 0 or step == options.steps):
                 train.save(options.checkpoint, asynchronous=True, keep=3)
@@ -292,7 +292,7 @@ def main() -> None:
     table.add_row("compiling the training step", f"{compiling:.1f} s")
     table.add_row("parameters and optimizer state per rank", f"{train.state_bytes():,} bytes")
     table.add_row("the same with plain data parallel", f"{data_parallel:,} bytes")
-    table.add_row("sent by each rank per step", f"{sum(one.bytes for one in train.collectives()):,} bytes")
+    table.add_row("sent by each rank per step", f"{sum(c.bytes for c in train.collectives()):,} bytes")
     console.print(table)
 
 

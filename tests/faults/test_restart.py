@@ -130,6 +130,6 @@ def test_a_job_that_is_told_to_stop_saves_and_ends_well(tmp_path: Path, tally: C
     job.send_signal(signal.SIGTERM)
     rest = job.stdout.read()
     job.wait(240)
-    assert "told to stop: saved after step" in rest
+    assert "stopped by SIGTERM: saved after step" in rest
     assert zg.read_checkpoint(tmp_path / "stopped")["steps_done"] >= 1
     tally("torchrun: SIGTERM").add(True, lost_steps=0, seconds=time.monotonic() - began)
