@@ -116,7 +116,7 @@ def test_reading_early_is_said_to_cost_a_forward_once() -> None:
     engine._verbose = True
     (x, y), *_ = batches("mlp", 1)
     loss = engine.criterion(engine(x), y)
-    with pytest.warns(UserWarning, match="takes a forward") as seen:
+    with pytest.warns(UserWarning, match="takes an extra forward") as seen:
         loss.item()
     assert seen[0].filename == __file__
     with warnings.catch_warnings():

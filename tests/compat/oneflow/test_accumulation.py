@@ -156,7 +156,7 @@ def test_a_sum_added_to_a_mean_is_refused_before_anything_changes() -> None:
     model = linear()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     graph = Step(model, mixed)
-    with pytest.raises(zg.CaptureError, match="adds a sum over the batch to what is none") as problem:
+    with pytest.raises(zg.CaptureError, match="adds a sum over the batch to a value that is no sum") as problem:
         graph(*batch())
     assert "test_accumulation.py" in str(problem.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -219,9 +219,9 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(pool: Pool, tm
         for message, part in zip(found, parts, strict=False):
             assert part in message
     assert "RuntimeError: Parent directory" in first[3]
-    assert "RankMismatchError: rank 0 failed before going on from flow.save()" in second[3]
+    assert "RankMismatchError: rank 0 failed before continuing after flow.save()" in second[3]
     assert "FileNotFoundError" in first[4]
-    assert "rank 0 failed before going on from flow.load()" in second[4]
+    assert "rank 0 failed before continuing after flow.load()" in second[4]
     for message, part in zip(
         second[5:], ("is a directory", "FileNotFound", "the modules model", "Missing"), strict=True
     ):

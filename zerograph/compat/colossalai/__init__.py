@@ -1,6 +1,6 @@
-"""ColossalAI's front door: its launch, its ``initialize()`` and its engine, over graphs of whole steps.
+"""ColossalAI's API over graphs of whole steps: ``launch()``, ``initialize()`` and the engine.
 
-A script changes its import to ``from zerograph.compat import colossalai``; docs/colossalai.md says what maps to what.
+Change a script's import to ``from zerograph.compat import colossalai``; docs/colossalai.md lists what maps to what.
 """
 
 from zerograph.compat.colossalai.engine import Engine

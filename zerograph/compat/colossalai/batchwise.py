@@ -1,8 +1,8 @@
-"""What may be done along the batch: what means the same on this rank's part as on the whole batch.
+"""Check that an operation along the batch means the same on this rank's part as on the whole batch.
 
-A recorded operator is written for one part and runs on all of them laid end to end along the batch's dimension. So it
-must leave parts apart, or take all of them together, as a mean does: cutting out "the first half", indexing by the
-number of a sample, or appending another batch would mean another thing, without any shape that tells.
+A recorded operator was called on one part, and runs on all parts concatenated along the batch dimension. It may treat
+samples separately, or reduce over all of them, as a mean does. Taking "the first half", indexing by the number of a
+sample, or appending another batch would mean something else on the whole batch, and no shape would show it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerograph.base import source
 from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.errors import CaptureError
 
-# Where the dimension stands among the arguments, its keyword, and its default.
+# The index of the dimension among the arguments, its keyword, and its default.
 _PICKS: Mapping[str, tuple[int, str, int | None]] = {
     "chunk": (2, "dim", 0),
     "gather": (1, "dim", None),
@@ -40,27 +40,27 @@ _RESHAPES = ("flatten", "reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
 def check(
-    function: Callable[..., Any], metas: Sequence[Any], tree: pytree.TreeSpec, made: Sequence[Any], parts: int
+    function: Callable[..., Any], metas: Sequence[Any], tree: pytree.TreeSpec, results: Sequence[Any], parts: int
 ) -> None:
-    """Raise if the call means one thing on a part and another on the whole.
+    """Raise if a call means something else on the whole batch than on a part.
 
     Args:
         function: the function that is called.
         metas: the arguments, flat, with :class:`Meta` for tensors.
         tree: how the arguments are nested.
-        made: the results, flat, likewise.
+        results: the results, flat, with :class:`Meta` for tensors.
         parts: number of parts of the batch.
 
     Raises:
-        CaptureError: naming the user's line, and what to do.
+        CaptureError: with the user's line and advice.
     """
     name = name_of(function).removesuffix("()")
-    for one in made:
-        if isinstance(one, Meta) and not one.parted(parts):
+    for result in results:
+        if isinstance(result, Meta) and not result.parted(parts):
             refuse(f"{name}() compares samples of the batch with each other, or counts them")
     args, kwargs = pytree.tree_unflatten(metas, tree)
     first = args[0] if args else next(iter(kwargs.values()), None)
-    tensors = [one for one in metas if isinstance(one, Meta) and one.batch_dim is not None]
+    tensors = [meta for meta in metas if isinstance(meta, Meta) and meta.batch_dim is not None]
     if not tensors or name.startswith("."):
         return
     if name in _JOINS:
@@ -80,8 +80,8 @@ def check(
         times = _numbers(args[1:], kwargs)
         if len(times) >= len(first.shape) - along and times[along - len(first.shape)] != 1:
             refuse(f"{name}() repeats the batch")
-    elif name in _RESHAPES and isinstance(made[0], Meta):
-        _check_reshape(name, first, along, made[0])
+    elif name in _RESHAPES and isinstance(results[0], Meta):
+        _check_reshape(name, first, along, results[0])
 
 
 def here() -> str:
@@ -94,24 +94,24 @@ def _check_join(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     dim = {"hstack": 1, "vstack": 0, "row_stack": 0}.get(name)
     if dim is None:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    for one in tensors:
-        rank = len(one.shape)
-        if (0 if name == "hstack" and rank == 1 else dim % rank) == one.batch_dim:
+    for tensor in tensors:
+        rank = len(tensor.shape)
+        if (0 if name == "hstack" and rank == 1 else dim % rank) == tensor.batch_dim:
             refuse(f"{name}() concatenates batches")
 
 
 def _check_index(first: Meta, along: int, index: Any) -> None:
     """Refuse an index of the batch's dimension other than ``:``; every other dimension may be indexed."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    taken = sum(_dims(one) for one in entries if one is not Ellipsis)
-    if any(one is Ellipsis for one in entries):
-        at = next(n for n, one in enumerate(entries) if one is Ellipsis)
+    taken = sum(_dims(entry) for entry in entries if entry is not Ellipsis)
+    if any(entry is Ellipsis for entry in entries):
+        at = next(n for n, entry in enumerate(entries) if entry is Ellipsis)
         entries[at : at + 1] = [slice(None)] * (len(first.shape) - taken)
     dim = 0
-    for one in entries:
-        if dim <= along < dim + _dims(one) and one != slice(None):
+    for entry in entries:
+        if dim <= along < dim + _dims(entry) and entry != slice(None):
             refuse("[...] picks samples along the batch")
-        dim += _dims(one)
+        dim += _dims(entry)
 
 
 def _dims(entry: Any) -> int:
@@ -122,22 +122,22 @@ def _dims(entry: Any) -> int:
     return 0 if entry is None or entry is Ellipsis or isinstance(entry, bool) else 1
 
 
-def _check_reshape(name: str, first: Meta, along: int, made: Meta) -> None:
+def _check_reshape(name: str, first: Meta, along: int, result: Meta) -> None:
     """Refuse a reshape that splits the batch's dimension or merges it with a dimension before it."""
-    to = made.batch_dim
-    if to is None or math.prod(first.shape[:along]) != math.prod(made.shape[:to]):
+    to = result.batch_dim
+    if to is None or math.prod(first.shape[:along]) != math.prod(result.shape[:to]):
         refuse(f"{name}() splits the batch dimension, or merges it with one before it")
 
 
 def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-    return [one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, int)]
+    return [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, int)]
 
 
 def refuse(what: str) -> NoReturn:
     """Raise a CaptureError: a call before ``engine.step()`` would mean something else on the whole batch."""
     raise CaptureError(
         f"{what}, before engine.step(){here()}\n"
-        "The step is made of the whole batch, of which this rank sees its part: the same numbers would mean other "
+        "The step runs on the whole batch, of which this rank sees one part: the same numbers would mean other "
         "samples there. Keep samples apart (-1, flatten(1), a mask, gather() along another dimension), let the model "
         "or the criterion do it, or look at the values after engine.step()."
     )

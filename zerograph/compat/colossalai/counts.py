@@ -1,7 +1,7 @@
-"""Sums over the batch, and what counts this rank's samples: divided by each other they are no mean.
+"""Find sums over the batch that are divided by a count of this rank's samples, which gives no mean.
 
-A recorded sum is that of the whole batch; a count that the loop takes of a real tensor is that of this rank's part.
-Their quotient is too large by the number of parts, without any shape or difference between ranks that tells.
+A recorded sum is over the whole batch; a count that the loop computes from a real tensor is of this rank's part. Their
+quotient is too large by the number of parts, and neither a shape nor a difference between ranks shows it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Comes, Meta
+from zerograph.compat.colossalai.deferred import Meta, Reduction
 from zerograph.compat.colossalai.tape import Operand
 from zerograph.errors import CaptureError
 
@@ -23,49 +23,55 @@ _SUMS = ("sum", "nansum", "dot", "vdot", "inner")
 _KEEPS = ("neg", "abs", "add", "sub", "detach", "clone", "float", "double", "to", "squeeze", "view", "reshape")
 
 
-def comes(function: Callable[..., Any], arguments: Sequence[Any], made: Any, *, opaque: bool) -> Any:
-    """Return ``made``, the call's result, marked as a sum or a mean over the batch where it is one.
+def mark_reduction(function: Callable[..., Any], arguments: Sequence[Any], result: Any, *, opaque: bool) -> Any:
+    """Return a call's result, marked as a sum or a mean over the batch if it is one.
 
     Args:
         function: the function that is called.
-        arguments: flat, with operands as they enter the step.
-        made: one leaf of the result.
+        arguments: the arguments, flat, with operands as they enter the step.
+        result: one leaf of the result.
         opaque: the function is the model or the criterion.
     """
-    if not isinstance(made, Meta):
-        return made
+    if not isinstance(result, Meta):
+        return result
     name = getattr(function, "__name__", "")
-    metas = [one.meta for one in arguments if isinstance(one, Operand)]
+    metas = [argument.meta for argument in arguments if isinstance(argument, Operand)]
     by = _factor(name, arguments)
-    divided = any(one.divided for one in metas) or (by is not None and not isinstance(by, float))
-    if made.batch_dim is not None:
-        return replace(made, divided=divided and not opaque)
-    found: Comes = None
-    if any(one.batch_dim is not None for one in metas):
-        found = _reduces(function, name, arguments, opaque=opaque)
+    divided = any(argument.divided for argument in metas) or (by is not None and not isinstance(by, float))
+    if result.batch_dim is not None:
+        return replace(result, divided=divided and not opaque)
+    reduction: Reduction = None
+    if any(argument.batch_dim is not None for argument in metas):
+        reduction = _reduces(function, name, arguments, opaque=opaque)
     elif not opaque and name in (*_DIVIDES, *_MULTIPLIES, *_KEEPS):
-        known = {one.meta.comes for one in arguments if isinstance(one, Operand) and not one.real}
-        # A sum divided by one in the step is a mean.
-        by_sum = name in _DIVIDES and len(metas) == 2 and metas[1].comes == "sum"
-        found = "mean" if by_sum or known == {"mean"} else "sum" if "sum" in known else None
-    return replace(made, comes=found, divided=divided and not opaque)
+        reductions = {
+            argument.meta.reduction for argument in arguments if isinstance(argument, Operand) and not argument.real
+        }
+        # A sum divided by a sum is a mean.
+        by_sum = name in _DIVIDES and len(metas) == 2 and metas[1].reduction == "sum"
+        reduction = "mean" if by_sum or reductions == {"mean"} else "sum" if "sum" in reductions else None
+    return replace(result, reduction=reduction, divided=divided and not opaque)
 
 
-def look(
-    function: Callable[..., Any], arguments: Sequence[Any], made: Sequence[Any], parts: int, warn: Callable[[str], None]
+def check_division(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    results: Sequence[Any],
+    parts: int,
+    warn: Callable[[str], None],
 ) -> None:
-    """Look for a sum over the batch that is divided by what may count this rank's samples.
+    """Report a sum over the batch that is divided by a possible count of this rank's samples.
 
-    A tensor from outside is an error, for nobody divides by such a one else; a plain number is warned of.
+    A tensor from outside the step as divisor is an error, a plain number a warning.
 
     Raises:
-        CaptureError: naming the user's line, and what to do.
+        CaptureError: with the user's line and advice.
     """
     name = getattr(function, "__name__", "")
-    first = next((one for one in made if isinstance(one, Meta)), None)
+    first = next((result for result in results if isinstance(result, Meta)), None)
     if parts == 1 or first is None:
         return
-    if first.comes == "sum" and name in _SUMS and first.divided:
+    if first.reduction == "sum" and name in _SUMS and first.divided:
         warn(
             f"what is summed over the batch was divided by a number, or by a tensor, from outside the step{_here()}\n"
             f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
@@ -74,20 +80,20 @@ def look(
         return
     if (by := _factor(name, arguments)) is None:
         return
-    value = next(one.meta for one in arguments if isinstance(one, Operand) and one is not by)
+    value = next(argument.meta for argument in arguments if isinstance(argument, Operand) and argument is not by)
     if value.batch_dim is not None:
         return
     divides = name in _DIVIDES
     if isinstance(by, Operand):
-        if value.comes == "sum" or (divides and value.comes is None and not value.shape):
-            what = "a sum over the batch" if value.comes == "sum" else "a result of the batch, perhaps a sum,"
+        if value.reduction == "sum" or (divides and value.reduction is None and not value.shape):
+            what = "a sum over the batch" if value.reduction == "sum" else "a result of the batch, perhaps a sum,"
             raise CaptureError(
                 f"{what} is {'divided' if divides else 'multiplied'} by a tensor from outside the step"
                 f"{_here()}\nSums are those of the whole batch, {parts} times this rank's part: with a count of this "
                 f"rank's samples the result would be {parts} times too large. Let the criterion count, as in "
                 "engine.criterion(output, y, mask), which sees the whole batch. A constant is to be a plain number."
             )
-    elif value.comes == "sum" or (value.comes is None and isinstance(by, int) and not value.shape):
+    elif value.reduction == "sum" or (value.reduction is None and isinstance(by, int) and not value.shape):
         warn(
             f"a sum is {'divided' if divides else 'multiplied'} by {by} before engine.step(){_here()}\n"
             f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
@@ -95,12 +101,12 @@ def look(
         )
 
 
-def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], *, opaque: bool) -> Comes:
+def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], *, opaque: bool) -> Reduction:
     """Classify a call that takes the batch and returns a tensor without a batch dimension."""
     if opaque:
         reduction = getattr(function, "reduction", None)
         return reduction if reduction in ("sum", "mean") else None
-    if name in _SUMS or any(isinstance(one, str) and one == "sum" for one in arguments):
+    if name in _SUMS or any(isinstance(argument, str) and argument == "sum" for argument in arguments):
         return "sum"
     return "mean" if name in ("mean", "nanmean") or getattr(function, "__module__", None) == F.__name__ else None
 
@@ -110,7 +116,7 @@ def _factor(name: str, arguments: Sequence[Any]) -> Any:
     if name not in (*_DIVIDES, *_MULTIPLIES) or len(arguments) < 2:
         return None
     pair = list(arguments[:2])
-    recorded = [isinstance(one, Operand) and not one.real for one in pair]
+    recorded = [isinstance(operand, Operand) and not operand.real for operand in pair]
     if sum(recorded) != 1 or (name in _DIVIDES and not recorded[0]):
         return None
     by = pair[recorded.index(False)]

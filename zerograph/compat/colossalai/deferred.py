@@ -1,6 +1,6 @@
-"""Tensors that are not computed yet: what the model returns in training, until ``engine.step()`` makes the step.
+"""Deferred tensors: results of the model in training, which ``engine.step()`` computes.
 
-Operators on them are noted on a tape; a value that is asked for is computed, see :mod:`.tape`.
+Operators on them are recorded on a tape. Reading a value computes it at once, see :mod:`.tape`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.runtime.parameters import METADATA
 
-# How a tensor without a batch dimension was made of one with it.
-Comes = Literal["sum", "mean"] | None
+# How a tensor without a batch dimension was computed from a tensor with one.
+Reduction = Literal["sum", "mean"] | None
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What a tensor looks like.
+    """Shape, dtype and other metadata of a tensor.
 
     Attributes:
-        shape: that of this rank's part, for one call of the engine.
-        whole: that of the global tensor in the step, which all ranks' parts of all its calls make up together.
-        comes: it is a sum, or a mean, over the batch; None: neither, or unknown.
-        divided: by a number or tensor from outside, which may be a count of samples.
+        shape: the shape of this rank's part, for one call of the engine.
+        whole: the shape of the global tensor in the step, of all ranks and all calls of the update.
+        dtype: the dtype.
+        device: the device.
+        requires_grad: whether it depends on a trained parameter.
+        reduction: ``"sum"`` or ``"mean"`` over the batch; None: neither, or unknown.
+        divided: it was divided by a number or tensor from outside the step, which may be a count of samples.
     """
 
     shape: tuple[int, ...]
@@ -38,16 +41,16 @@ class Meta:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
-    comes: Comes = None
+    reduction: Reduction = None
     divided: bool = False
 
     @property
     def batch_dim(self) -> int | None:
-        """Batch dimension; None if there is none, or if one part is the whole batch."""
+        """The batch dimension; None if there is none, or if one part is the whole batch."""
         return next((dim for dim, size in enumerate(self.shape) if self.whole[dim] != size), None)
 
     def parted(self, parts: int) -> bool:
-        """Return whether the global tensor is ``parts`` of these along one dimension, or has the same shape."""
+        """Return whether the global tensor is ``parts`` times as large in one dimension, or has the same shape."""
         if len(self.shape) != len(self.whole):
             return False
         other = [dim for dim, size in enumerate(self.shape) if self.whole[dim] != size]
@@ -55,15 +58,15 @@ class Meta:
 
 
 @dataclass(frozen=True, order=True)
-class Made:
-    """Number ``leaf`` of what call number ``call`` returned."""
+class Result:
+    """A result on the tape: leaf number ``leaf`` of call number ``call``."""
 
     call: int
     leaf: int
 
 
 class Recorder(Protocol):
-    """What a deferred tensor asks of the tape that it is on."""
+    """The part of a tape's interface that a deferred tensor uses."""
 
     @property
     def finished(self) -> bool:
@@ -74,33 +77,39 @@ class Recorder(Protocol):
         """Whether nothing more is recorded."""
 
     def value(self, deferred: Deferred) -> Tensor:
-        """Compute a value now."""
+        """Return the value, computing it if necessary."""
 
     def call(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Record a call."""
 
 
 class Deferred(Tensor):
-    """A tensor whose values are computed with the step; it becomes an ordinary one then, in place.
+    """A tensor without data, whose value the step computes. The step turns it into an ordinary tensor, in place.
 
-    Until then it has a shape, a dtype and a device, and remembers what is done to it.
+    Before that it has a shape, a dtype and a device, and records operators on it.
+
+    Attributes:
+        result: its place on the tape.
+        tape: the tape.
+        meta: its metadata.
+        value: its value once it is computed.
     """
 
-    made: Made
+    result: Result
     tape: Recorder
     meta: Meta
-    known: Tensor | None
+    value: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Meta, tape: Recorder, made: Made) -> Deferred:
-        """Make a tensor without data."""
+    def __new__(cls, meta: Meta, tape: Recorder, result: Result) -> Deferred:
+        """Create a tensor without data."""
         new: Deferred = _torch.tensor_without_data(
             cls, meta.shape, meta.dtype, meta.device, requires_grad=meta.requires_grad
         )
-        new.meta, new.tape, new.made, new.known = meta, tape, made, None
+        new.meta, new.tape, new.result, new.value = meta, tape, result, None
         return new
 
-    def __init__(self, meta: Meta, tape: Recorder, made: Made) -> None:
+    def __init__(self, meta: Meta, tape: Recorder, result: Result) -> None:
         """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
 
     @classmethod
@@ -111,23 +120,23 @@ class Deferred(Tensor):
                 return func(*args, **kwargs)
         if (why := _refused(func)) is not None:
             _refuse(f"{name_of(func)} {why}")
-        given = list(deferred_in((args, kwargs)))
-        if not given:
-            _refuse(f"{name_of(func)} takes a tensor out of a slice, or of something else that hides it")
-        if func in _READS or all(one.known is not None and one.tape.finished for one in given):
+        deferred = list(deferred_in((args, kwargs)))
+        if not deferred:
+            _refuse(f"{name_of(func)} has a deferred tensor inside a slice or another object that hides it")
+        if func in _READS or all(tensor.value is not None and tensor.tape.finished for tensor in deferred):
             return read(func, args, kwargs)
         if func is Tensor.__iter__:
             return iter(args[0].unbind(0))
-        return _tape_of(given).call(func, args, kwargs)
+        return _tape_of(deferred).call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse(f"{func} reaches a tensor that engine.step() has yet to compute, past all that could note it down")
+        _refuse(f"{func} runs on a tensor that engine.step() has yet to compute, by a way that cannot be recorded")
 
 
 def values_of(tree: Any) -> Any:
     """Return the same nesting with every deferred tensor replaced by its value. A collective."""
-    return pytree.tree_map_only(Deferred, lambda one: one.tape.value(one), tree)
+    return pytree.tree_map_only(Deferred, lambda tensor: tensor.tape.value(tensor), tree)
 
 
 def deferred_in(tree: Any) -> Iterator[Deferred]:
@@ -147,17 +156,17 @@ def name_of(function: Any) -> str:
     return f".{function.__self__.__name__}" if name in ("__get__", "__set__", "__delete__") else f"{name}()"
 
 
-def _tape_of(given: list[Deferred]) -> Recorder:
+def _tape_of(tensors: list[Deferred]) -> Recorder:
     """Return the arguments' tape that is still being recorded, else the first argument's."""
-    return next((one.tape for one in given if not one.tape.closed), given[0].tape)
+    return next((tensor.tape for tensor in tensors if not tensor.tape.closed), tensors[0].tape)
 
 
 def _refuse(what: str) -> NoReturn:
     line, code = source.running_line()
     raise CaptureError(
         f"{what}\n  {line}   {code}\n"
-        "Between engine(...) and engine.step() only operators on tensors are noted; after engine.step() the tensor is "
-        "an ordinary one."
+        "Between engine(...) and engine.step() only operators on tensors are recorded; after engine.step() the tensor "
+        "is an ordinary one."
     )
 
 
@@ -166,12 +175,16 @@ def _refused(function: Any) -> str | None:
     if name in ("__set__", "__delete__"):
         return "is set on a tensor that engine.step() has yet to compute"
     if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
-        return "exchanges values that are not there yet: losses are those of the whole batch anyway"
+        return "exchanges values that are not computed yet: losses are those of the whole batch anyway"
     return _REFUSED.get(name)
 
 
 _LOOKS: set[Any] = {
-    *(one for one in METADATA if getattr(one, "__name__", "") not in ("__set__", "__delete__", "requires_grad_")),
+    *(
+        function
+        for function in METADATA
+        if getattr(function, "__name__", "") not in ("__set__", "__delete__", "requires_grad_")
+    ),
     Tensor.stride,
     Tensor.is_contiguous,
     Tensor.get_device,
@@ -186,13 +199,13 @@ _READS: set[Any] = {
     torch.is_nonzero,
 }
 
-_BACKWARD = "was called on what the engine returned: call engine.backward(loss), and engine.step() makes the step"
+_BACKWARD = "was called on a result of the engine: call engine.backward(loss), and engine.step() makes the step"
 _REFUSED = {
     "backward": _BACKWARD,
-    "grad": "asks for gradients, which exist inside the step only: engine.backward(loss) is all that it takes",
+    "grad": "asks for gradients, which exist inside the step only: call engine.backward(loss)",
     "register_hook": "waits for a gradient, which exists inside the step only",
     "retain_grad": "asks for a gradient that the step does not keep",
     "requires_grad_": "changes what gets a gradient: use detach()",
-    "data_ptr": "asks where values lie that are not there yet",
-    "untyped_storage": "asks where values lie that are not there yet",
+    "data_ptr": "asks for the memory of values that are not computed yet",
+    "untyped_storage": "asks for the memory of values that are not computed yet",
 }

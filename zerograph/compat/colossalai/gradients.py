@@ -1,7 +1,7 @@
-"""``parameter.grad`` between ``engine.backward()`` and ``engine.step()``: read from a graph, refused to be written.
+"""Answer ``parameter.grad`` between ``engine.backward()`` and ``engine.step()``: reading works, writing is an error.
 
-The step computes gradients, reduces them and uses them up as one graph. Code that reads them before gets the gradient
-of the whole batch from a graph of its own; code that changes them would change nothing, and is refused on its line.
+The step computes, reduces and uses gradients in one graph. Code that reads them earlier gets the gradient of the whole
+batch from a separate graph. Code that writes to them would have no effect, so it is an error with its line.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Engine(Protocol):
         """Return whether there is a loss that no update has used yet."""
 
     def zeroed_by(self, owner: object) -> bool:
-        """Take back all losses if ``owner``, whose ``zero_grad()`` runs, holds all that the engine trains."""
+        """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the engine's model or optimizer."""
 
     def warn_of_reading_late(self) -> None:
-        """Warn that gradients were read which the last update has used up."""
+        """Warn that gradients were read after the last update has used them."""
 
 
 class Reader:
-    """Answers ``parameter.grad`` for the parameters of an engine."""
+    """Answer ``parameter.grad`` for the parameters of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -62,14 +62,14 @@ class Reader:
             if self._engine.zeroed_by(frame.f_locals.get("self")):
                 return None
             _refuse(
-                "zero_grad() of a part of what the engine trains, between engine.backward() and engine.step()",
-                "Call engine.zero_grad(), which takes all of engine.backward() back.",
+                "zero_grad() of some of the engine's parameters, between engine.backward() and engine.step()",
+                "Call engine.zero_grad(), which discards all losses since the last engine.step().",
             )
         gradient = (self._engine.gradients() or {}).get(parameter)
         return None if gradient is None else gradient.as_subclass(Gradient)
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Refuse a gradient that is set or deleted while the step is to compute it.
+        """Refuse to set or delete a gradient before the step has computed it.
 
         Raises:
             CaptureError: ``engine.step()`` would not see it.
@@ -80,7 +80,7 @@ class Reader:
 
 
 class Gradient(Tensor):
-    """A gradient that was read before the step: an ordinary tensor, but that writing to it is refused."""
+    """A gradient that was read before the step: an ordinary tensor, except that writing to it is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,14 +89,14 @@ class Gradient(Tensor):
         written = [kwargs["out"]] if "out" in kwargs else []
         if _writes(name) and args:
             written.append(args[0])
-        if any(isinstance(one, Gradient) for one in pytree.tree_leaves(written)):
+        if any(isinstance(leaf, Gradient) for leaf in pytree.tree_leaves(written)):
             _refuse(f"{name}() writes to a gradient that was read before engine.step()", _ADVICE)
         with _torch.without_torch_function():
             result = func(*args, **kwargs)
         if func in (Tensor.numpy, Tensor.__array__):
             result.flags.writeable = False
             return result
-        places = {_place(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Gradient)}
+        places = {_place(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Gradient)}
 
         def guarded(value: Tensor) -> Tensor:
             return value.as_subclass(cls) if _place(value) in places else value
@@ -113,7 +113,7 @@ def _writes(name: str) -> bool:
     if name in ("__set__", "__delete__", "__setitem__"):
         return True
     if name.startswith("__"):
-        # __iadd__ and its like; __index__, __int__, __invert__, __iter__ only read.
+        # In-place operators such as __iadd__; __index__, __int__, __invert__ and __iter__ only read.
         return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
     return name.endswith("_")
 
@@ -123,12 +123,12 @@ def _code(function: Callable[..., Any]) -> Any:
 
 
 _ZEROING = {_code(torch.optim.Optimizer.zero_grad), _code(nn.Module.zero_grad)}
-# They carry a gradient along where there is one.
+# They copy or move a gradient if there is one.
 _MOVING = {_code(nn.Module._apply), _code(Tensor.__deepcopy__)}
 
 
 def _reader_frame() -> FrameType | None:
-    """Return the frame that reads or sets ``grad``: the first one outside of what answers."""
+    """Return the frame that reads or sets ``grad``: the innermost one outside this module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "zerograph.runtime.parameters"):
         frame = frame.f_back
@@ -140,7 +140,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 _ADVICE = (
-    "The step computes and uses gradients inside one graph: what is done to parameter.grad would be without effect. "
+    "The step computes and uses gradients inside one graph: changes of parameter.grad would have no effect. "
     "Clip by the configuration (clip_grad in zero, clip_grad_norm without), change the loss, or write the step as a "
     "zg.ZeroGraph, whose build() may change gradients after loss.backward()."
 )

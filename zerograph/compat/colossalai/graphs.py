@@ -1,4 +1,4 @@
-"""Graphs of an engine: whole steps, forwards, and previews of values and gradients before the step."""
+"""The graphs of an engine: steps, forwards, and previews of values and gradients before the step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import agree, differing, digest, gather_whole, mesh
 
-# Elements of tensors that ranks compare before each step; larger ones are taken to be alike.
+# Ranks compare tensors of at most this many elements before each step; larger ones are assumed to be equal.
 _FEW = 4096
 _ADVICE = "(what is computed from this rank's part must be computed in the step: by the model or the criterion)"
 
 _UNEVEN = "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
-# Name of the fact that ranks compare first.
-_HELD = "what engine.step() returns"
+# The name under which ranks compare the outputs of a step.
+_OUTPUTS = "what engine.step() returns"
 _EARLY_GRADIENTS = (
     "A gradient that is read before engine.step(), which all ranks must read or none, is computed by a call of its own."
 )
@@ -39,7 +39,7 @@ class Recorded(ZeroGraph):
     """A graph whose ``build()`` is a recorded program.
 
     Attributes:
-        tape: the program's text: another one is another step.
+        tape: the program's text. Another text is another step.
     """
 
     purpose = advice = ""
@@ -68,33 +68,41 @@ class Recorded(ZeroGraph):
         job = self._join()
         return piece_count(self.config.batch_on(job.mesh.dims), job.mesh)
 
-    def everybodys(self, held: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
+    def outputs_of_all_ranks(self, outputs: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
         """Return the outputs that each rank needs of each call, or None if all ranks agree. A collective.
 
+        Args:
+            outputs: for each call, the call's number and the leaf's number of each output that this rank needs.
+
         Raises:
-            RankMismatchError: another rank makes no step now.
+            RankMismatchError: another rank is not about to run a step.
         """
-        facts = {_HELD: json.dumps(held)}
-        found = differing(self._join(), self._doing(), digest(held), lambda: facts)
-        if found is None:
+        own_facts = {_OUTPUTS: json.dumps(outputs)}
+        facts = differing(self._join(), self._doing(), digest(outputs), lambda: own_facts)
+        if facts is None:
             return None
-        if not all(_HELD in one for one in found):
-            raise RankMismatchError(f"{first_difference(found, self._doing())} {_EARLY}")
-        return [[[(call, leaf) for call, leaf in one] for one in json.loads(each[_HELD])] for each in found]
+        if not all(_OUTPUTS in of_rank for of_rank in facts):
+            raise RankMismatchError(f"{first_difference(facts, self._doing())} {_EARLY}")
+        return [
+            [[(call, leaf) for call, leaf in results] for results in json.loads(of_rank[_OUTPUTS])] for of_rank in facts
+        ]
 
     def run(
         self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
     ) -> list[list[Tensor]]:
-        """Run the program on the tensors of each of some calls of the engine: its outputs for each of them.
+        """Run the program on the tensors of one or more calls of the engine.
 
         Args:
             program: the recorded program.
-            calls: the tensors of each call of the engine.
-            problem: why this rank cannot; no other then does.
+            calls: the tensors of each call.
+            problem: the reason why this rank cannot run; then no rank runs.
+
+        Returns:
+            The outputs for each call.
 
         Raises:
-            InputError: tensors that are whole differ between the calls.
-            RankMismatchError: they differ between ranks, or another rank has a problem.
+            InputError: whole tensors differ between the calls.
+            RankMismatchError: whole tensors differ between ranks, or another rank has a problem.
             ZeroGraphError: as calling a graph does.
         """
         values = self.results(program, calls, problem)
@@ -114,27 +122,27 @@ class Recorded(ZeroGraph):
                 self._input([call[number] for call in calls], whole=kind == "whole")
                 for number, kind in enumerate(program.kinds)
             ]
-            made = self(*inputs)
+            outputs = self(*inputs)
         except RankMismatchError as error:
             advice = _UNEVEN if "local shape" in str(error) else self.advice
             raise RankMismatchError(f"{error} {advice}".strip()) from None
-        return [one.to_local() if isinstance(one, DTensor) else one for one in made]
+        return [output.to_local() if isinstance(output, DTensor) else output for output in outputs]
 
     def _check_alike(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> None:
-        """Raise unless all ranks have the same whole tensors: a count of this rank's part would go unnoticed.
+        """Raise unless all ranks have the same whole tensors: else a count of this rank's part would go unnoticed.
 
-        They are those of one call, for all calls must have the same.
+        All calls must have the same whole tensors, so those of one call are compared.
         """
         whole = [number for number, kind in enumerate(program.kinds) if kind == "whole"]
         differing = next((n for n in whole if problem is None and not _same([call[n] for call in calls])), None)
         if differing is not None:
             problem = InputError(
-                f"a tensor of shape {tuple(calls[0][differing].shape)} that is no part of the batch differs between "
+                f"a tensor of shape {tuple(calls[0][differing].shape)} that is not part of the batch differs between "
                 "the calls of the engine that make one update\nWith gradient accumulation such tensors must be the "
                 "same in all."
             )
         small = [(tuple(calls[0][n].shape), calls[0][n].tolist()) for n in whole if calls[0][n].numel() <= _FEW]
-        # Calls that differ are a problem that one rank may have alone.
+        # Different calls may be a problem of one rank alone.
         if not small and problem is None and len(calls) == 1:
             return
         shown = {f"a tensor of shape {shape} that is no part of the batch": f"{v} " + _ADVICE for shape, v in small}
@@ -143,7 +151,7 @@ class Recorded(ZeroGraph):
     def _input(self, tensors: Sequence[Tensor], *, whole: bool) -> Tensor:
         first = tensors[0].detach()
         if not whole:
-            return first if len(tensors) == 1 else torch.cat([one.detach() for one in tensors])
+            return first if len(tensors) == 1 else torch.cat([tensor.detach() for tensor in tensors])
         if first.dim() == 0:
             return first
         placement = self.config.placement or mesh(first.device.type)
@@ -154,22 +162,22 @@ class Recorded(ZeroGraph):
         if calls == 1:
             return [self._part(value, sbp, meta)]
         if value.dim() == len(meta.shape):
-            # Made once for all of them.
+            # Result once for all of them.
             return [self._part(value, sbp, meta)] * calls
-        unbound = tuple(Split(one.dim - 1) if isinstance(one, Split) else one for one in sbp)
-        return [self._part(one, unbound, meta) for one in value.unbind(0)]
+        unbound = tuple(Split(s.dim - 1) if isinstance(s, Split) else s for s in sbp)
+        return [self._part(entry, unbound, meta) for entry in value.unbind(0)]
 
     def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
         if tuple(value.shape) == meta.shape:
             return value
         job = self._join()
         whole, dim = gather_whole(job, value, sbp), meta.batch_dim
-        for along, one in enumerate(self.config.batch_on(job.mesh.dims)):
-            if dim is not None and one != broadcast:
+        for along, batch_sbp in enumerate(self.config.batch_on(job.mesh.dims)):
+            if dim is not None and batch_sbp != broadcast:
                 whole = whole.chunk(job.mesh.shape[along], dim)[job.mesh.position[along]]
         if tuple(whole.shape) != meta.shape:
             raise InputError(
-                f"the step makes a tensor of {tuple(whole.shape)} of what looked like {meta.shape} on this rank"
+                f"a result has the shape {tuple(whole.shape)} in the step, and had {meta.shape} on this rank before"
             )
         return whole
 
@@ -191,9 +199,12 @@ class Forward(Recorded):
 
 
 class Preview(Forward):
-    """What a step is going to compute, with its random numbers; no buffer learns of it.
+    """Values that a step will compute, with its random numbers and without changes to buffers.
 
-    With ``whole`` of all calls that make one update, else of one.
+    Args:
+        step: the graph of the step.
+        criterion: the engine's criterion.
+        whole: run all calls of an update, not only one.
     """
 
     purpose = "a value asked for before engine.step(): "
@@ -224,7 +235,7 @@ class Preview(Forward):
 
 
 class Gradients(Preview):
-    """The gradients that a step is going to make, before it clips them."""
+    """The gradients that a step will compute, before clipping."""
 
     purpose = "gradients read before engine.step(): "
     advice = _EARLY_GRADIENTS
@@ -240,7 +251,7 @@ class Gradients(Preview):
         Args:
             program: the recorded program.
             calls: the tensors of each call of the engine that makes the update.
-            problem: why this rank cannot; no other then does.
+            problem: the reason why this rank cannot run; then no rank runs.
 
         Raises:
             RankMismatchError: another rank does not read gradients now.
@@ -250,7 +261,7 @@ class Gradients(Preview):
         device = next(iter(self._members().parameters.values())).device
         scale = torch.ones((), device=device) if scaler is None else scaler.tensors(device)["scale"].clone()
         program = replace(program, tensors=(*program.tensors, scale), kinds=(*program.kinds, "whole"))
-        # A gradient is one of all micro-batches, not one of each.
+        # There is one gradient of all micro-batches, not one of each.
         self.config = replace(self._step.config, accumulation_outputs="whole")
         values = self.results(program, [[*tensors, scale] for tensors in calls], problem)
         assert self._latest is not None
@@ -260,28 +271,28 @@ class Gradients(Preview):
 
     def _computed(self, *tensors: Tensor) -> Any:
         assert self._program is not None
-        *given, scale = tensors
-        losses, _ = self._program.run(given, lambda name: _at(self, name))
-        # As the step scales them, so that what fp16 cannot hold without is held here, too.
+        *inputs, scale = tensors
+        losses, _ = self._program.run(inputs, lambda name: _at(self, name))
+        # Scaled as in the step, so that small gradients do not underflow in fp16.
         torch.autograd.backward(losses, [scale.to(loss.dtype).expand(loss.shape) for loss in losses])
         inverse = scale.double().reciprocal().float()
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for name, parameter in self._members().parameters.items():
             if parameter.grad is not None:
-                found[name] = parameter.grad if self.config.scaler is None else parameter.grad * inverse
+                gradients[name] = parameter.grad if self.config.scaler is None else parameter.grad * inverse
                 parameter.grad = None
-        self._names[self.tape] = tuple(found)
-        return list(found.values())
+        self._names[self.tape] = tuple(gradients)
+        return list(gradients.values())
 
     def _doing(self) -> str:
         return "computing gradients that were read before engine.step()"
 
 
 def _same(tensors: Sequence[Tensor]) -> bool:
-    return all(one is tensors[0] or torch.equal(one, tensors[0]) for one in tensors[1:])
+    return all(tensor is tensors[0] or torch.equal(tensor, tensors[0]) for tensor in tensors[1:])
 
 
 def _at(graph: Recorded, name: str) -> Tensor:
     module, _, path = name.partition(".")
-    found: Tensor = getattr(graph, module).get_parameter(path)
-    return found
+    parameter: Tensor = getattr(graph, module).get_parameter(path)
+    return parameter

@@ -1,4 +1,4 @@
-"""``colossalai.initialize()``: from the parts of a training script to an engine."""
+"""``colossalai.initialize()``: create an engine from the parts of a training script."""
 
 from __future__ import annotations
 
@@ -27,35 +27,38 @@ def initialize(
     config: Configuration | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Iterable[Any] | None, Iterable[Any] | None, Any]:
-    """Return an engine that trains the model as the configuration says, the loaders, and the scheduler.
+    """Create an engine that trains the model as the configuration says; return it with the loaders and the scheduler.
 
-    Loaders come back as they are: each rank reads its own part of the batch, as from a ``DistributedSampler``. With
-    gradient accumulation over k calls the train loader ends with the last whole update, and the scheduler's ``step()``
-    counts once per update.
+    Loaders must give each rank its own part of the batch, as with a ``DistributedSampler``; they are returned
+    unchanged. With gradient accumulation over k calls, the train loader ends with the last complete update, and the
+    scheduler's ``step()`` counts once per update.
 
     Args:
-        model: a module, or what makes one.
-        optimizer: of the model's parameters, or what makes one of them; None: the one that the configuration names, if
-            it does. Without one the engine only predicts.
+        model: a module, or a function that creates one.
+        optimizer: an optimizer of the model's parameters, or a function that creates one from them; None: the one that
+            the configuration names. An engine without an optimizer only predicts.
         criterion: any callable that returns the loss; a module's parameters are trained if they are in the optimizer.
-        train_dataloader: batches of this rank, returned as described above.
-        test_dataloader: returned unchanged.
-        lr_scheduler: of the optimizer, or what makes one of it; stepped by the training loop.
-        config: a dict, or the path of a Python file; None: what ``launch()`` was given.
+        train_dataloader: batches of this rank for training.
+        test_dataloader: batches of this rank for evaluation.
+        lr_scheduler: a scheduler of the optimizer, or a function that creates one from it; the training loop steps it.
+        config: a dict, or the path of a Python file; None: the configuration of ``launch()``.
         verbose: rank 0 prints the engine's options, and hints.
 
+    Returns:
+        The engine, the train loader, the test loader, and the scheduler.
+
     Raises:
-        ConfigError: something is not what it is to be; no configuration; an unknown key or value in it.
+        ConfigError: an argument has the wrong type, there is no configuration, or it has an unknown key or value.
     """
     settings = settings_of(config)
     model = _model(model)
     if criterion is not None and not callable(criterion):
         raise ConfigError(f"criterion={criterion!r:.60}: give a module or function that returns the loss, or None")
-    made = _optimizer(optimizer, model, criterion, settings)
-    scheduler = _scheduler(lr_scheduler, made, settings)
-    engine = Engine(model, made, criterion, settings.configure, verbose=verbose)
+    engine_optimizer = _optimizer(optimizer, model, criterion, settings)
+    scheduler = _scheduler(lr_scheduler, engine_optimizer, settings)
+    engine = Engine(model, engine_optimizer, criterion, settings.configure, verbose=verbose)
     calls = engine.graph.config.gradient_accumulation_steps
-    if calls > 1 and made is not None:
+    if calls > 1 and engine_optimizer is not None:
         if train_dataloader is not None and hasattr(train_dataloader, "__len__"):
             train_dataloader = WholeUpdates(train_dataloader, calls)
         scheduler = None if scheduler is None else EachUpdate(scheduler, calls)
@@ -64,42 +67,43 @@ def initialize(
     return engine, train_dataloader, test_dataloader, scheduler
 
 
-def _model(given: Any) -> nn.Module:
-    made = given if isinstance(given, nn.Module) else given() if callable(given) else None
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={given!r:.60}: give a torch.nn.Module, or a function that makes one")
-    return made
+def _model(model: Any) -> nn.Module:
+    module = model if isinstance(model, nn.Module) else model() if callable(model) else None
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model={model!r:.60}: give a torch.nn.Module, or a function that creates one")
+    return module
 
 
-def _optimizer(given: Any, model: nn.Module, criterion: Any, settings: Settings) -> torch.optim.Optimizer | None:
-    if given is None:
-        parts = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
-        trained = [parameter for part in parts for parameter in part.parameters()]
-        return None if settings.optimizer is None else settings.optimizer(trained)
-    made = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters()) if callable(given) else None
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer={given!r:.60}: give a torch.optim.Optimizer, or a function of the parameters")
-    return made
+def _optimizer(value: Any, model: nn.Module, criterion: Any, settings: Settings) -> torch.optim.Optimizer | None:
+    if value is None:
+        modules = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        return None if settings.optimizer is None else settings.optimizer(parameters)
+    created = not isinstance(value, torch.optim.Optimizer) and callable(value)
+    optimizer = value(model.parameters()) if created else value
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer={value!r:.60}: give a torch.optim.Optimizer, or a function of the parameters")
+    return optimizer
 
 
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Any:
-    if given is None:
+def _scheduler(value: Any, optimizer: torch.optim.Optimizer | None, settings: Settings) -> Any:
+    if value is None:
         return None if settings.scheduler is None or optimizer is None else settings.scheduler(optimizer)
-    if hasattr(given, "step"):
-        return given
-    if not callable(given) or optimizer is None:
+    if hasattr(value, "step"):
+        return value
+    if not callable(value) or optimizer is None:
         raise ConfigError(
-            f"lr_scheduler={given!r:.60}: give a scheduler of the optimizer, or a function that makes one of it"
+            f"lr_scheduler={value!r:.60}: give a scheduler of the optimizer, or a function that creates one from it"
         )
-    return given(optimizer)
+    return value(optimizer)
 
 
 class WholeUpdates:
-    """A loader without the last batches, which make no update any more. All else is the loader's own.
+    """A loader without its last batches that do not complete an update. Other attributes are the loader's.
 
     Args:
-        loader: has a length.
-        calls: so many batches make one update.
+        loader: the loader, which has a length.
+        calls: number of batches of an update.
     """
 
     def __init__(self, loader: Iterable[Any], calls: int) -> None:
@@ -117,18 +121,18 @@ class WholeUpdates:
 
 
 class EachUpdate:
-    """A scheduler whose ``step()``, called with each call of the engine, counts once per update.
+    """A scheduler whose ``step()`` counts only every ``calls`` calls. Other attributes are the scheduler's.
 
     Args:
-        scheduler: the one that is stepped; all else is its own.
-        calls: so many calls make one update.
+        scheduler: the scheduler.
+        calls: number of calls of an update.
     """
 
     def __init__(self, scheduler: LRScheduler, calls: int) -> None:
         self._scheduler, self._calls, self._count = scheduler, calls, 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler, on each call that makes an update."""
+        """Step the scheduler, at the last call of each update."""
         self._count = (self._count + 1) % self._calls
         if not self._count:
             self._scheduler.step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Joining a job as ColossalAI's scripts do, and the configuration that they give along."""
+"""Join a job as ColossalAI's scripts do, and store the configuration that they pass."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def launch(
     """Read the configuration, join the job and set the seed of all ranks.
 
     Args:
-        config: a dict, or the path of a Python file; ``initialize()`` goes by it.
+        config: a dict, or the path of a Python file; ``initialize()`` uses it.
         rank: the rank of this process, from 0.
         world_size: number of processes.
         host: address of rank 0.
         port: port of rank 0.
-        backend: ``"nccl"`` or ``"gloo"``; None: what fits this machine.
-        local_rank: the number of this machine's GPU; None: the rank's, modulo how many it has.
-        seed: of ``torch.manual_seed()``, and so of the graph's random numbers.
-        verbose: rank 0 says that the job has begun.
+        backend: ``"nccl"`` or ``"gloo"``; None: ``"nccl"`` on machines with GPUs.
+        local_rank: the number of this machine's GPU; None: the rank modulo the number of GPUs.
+        seed: the argument of ``torch.manual_seed()``, from which the graph's random numbers follow.
+        verbose: rank 0 prints a line.
 
     Raises:
-        ConfigError: the configuration names a key or value that does not exist.
-        CommunicationError: the ranks do not meet.
+        ConfigError: the configuration has an unknown key or value.
+        CommunicationError: the ranks cannot connect.
     """
     global _latest
     with as_rank(rank):
@@ -62,11 +62,11 @@ def launch(
 def launch_from_torch(
     config: Configuration, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
-    """Call :func:`launch` with the numbers that ``torchrun`` puts into the environment.
+    """Call :func:`launch` with the ranks and the address that ``torchrun`` puts into the environment.
 
     Raises:
-        ConfigError: the configuration names a key or value that does not exist.
-        CommunicationError: not started by ``torchrun``, or the ranks do not meet.
+        ConfigError: the configuration has an unknown key or value.
+        CommunicationError: ``torchrun`` did not start this process, or the ranks cannot connect.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
@@ -80,10 +80,10 @@ def launch_from_torch(
 
 
 def settings_of(config: Configuration | None) -> Settings:
-    """Return the settings of ``config``; for None those of the last :func:`launch`.
+    """Return the settings of ``config``, or those of the last :func:`launch` if it is None.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: both are missing.
     """
     if config is not None:
         return configuration.read(config)

@@ -1,12 +1,13 @@
-"""What a recorded call returns, known from running it once on fake tensors: on this rank's part, and on the batch.
+"""Find the metadata of a recorded call's results by running it on fake tensors, for a part and for the whole batch.
 
-The user's code sees this rank's part, the step computes with the global batch. Where a call would mean one thing here
-and another there, it is refused, on the user's own line: see :mod:`.batchwise`.
+The user's code sees this rank's part, and the step computes with the global batch. A call that would mean something
+else there is an error with the user's line: see :mod:`.batchwise`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,20 +34,21 @@ def patched(function: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Knowledge:
-    """Outcomes of calls, each found out once.
+class Outcomes:
+    """A cache of the outcomes of calls.
 
     Attributes:
-        members: of the graph that is to hold the calls.
-        parts: into how many parts the batch is cut, on ranks beside each other and calls one after another.
-        amp_dtype: what the step computes in, if not in the parameters' own dtype.
+        members: returns the members of the graph that will contain the calls.
+        parts: returns the number of parts of the batch, over ranks and over the calls of an update.
+        amp_dtype: returns the dtype of mixed precision, or None.
+        warn: issues a warning.
     """
 
     members: Callable[[], Members]
     parts: Callable[[], int]
     amp_dtype: Callable[[], torch.dtype | None]
     warn: Callable[[str], None]
-    _known: dict[Hashable, Outcome] = field(default_factory=dict)
+    _cache: dict[Hashable, Outcome] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -56,41 +58,49 @@ class Knowledge:
         with_gradients: bool,
         opaque: bool,
     ) -> Outcome:
-        """Return the outcome of ``function``; an ``opaque`` one, model or criterion, takes the whole batch.
+        """Return the outcome of a call.
+
+        Args:
+            function: the function that is called.
+            arguments: its arguments, flat, with :class:`Operand` for tensors.
+            tree: how the arguments are nested.
+            with_gradients: whether gradients are enabled.
+            opaque: the function is the model or the criterion, which may treat the batch as a whole.
 
         Raises:
-            CaptureError: it writes to a tensor, makes shapes of values, or means something else on the whole batch.
+            CaptureError: the call writes to a tensor, its shapes depend on values, or it means something else on the
+                whole batch.
         """
         facts = module_guards(function) if isinstance(function, nn.Module) else ()
         where = id(function) if opaque else function
-        shown = tuple(_key(one) for one in arguments)
-        key = (where, facts, shown, tree, with_gradients, self.parts(), self.amp_dtype())
-        if (found := self._known.get(key)) is None:
+        keys = tuple(_key(argument) for argument in arguments)
+        key = (where, facts, keys, tree, with_gradients, self.parts(), self.amp_dtype())
+        if (outcome := self._cache.get(key)) is None:
             run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype(), opaque)
-            found = self._known[key] = self._found(run, arguments)
+            outcome = self._cache[key] = self._outcome(run, arguments)
         if not opaque:
-            counts.look(function, arguments, found.leaves, self.parts(), self.warn)
-        return found
+            counts.check_division(function, arguments, outcome.leaves, self.parts(), self.warn)
+        return outcome
 
-    def _found(self, run: _Run, arguments: Sequence[Any]) -> Outcome:
+    def _outcome(self, run: _Run, arguments: Sequence[Any]) -> Outcome:
         parts = self.parts()
         part = run(arguments, whole=False)
         problem: CaptureError | None = None
         for kinds in _choices(arguments):
-            entering = [_entering(one, kind, parts) for one, kind in zip(arguments, kinds, strict=True)]
+            entering = [_entering(argument, kind, parts) for argument, kind in zip(arguments, kinds, strict=True)]
             try:
                 leaves = _compared(run, part, entering, parts)
             except CaptureError as error:
                 problem = problem or error
                 continue
-            known = [kind for one, kind in zip(arguments, kinds, strict=True) if isinstance(one, Operand) and one.real]
-            return Outcome(part.tree, tuple(leaves), part.draws, tuple(known))
+            real = [isinstance(argument, Operand) and argument.real for argument in arguments]
+            return Outcome(part.tree, tuple(leaves), part.draws, tuple(itertools.compress(kinds, real)))
         assert problem is not None
         raise problem
 
 
 def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> list[Any]:
-    """Return the call's leaves if it means the same on the whole batch as on this rank's part."""
+    """Return the call's result leaves, or raise if it means something else on the whole batch than on a part."""
     name = name_of(run.function)
     try:
         whole = part if parts == 1 else run(entering, whole=True)
@@ -98,7 +108,7 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         raise CaptureError(
-            f"{name} fits this rank's part of the batch, but not the whole batch, of which the step is made"
+            f"{name} fits this rank's part of the batch, but not the whole batch, which the step computes"
             f"{batchwise.here()}\n  on the whole: {str(error).strip().splitlines()[0]}\n"
             f"{_taken(entering, run.tree) if run.opaque else ''}"
             "Sizes written as numbers are those of a part: use -1, flatten() or mean() instead."
@@ -106,20 +116,21 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
     if whole.tree != part.tree:
         batchwise.refuse(f"{name} returns a different number of results for the whole batch than for this rank's part")
     leaves = [
-        Meta(tuple(one.shape), tuple(other.shape), one.dtype, one.device, one.requires_grad)
-        if isinstance(one, Tensor)
-        else one
-        for one, other in zip(part.leaves, whole.leaves, strict=True)
+        Meta(tuple(leaf.shape), tuple(whole_leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf, whole_leaf in zip(part.leaves, whole.leaves, strict=True)
     ]
     if parts > 1:
-        leaves = [counts.comes(run.function, entering, one, opaque=run.opaque) for one in leaves]
+        leaves = [counts.mark_reduction(run.function, entering, leaf, opaque=run.opaque) for leaf in leaves]
     if run.opaque:
-        # What compares samples with each other there is returned whole.
+        # A result that compares samples with each other is whole.
         return [
-            replace(one, shape=one.whole) if isinstance(one, Meta) and not one.parted(parts) else one for one in leaves
+            replace(leaf, shape=leaf.whole) if isinstance(leaf, Meta) and not leaf.parted(parts) else leaf
+            for leaf in leaves
         ]
     if parts > 1:
-        metas = [one.meta if isinstance(one, Operand) else one for one in entering]
+        metas = [argument.meta if isinstance(argument, Operand) else argument for argument in entering]
         batchwise.check(run.function, metas, run.tree, leaves, parts)
     return leaves
 
@@ -127,17 +138,17 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
 def _taken(entering: Sequence[Any], tree: pytree.TreeSpec) -> str:
     """List the model's or criterion's arguments that are taken as parts of the batch, with advice."""
     args, kwargs = pytree.tree_unflatten(list(entering), tree)
-    named = [(f"argument {n + 1}", one) for n, one in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
+    named = [(f"argument {n + 1}", value) for n, value in enumerate(args)] + [(f"{k}=", v) for k, v in kwargs.items()]
     lines = [
         f"  {name} of shape {leaf.meta.shape} was taken as this rank's part of the batch\n"
-        for name, one in named
-        for leaf in pytree.tree_leaves(one)
+        for name, value in named
+        for leaf in pytree.tree_leaves(value)
         if isinstance(leaf, Operand) and leaf.real and leaf.kind == "part"
     ]
     advice = (
-        "The batch is the first dimension of all that is given. What is the same for all samples (positions, weights "
-        "of classes) is to be a buffer of the model or an attribute of the criterion; what has the batch elsewhere "
-        "(states of an LSTM) is to be given with the batch first.\n"
+        "The batch is the first dimension of all tensors that are passed. Make a tensor that is the same for all "
+        "samples (positions, class weights) a buffer of the model or an attribute of the criterion; pass a tensor that "
+        "has the batch elsewhere (states of an LSTM) with the batch first.\n"
     )
     return "".join(lines) + advice if lines else ""
 
@@ -149,17 +160,17 @@ def _key(argument: Any) -> Hashable:
         hash(argument)
     except TypeError:
         return type(argument), repr(argument)
-    # 1, 1.0 and True are one key of a dict.
+    # 1, 1.0 and True are the same key of a dict.
     return type(argument), argument
 
 
 def _choices(arguments: Sequence[Any]) -> Iterator[list[Kind | None]]:
-    """Iterate over ways in which real tensors may enter: the likely one, then with one, then all, flipped."""
-    operands = [one if isinstance(one, Operand) else None for one in arguments]
+    """Iterate over choices of kinds for real tensors: the likely ones, then with one flipped, then with all flipped."""
+    operands = [argument if isinstance(argument, Operand) else None for argument in arguments]
     other: dict[Kind, Kind] = {"part": "whole", "whole": "part"}
-    likely = [None if one is None else one.kind or one.likely for one in operands]
+    likely = [None if operand is None else operand.kind or operand.likely for operand in operands]
     yield likely
-    free = [n for n, one in enumerate(operands) if one is not None and one.real and one.kind is None]
+    free = [n for n, operand in enumerate(operands) if operand and operand.real and operand.kind is None]
     for flipped in [*([n] for n in free), *([free] if len(free) > 1 else [])]:
         yield [other[kind] if n in flipped and kind else kind for n, kind in enumerate(likely)]
 
@@ -182,7 +193,7 @@ class _Result:
 
 @dataclass
 class _Run:
-    """Calls a function on fake tensors."""
+    """A call of a function on fake tensors."""
 
     members: Members
     function: Callable[..., Any]
@@ -195,7 +206,7 @@ class _Run:
         """Run on the whole batch, or on one part of it.
 
         Raises:
-            CaptureError: it writes to a tensor, or needs values.
+            CaptureError: the function writes to a tensor, or needs values.
         """
         mode = _torch.fake_mode()
         specs = self.members.specs(self.members.parameters) | self.members.specs(self.members.buffers)
@@ -204,9 +215,9 @@ class _Run:
                 name: nn.Parameter(spec.fake(), spec.requires_grad) if name in self.members.parameters else spec.fake()
                 for name, spec in specs.items()
             }
-            fakes = [self._fake(one, state, whole=whole) for one in arguments]
-        device = next((one.device.type for one in fakes if isinstance(one, Tensor)), "cpu")
-        before = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
+            fakes = [self._fake(argument, state, whole=whole) for argument in arguments]
+        device = next((fake.device.type for fake in fakes if isinstance(fake, Tensor)), "cpu")
+        before = [_torch.version(fake) for fake in fakes if isinstance(fake, Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, self.tree)
         tensors = state | {alias: state[name] for alias, name in self.members.aliases.items()}
         watch = _Watch()
@@ -222,19 +233,19 @@ class _Run:
             watch,
         ):
             result = patched(self.function)(*args, **kwargs)
-        after = [_torch.version(one) for one in fakes if isinstance(one, Tensor)]
-        tensors_given = [one for one, fake in zip(arguments, fakes, strict=True) if isinstance(fake, Tensor)]
-        written = [one for one, a, b in zip(tensors_given, before, after, strict=True) if a != b]
-        if any(isinstance(one, Operand) and one.real for one in written) and not self.opaque:
+        after = [_torch.version(fake) for fake in fakes if isinstance(fake, Tensor)]
+        operands = [argument for argument, fake in zip(arguments, fakes, strict=True) if isinstance(fake, Tensor)]
+        written = [operand for operand, a, b in zip(operands, before, after, strict=True) if a != b]
+        if any(isinstance(operand, Operand) and operand.real for operand in written) and not self.opaque:
             raise CaptureError(
-                f"{name_of(self.function)} writes into a tensor in place what engine.step() has yet to compute"
+                f"{name_of(self.function)} writes a value that engine.step() has yet to compute into a tensor in place"
                 f"{batchwise.here()}\nWrite total = total + loss.detach() instead of total += loss.detach(), or move "
                 "the line after engine.step()."
             )
         if written and not self.opaque:
             raise CaptureError(
                 f"{name_of(self.function)} writes to a tensor in place{batchwise.here()}\n"
-                "What the engine returns is computed with engine.step(), and cannot be written to before: write "
+                "Results of the engine are computed by engine.step(), and cannot be written to before: write "
                 "x = x + y instead of x += y."
             )
         leaves, tree = pytree.tree_flatten(result)
@@ -246,21 +257,21 @@ class _Run:
         if not isinstance(argument, Operand):
             return argument
         meta = argument.meta
-        made = torch.empty(meta.whole if whole else meta.shape, dtype=meta.dtype, device=meta.device)
-        # A leaf could not be written to, which is to be noticed.
-        return made.requires_grad_().clone() if meta.requires_grad else made
+        fake = torch.empty(meta.whole if whole else meta.shape, dtype=meta.dtype, device=meta.device)
+        # Not a leaf: torch would refuse to write to it, before we can report that.
+        return fake.requires_grad_().clone() if meta.requires_grad else fake
 
 
 class _Watch(_torch.TorchDispatchMode):
-    """Notes whether an operator ran that may draw random numbers, and refuses those that need values."""
+    """Record whether an operator draws random numbers, and refuse operators that need values."""
 
     draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         result = None if func in _READS else func(*args, **(kwargs or {}))
-        tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
-        if func in _READS or not all(isinstance(size, int) for one in tensors for size in one.shape):
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if func in _READS or not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
             what = "indexing by a mask" if func is torch.ops.aten.index.Tensor else str(func)
             raise CaptureError(
                 f"{what} needs values that engine.step() has yet to compute{batchwise.here()}\n"

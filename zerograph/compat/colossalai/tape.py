@@ -1,7 +1,7 @@
-"""What is done to deferred tensors, call by call: the tape that becomes ``build()`` of a step.
+"""The tape of calls on deferred tensors, which becomes ``build()`` of a step.
 
-A *call* is the model's, the criterion's or any operator's. Its arguments are constants, real tensors that enter the
-step as inputs, parameters, and what earlier calls made.
+A *call* is one of the model, of the criterion or of an operator. Its arguments are constants, real tensors (inputs of
+the step), parameters, and results of earlier calls.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Deferred, Made, Meta, name_of
+from zerograph.compat.colossalai.deferred import Deferred, Meta, Result, name_of
 from zerograph.errors import CaptureError, InputError
 
-# How a real tensor enters the step: as this rank's part of the batch, or as the same on all ranks.
+# How a real tensor enters the step: as this rank's part of the batch, or equal on all ranks.
 Kind = Literal["part", "whole"]
 
 
 @dataclass(frozen=True)
-class Given:
+class RealTensor:
     """Real tensor number ``number`` of the tape."""
 
     number: int
@@ -40,13 +40,13 @@ class Named:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returns.
+    """The metadata of a call's results.
 
     Attributes:
-        tree: how its leaves are nested.
-        leaves: :class:`Meta` of each tensor, anything else as it is.
-        draws: it draws random numbers.
-        kinds: how each real tensor among its arguments enters, in order.
+        tree: how the leaves are nested.
+        leaves: :class:`Meta` for each tensor, other values unchanged.
+        draws: whether the call draws random numbers.
+        kinds: how each real tensor among the arguments enters the step, in order.
     """
 
     tree: pytree.TreeSpec
@@ -57,14 +57,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor that a call is made with, as :class:`Knowledge` needs to know it.
+    """A tensor argument of a call, as :class:`Outcomes` needs it.
 
     Attributes:
-        meta: of a real tensor, ``whole`` is its own shape, and means nothing yet.
-        real: it is one; else a call made it.
-        kind: of a real tensor how it enters the step; None where that is to be found out.
-        likely: how it then probably does.
-        number: it stands for a plain number that changes.
+        meta: its metadata. For a real tensor, ``whole`` is its own shape.
+        real: whether it is a real tensor, and not the result of a call.
+        kind: how a real tensor enters the step; None if that is not known yet.
+        likely: the more likely kind.
+        number: whether it replaces a plain number that changes.
     """
 
     meta: Meta
@@ -76,7 +76,7 @@ class Operand:
 
 @dataclass(eq=False)
 class Call:
-    """One call: ``function`` with ``arguments``, flat, of which some are references, nested as ``tree`` says."""
+    """A recorded call of ``function`` with flat ``arguments``, which ``tree`` nests."""
 
     function: Callable[..., Any]
     module: bool
@@ -85,20 +85,20 @@ class Call:
     with_gradients: bool
     outcome: Outcome
     line: tuple[str, str]
-    made: dict[int, weakref.ref[Deferred]] = field(default_factory=dict)
+    results: dict[int, weakref.ref[Deferred]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[int]:
         """Iterate over the numbers of the calls whose results this call takes."""
-        return (one.call for one in self.arguments if isinstance(one, Made))
+        return (argument.call for argument in self.arguments if isinstance(argument, Result))
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "subtract", "__rsub__", "rsub")
 
 
 class Numbers:
-    """Floats in the arithmetic of recorded calls, by where they stand: the first time one differs, it becomes a tensor.
+    """Floats in the arithmetic of recorded calls. A float becomes a 0-d tensor the first time it changes.
 
-    From then on it is an input: one more compile, then none.
+    From then on it is an input of the step: one more compilation, then none.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Numbers:
         if name not in _ARITHMETIC or len(args) != 2:
             return args
         tensor, number = args
-        # Narrower ones would round the number; the others count on with it as they would with a constant.
+        # A narrower dtype would round the number; fp32 and fp64 compute with it as with a constant.
         wide = isinstance(tensor, Deferred) and tensor.dtype in (torch.float32, torch.float64)
         if not wide or not isinstance(number, float):
             return args
@@ -123,8 +123,8 @@ class Numbers:
         return tensor, torch.tensor(number, dtype=tensor.dtype, device=tensor.device)
 
 
-# Says what a call returns: its function, arguments with Operand for tensors, their nesting; see metadata.py.
-Known = Callable[[Callable[..., Any], Sequence[Any], pytree.TreeSpec, bool, bool], Outcome]
+# Returns the outcome of a call, from its function, arguments (Operand for tensors) and their nesting; see metadata.py.
+FindOutcome = Callable[[Callable[..., Any], Sequence[Any], pytree.TreeSpec, bool, bool], Outcome]
 
 
 @dataclass(eq=False)
@@ -132,31 +132,38 @@ class Tape:
     """The calls of one forward, in order.
 
     Attributes:
-        closed: nothing more is recorded: the step, or the accumulation's next call, has begun.
-        finished: the step is made: every deferred tensor that is left has its value.
-        losses: those that ``engine.backward()`` was called with.
+        outcome_of: finds the metadata of a call's results.
+        names: returns a parameter's name in the graph.
+        reader: computes values before the step.
+        numbers: floats of earlier tapes.
+        calls: the recorded calls.
+        tensors: the real tensors among their arguments.
+        kinds: how each real tensor enters the step; None if that is not known yet.
+        losses: the arguments of ``engine.backward()``.
+        closed: no more calls are recorded, because the step or the accumulation's next call has begun.
+        finished: the step has run, and every remaining deferred tensor has its value.
     """
 
-    known: Known
+    outcome_of: FindOutcome
     names: Callable[[nn.Parameter], str | None]
-    reader: Callable[[Tape, Sequence[Made]], list[Tensor]]
+    reader: Callable[[Tape, Sequence[Result]], list[Tensor]]
     numbers: Numbers
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     kinds: list[Kind | None] = field(default_factory=list)
-    losses: list[Made] = field(default_factory=list)
+    losses: list[Result] = field(default_factory=list)
     closed: bool = False
     finished: bool = False
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def call(self, function: Any, args: Any, kwargs: Any, *, module: bool = False, parts: bool = False) -> Any:
-        """Record a call; what it returns has deferred tensors.
+        """Record a call, and return its results as deferred tensors.
 
         Args:
             function: the function that is called.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            module: it is the model's or the criterion's, which may write to buffers.
+            module: the function is the model or the criterion, which may write to buffers.
             parts: real tensors among the arguments are this rank's part of the batch.
 
         Raises:
@@ -171,82 +178,82 @@ class Tape:
                 "The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32."
             )
         plain, args = args, self.numbers.lifted(len(self.calls), function, args)
-        given, tree = pytree.tree_flatten((args, dict(kwargs)))
-        if any(isinstance(one, Deferred) and one.tape is not self for one in given):
-            given = [self._taken_over(one) for one in given]
-        arguments, before = tuple(self._argument(one, parts) for one in given), len(self.calls)
+        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        if any(isinstance(leaf, Deferred) and leaf.tape is not self for leaf in leaves):
+            leaves = [self._taken_over(leaf) for leaf in leaves]
+        arguments, number = tuple(self._argument(leaf, parts) for leaf in leaves), len(self.calls)
         sizes = self._sizes(arguments)
-        operands = [self._operand(one, sizes) for one in arguments]
+        operands = [self._operand(argument, sizes) for argument in arguments]
         if args is not plain:
             operands[1] = replace(operands[1], number=True)
         with_gradients = torch.is_grad_enabled()
-        outcome = self.known(function, operands, tree, with_gradients, module)
-        for one, kind in zip((a for a in arguments if isinstance(a, Given)), outcome.kinds, strict=True):
-            self.kinds[one.number] = kind
+        outcome = self.outcome_of(function, operands, tree, with_gradients, module)
+        for tensor, kind in zip((a for a in arguments if isinstance(a, RealTensor)), outcome.kinds, strict=True):
+            self.kinds[tensor.number] = kind
         call = Call(function, module, arguments, tree, with_gradients, outcome, source.running_line())
         self.calls.append(call)
-        leaves = [
-            Deferred(leaf, self, Made(before, number)) if isinstance(leaf, Meta) else leaf
-            for number, leaf in enumerate(outcome.leaves)
+        results = [
+            Deferred(leaf, self, Result(number, n)) if isinstance(leaf, Meta) else leaf
+            for n, leaf in enumerate(outcome.leaves)
         ]
-        call.made = {n: weakref.ref(leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, Deferred)}
-        return pytree.tree_unflatten(leaves, outcome.tree)
+        call.results = {n: weakref.ref(leaf) for n, leaf in enumerate(results) if isinstance(leaf, Deferred)}
+        return pytree.tree_unflatten(results, outcome.tree)
 
-    def value(self, one: Deferred) -> Tensor:
-        """Return the value of a deferred tensor, computing it if it is not there yet."""
-        if one.known is None:
-            (one.known,) = self.reader(self, [one.made])
-        return one.known
+    def value(self, deferred: Deferred) -> Tensor:
+        """Return the value of a deferred tensor, computing it if necessary."""
+        if deferred.value is None:
+            (deferred.value,) = self.reader(self, [deferred.result])
+        return deferred.value
 
-    def finish(self, values: Mapping[Made, Tensor]) -> None:
-        """Deferred tensors become ordinary ones, with these values or those that were read before."""
-        held = list(self.alive())
+    def finish(self, values: Mapping[Result, Tensor]) -> None:
+        """Turn deferred tensors into ordinary ones, with these values or those that were read before."""
+        alive = list(self.alive())
         for call in self.calls:
-            # A tensor that is weakly referred to cannot be swapped.
-            call.made.clear()
+            # A tensor with weak references cannot be swapped.
+            call.results.clear()
         self.closed = self.finished = True
-        for one in held:
-            one.known = values.get(one.made, one.known)
-            if one.known is not None and not weakref.getweakrefs(one):
-                # A collective that has just ended may hold on to the value: what is swapped is an alias of it.
-                torch.utils.swap_tensors(one, one.known.detach())
+        for deferred in alive:
+            deferred.value = values.get(deferred.result, deferred.value)
+            if deferred.value is not None and not weakref.getweakrefs(deferred):
+                # A collective that has just ended may still refer to the value: swap an alias of it.
+                torch.utils.swap_tensors(deferred, deferred.value.detach())
 
     def alive(self) -> Iterator[Deferred]:
         """Iterate over the deferred tensors that are still referenced."""
         for call in self.calls:
-            for reference in call.made.values():
-                if (found := reference()) is not None:
-                    yield found
+            for reference in call.results.values():
+                if (deferred := reference()) is not None:
+                    yield deferred
 
-    def needed(self, wanted: Iterable[Made]) -> list[int]:
+    def needed(self, wanted: Iterable[Result]) -> list[int]:
         """Return the calls that compute ``wanted``, and other calls with side effects, in order.
 
-        Traces are what modules write to their buffers, and the numbers of the random numbers that come after. A forward
-        of which nobody holds any result, nor can come to hold one, leaves none.
+        Side effects are writes of modules to their buffers, and random draws, which change the numbers of later draws.
+        A forward without a referenced result or a loss has no side effects.
         """
-        found = self.with_ancestors({one.call for one in wanted})
-        live = found | {one.made.call for one in self.alive()} | {one.call for one in self.losses}
-        held = set().union(*(part for part in self._connected() if part & live))
-        traces = {n for n in held if self.calls[n].module or self.calls[n].outcome.draws}
-        return sorted(self.with_ancestors(found | traces))
+        needed = self.with_ancestors({result.call for result in wanted})
+        live = needed | {deferred.result.call for deferred in self.alive()} | {loss.call for loss in self.losses}
+        connected = set().union(*(part for part in self._connected() if part & live))
+        effects = {n for n in connected if self.calls[n].module or self.calls[n].outcome.draws}
+        return sorted(self.with_ancestors(needed | effects))
 
-    def has(self, one: Made) -> bool:
-        """Return whether the tape has this tensor: another rank may have recorded something else."""
-        leaves = self.calls[one.call].outcome.leaves if 0 <= one.call < len(self.calls) else ()
-        return one.leaf < len(leaves) and isinstance(leaves[one.leaf], Meta)
+    def has(self, result: Result) -> bool:
+        """Return whether the tape has this result: another rank may have recorded something else."""
+        leaves = self.calls[result.call].outcome.leaves if 0 <= result.call < len(self.calls) else ()
+        return result.leaf < len(leaves) and isinstance(leaves[result.leaf], Meta)
 
-    def meta(self, one: Made) -> Meta:
-        """Return the metadata of a tensor on the tape."""
-        found: Meta = self.calls[one.call].outcome.leaves[one.leaf]
-        return found
+    def meta(self, result: Result) -> Meta:
+        """Return the metadata of a result on the tape."""
+        meta: Meta = self.calls[result.call].outcome.leaves[result.leaf]
+        return meta
 
     def with_ancestors(self, calls: Iterable[int]) -> set[int]:
         """Return these calls and their ancestors."""
-        found = set(calls)
+        numbers = set(calls)
         for number in range(len(self.calls) - 1, -1, -1):
-            if number in found:
-                found |= set(self.calls[number].sources())
-        return found
+            if number in numbers:
+                numbers |= set(self.calls[number].sources())
+        return numbers
 
     def _connected(self) -> list[set[int]]:
         parts: list[set[int]] = []
@@ -257,13 +264,13 @@ class Tape:
 
     def _argument(self, value: Any, parts: bool) -> Any:
         if isinstance(value, Deferred):
-            return value.made
+            return value.result
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor):
             raise InputError(
                 "a global tensor was given to the engine, which takes this rank's part of the batch as plain tensors\n"
-                "Give zg.to_local(x), or write the step as a zg.ZeroGraph, which takes global tensors."
+                "Pass zg.to_local(x), or write the step as a zg.ZeroGraph, which takes global tensors."
             )
         if isinstance(value, nn.Parameter) and (name := self.names(value)) is not None:
             return Named(name)
@@ -271,55 +278,55 @@ class Tape:
             line, code = source.running_line()
             raise InputError(
                 f"a tensor of shape {tuple(value.shape)} that requires a gradient meets the engine's\n  {line}   {code}"
-                "\nIt is computed outside the step, which knows no way back to where it came from. Compute it with the "
-                "engine's model or criterion, or give its detach(). A penalty on parameters belongs into the criterion."
+                "\nIt was computed outside the step, so backward cannot reach its inputs. Compute it in the engine's "
+                "model or criterion, or pass its detach(). A penalty on parameters belongs into the criterion."
             )
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
-            # Held as long as the tape, so that no other tensor gets its id.
+            # The tape refers to it, so that no other tensor gets its id.
             self.tensors.append(value)
             self.kinds.append("whole" if value.dim() == 0 else "part" if parts else None)
-        return Given(number)
+        return RealTensor(number)
 
     def _sizes(self, arguments: Sequence[Any]) -> set[int]:
         """Return the sizes of the batch dimension, in this call or in the tape's real tensors."""
-        metas = [self.meta(one) for one in arguments if isinstance(one, Made)]
-        found = {meta.shape[meta.batch_dim] for meta in metas if meta.batch_dim is not None}
-        return found | {len(one) for one, kind in zip(self.tensors, self.kinds, strict=True) if kind == "part"}
+        metas = [self.meta(argument) for argument in arguments if isinstance(argument, Result)]
+        sizes = {meta.shape[meta.batch_dim] for meta in metas if meta.batch_dim is not None}
+        return sizes | {len(tensor) for tensor, kind in zip(self.tensors, self.kinds, strict=True) if kind == "part"}
 
     def _operand(self, argument: Any, sizes: set[int]) -> Any:
-        if isinstance(argument, Made):
+        if isinstance(argument, Result):
             return Operand(self.meta(argument))
-        if isinstance(argument, Given):
+        if isinstance(argument, RealTensor):
             tensor = self.tensors[argument.number]
             shape = tuple(tensor.shape)
             likely: Kind = "part" if shape and shape[0] in sizes else "whole"
             return Operand(Meta(shape, shape, tensor.dtype, tensor.device), True, self.kinds[argument.number], likely)
         return argument
 
-    def _taken_over(self, one: Any) -> Any:
-        """Return the value of another tape's result, which this tape takes like any tensor."""
-        if not isinstance(one, Deferred) or one.tape is self:
-            return one
-        if one.requires_grad:
+    def _taken_over(self, leaf: Any) -> Any:
+        """Return the value of another tape's result, which this tape takes as a real tensor."""
+        if not isinstance(leaf, Deferred) or leaf.tape is self:
+            return leaf
+        if leaf.requires_grad:
             line, code = source.running_line()
-            if not isinstance(one.tape, Tape) or one.tape.numbers is not self.numbers:
+            if not isinstance(leaf.tape, Tape) or leaf.tape.numbers is not self.numbers:
                 raise CaptureError(
                     f"results of two engines are combined, or given from one to the other\n  {line}   {code}\n"
-                    "Each engine makes steps of its own. Make one engine of a module that holds both models; give "
-                    "detach() of what is only looked at."
+                    "Each engine makes its own steps. Create one engine for a module that contains both models; pass "
+                    "detach() of values that are only looked at."
                 )
             raise CaptureError(
                 f"results of two calls of the engine that belong to different parts of an update are combined\n"
                 f"  {line}   {code}\n"
-                "With gradient accumulation each call has its own loss and its own backward(); give detach() of what "
-                "is only looked at."
+                "With gradient accumulation each call has its own loss and its own backward(); pass detach() of values "
+                "that are only looked at."
             )
-        return one.tape.value(one)
+        return leaf.tape.value(leaf)
 
     def _over(self, function: Any) -> CaptureError:
         line, code = source.running_line()
         return CaptureError(
             f"{name_of(function)} on results of a call of the engine that engine.step() has closed\n  {line}   {code}\n"
-            "With gradient accumulation they have values once the update is made; read them, as with .item(), before."
+            "With gradient accumulation they have values after the update; read them, as with .item(), before."
         )

@@ -1,8 +1,8 @@
 """OneFlow's names over zerograph: ``import zerograph.compat.oneflow as flow``.
 
-Scripts that train with OneFlow's ``nn.Graph`` and ZeRO run with their imports changed; docs/oneflow.md says what maps
-to what. What is not here is torch's: ``flow.int64``, ``flow.no_grad``. Importing it adds OneFlow's methods to torch's
-tensors and modules: :mod:`zerograph.compat.oneflow.installed` lists them.
+Scripts that train with OneFlow's ``nn.Graph`` and ZeRO run with their imports changed; docs/oneflow.md lists what maps
+to what. Other names are torch's: ``flow.int64``, ``flow.no_grad``. The import adds OneFlow's methods to torch's tensors
+and modules: :mod:`zerograph.compat.oneflow.installed` lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["amp", "boxing", "env", "load", "nn", "one_embedding", "optim", "plac
 installed.install()
 globals().update(FACTORIES)
 
-# So that import statements find them too: import zerograph.compat.oneflow.utils.data as data.
+# For import statements: import zerograph.compat.oneflow.utils.data as data.
 for _name in ("autograd", "utils.data", "nn.init", "nn.parallel", "nn.parameter", "nn.utils", "nn.utils.rnn"):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"torch.{_name}"]
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         return getattr(torch, name)
     except AttributeError:
         raise AttributeError(
-            f"neither zerograph.compat.oneflow nor torch has {name!r}; docs/oneflow.md lists what of OneFlow is here"
+            f"neither zerograph.compat.oneflow nor torch has {name!r}; docs/oneflow.md lists the supported names"
         ) from None
 
 

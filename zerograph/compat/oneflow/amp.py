@@ -1,4 +1,4 @@
-"""``flow.amp``: loss scaling for ``graph.set_grad_scaler``; the rest is ``torch.amp``."""
+"""``flow.amp``: loss scalers for ``graph.set_grad_scaler``; other names are ``torch.amp``'s."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["GradScaler", "StaticGradScaler"]
 
 
 class StaticGradScaler(grad_scaler.StaticGradScaler):
-    """One scale for all steps; an update whose gradients overflow is skipped all the same.
+    """A constant loss scale; an update whose gradients overflow is skipped.
 
     Raises:
-        ConfigError: the scale is no finite number above 0.
+        ConfigError: the scale is not a finite number above 0.
     """
 
     def __init__(self, scale_factor: float) -> None:

@@ -1,4 +1,4 @@
-"""``flow.env``: which process this is."""
+"""``flow.env``: the rank of this process, and the number of ranks and machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from zerograph.runtime.job.process_group import rank, world_size
 
 
 def get_rank() -> int:
-    """Return this process's rank, from 0; joins the job if it has not yet."""
+    """Return this process's rank, from 0; join the job if necessary."""
     return rank()
 
 
@@ -22,5 +22,5 @@ def get_local_rank() -> int:
 
 
 def get_node_size() -> int:
-    """Return the number of machines of the job, as the launcher says."""
+    """Return the number of machines of the job, according to the launcher."""
     return world_size() // number_of("LOCAL_WORLD_SIZE", world_size(), least=1)

@@ -1,4 +1,4 @@
-"""``flow.randn(..., placement=P, sbp=S0)``: torch's factories, which also make global tensors."""
+"""``flow.randn(..., placement=P, sbp=S0)``: torch's factories, which also create global tensors."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _factory(name: str) -> Callable[..., Tensor]:
         if "device" in options:
             raise PlacementError(f"flow.{name}() takes device= for a local tensor, or placement= and sbp=, not both")
         mesh = mesh_of(placement)
-        wanted = nd_sbp(sbp, mesh.ndim)
+        target_sbp = nd_sbp(sbp, mesh.ndim)
         if building():
-            # Inside build() every tensor is a global one, of which only the compiler knows the placement.
+            # Inside build() every tensor is global, and the compiler chooses its placement later.
             return plain(*args, requires_grad=requires_grad, device=mesh.device_type, **options)
-        # Made whole on every rank, and the first rank's: each draws its own random numbers.
+        # Each rank draws its own random numbers, so all ranks take the first rank's whole tensor.
         value = plain(*map(_plain, args), **options).to(mesh.device_type)
         same = to_global(value, placement=mesh, sbp=all_broadcast(mesh.ndim))
-        return cut(same.to_local(), mesh, wanted).requires_grad_(requires_grad)
+        return cut(same.to_local(), mesh, target_sbp).requires_grad_(requires_grad)
 
     return make
 

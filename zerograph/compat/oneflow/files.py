@@ -1,4 +1,4 @@
-"""``flow.save`` and ``flow.load``: plain files of torch, with whole tensors, from and for global ones."""
+"""``flow.save`` and ``flow.load``: files of torch with whole tensors, also for global tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import all_broadcast, broadcast
 from zerograph.runtime.job.process_group import agree, join, rank, world_size
 
-# Seconds that ranks wait for the one that reads or writes.
-_PATIENCE = 600.0
+# Seconds that ranks wait for the rank that reads or writes.
+_TIMEOUT = 600.0
 
 
 def save(
@@ -33,25 +33,25 @@ def save(
 ) -> None:
     """Write any nesting of tensors and plain values to a file that ``torch.load`` reads, also ``weights_only``.
 
-    Global tensors are written whole, which is a collective. A file appears complete or not at all.
+    Global tensors are written whole, which is a collective. The file is replaced atomically.
 
     Args:
         obj: the values.
         path: the file.
+        global_dst_rank: the only rank that writes; all ranks return after it has. Without it, every rank that calls
+            this writes to its ``path``, which may be the same for all.
         save_as_external_data: not supported.
-        global_dst_rank: this rank alone writes; all return when it has. Without it, every rank that calls this writes
-            to its ``path``, which may be the same for all.
 
     Raises:
-        ConfigError: no such rank, a graph instead of its ``state_dict()``, or ``save_as_external_data``.
-        RankMismatchError: the rank that was to write could not (there: its own error).
+        ConfigError: there is no such rank, ``obj`` is a graph, or ``save_as_external_data`` is True.
+        RankMismatchError: the writing rank failed (on that rank its own error is raised).
     """
     if isinstance(obj, ZeroGraph):
         raise ConfigError("flow.save() takes values, not a graph: save graph.state_dict()")
     if save_as_external_data:
-        raise ConfigError("flow.save(save_as_external_data=True): there is one format only, a file of torch")
+        raise ConfigError("flow.save(save_as_external_data=True): files of torch are the only format")
     _check_rank("global_dst_rank", global_dst_rank)
-    plain = pytree.tree_map(lambda one: whole_of(one) if isinstance(one, Tensor) else one, obj)
+    plain = pytree.tree_map(lambda value: whole_of(value) if isinstance(value, Tensor) else value, obj)
     if global_dst_rank is None:
         _write(plain, Path(path))
         return
@@ -61,7 +61,7 @@ def save(
             _write(plain, Path(path))
         except BaseException as error:
             problem = error
-    agree(join(_PATIENCE), "going on from flow.save()", 0, dict, problem)
+    agree(join(_TIMEOUT), "continuing after flow.save()", 0, dict, problem)
 
 
 def load(
@@ -75,55 +75,57 @@ def load(
 
     Args:
         path: the file.
-        global_src_rank: this rank alone reads. Tensors (but 0-d ones) are then global ones, whole on that rank:
-            ``to_global(placement=, sbp=)`` brings them to others, ``module.load_state_dict()`` does so by itself.
-        map_location: a device, or a placement: tensors are then global ones there, broadcast where nothing else is
-            said. Default: the CPU.
-        support_pytorch_format: the files are torch's own; False is refused.
+        global_src_rank: the only rank that reads. Tensors, except 0-d ones, are then global tensors that are whole on
+            that rank. ``to_global(placement=, sbp=)`` and ``module.load_state_dict()`` move them to other ranks.
+        map_location: a device, or a placement: then tensors are global ones with the SBP broadcast. Default: the CPU.
+        support_pytorch_format: True; files of torch are the only format.
+
+    Returns:
+        The values.
 
     Raises:
-        ConfigError: no such rank, or a directory, as OneFlow writes them.
-        RankMismatchError: the rank that was to read could not (there: its own error).
+        ConfigError: there is no such rank, ``path`` is a directory, or ``support_pytorch_format`` is False.
+        RankMismatchError: the reading rank failed (on that rank its own error is raised).
     """
     if not support_pytorch_format:
         raise ConfigError("flow.load(support_pytorch_format=False): the files are torch's own; leave it out")
     _check_rank("global_src_rank", global_src_rank)
     if global_src_rank is None:
         return _mapped(_read(Path(path)), map_location)
-    job = join(_PATIENCE)
+    job = join(_TIMEOUT)
     problem: BaseException | None = None
-    found: Any = None
+    values: Any = None
     if rank() == global_src_rank:
         try:
-            found = _read(Path(path))
+            values = _read(Path(path))
         except BaseException as error:
             problem = error
-    agree(job, "going on from flow.load()", 0, dict, problem)
+    agree(job, "continuing after flow.load()", 0, dict, problem)
     mesh = placement("cpu", [global_src_rank]).mesh
-    # What is no tensor goes to all, and of tensors what they are.
-    told: list[Any] = [pytree.tree_map(described, found)]
-    dist.broadcast_object_list(told, src=global_src_rank, group=job.control)
-    read = found if rank() == global_src_rank else told[0]
-    return _mapped(pytree.tree_map(lambda one: _on_one_rank(one, mesh), read), map_location)
+    # All ranks get the values that are not tensors, and the shapes and dtypes of tensors.
+    descriptions: list[Any] = [pytree.tree_map(described, values)]
+    dist.broadcast_object_list(descriptions, src=global_src_rank, group=job.control)
+    own = values if rank() == global_src_rank else descriptions[0]
+    return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What other ranks are told of a tensor."""
+class _Description:
+    """The shape and dtype of a tensor on another rank."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def described(value: Any) -> Any:
-    """Return what other ranks are told of a value: of a tensor its shape and dtype, all else itself."""
-    # A number is told as it is: torch has no 0-d global tensor on some of the ranks.
-    return _Told(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+    """Return the shape and dtype of a tensor, and any other value unchanged, to send to other ranks."""
+    # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
+    return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
 
 def undescribed(value: Any) -> Any:
-    """Return a tensor of any values for one that was :func:`described`; all else itself."""
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Told) else value
+    """Return an empty tensor for a description, and any other value unchanged."""
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
 
 
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
@@ -131,14 +133,16 @@ def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
     return cut(value, mesh, all_broadcast(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 
-def _mapped(found: Any, location: Any) -> Any:
+def _mapped(values: Any, location: Any) -> Any:
     if location is None:
-        return found
+        return values
     if isinstance(location, placement):
         mesh = mesh_of(location)
         sbp = (broadcast,) * mesh.ndim
-        return pytree.tree_map(lambda one: to_global(one, mesh, sbp) if isinstance(one, Tensor) else one, found)
-    return pytree.tree_map(lambda one: one.to(location) if isinstance(one, Tensor) else one, found)
+        return pytree.tree_map(
+            lambda value: to_global(value, mesh, sbp) if isinstance(value, Tensor) else value, values
+        )
+    return pytree.tree_map(lambda value: value.to(location) if isinstance(value, Tensor) else value, values)
 
 
 def _check_rank(name: str, number: int | None) -> None:
@@ -149,12 +153,12 @@ def _check_rank(name: str, number: int | None) -> None:
 
 def _read(path: Path) -> Any:
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory: flow.load() reads files of torch, OneFlow's own formats it does not")
+        raise ConfigError(f"{path} is a directory: flow.load() reads files of torch, but not OneFlow's own formats")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _write(value: Any, path: Path) -> None:
-    # Under another name first: ranks may write the same file, and a reader finds all of it.
+    # Written under another name first: ranks may write the same file, and a reader must see a complete one.
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         torch.save(value, part)

@@ -1,7 +1,7 @@
-"""What importing ``zerograph.compat.oneflow`` adds to torch's own classes: OneFlow's methods on tensors and modules.
+"""Add OneFlow's methods to torch's tensors and modules when ``zerograph.compat.oneflow`` is imported.
 
-Each is a name that torch does not have there, or a call that raises there. Nothing that works without the import works
-otherwise with it.
+Each is a name that torch does not have, or a call that raises in torch. Code that works without the import works the
+same with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def install() -> None:
     added: Any = torch.Tensor
     # x.to_global(placement=P, sbp=S0): how OneFlow's scripts make their batches global.
     added.to_global = tensors.to_global
-    # y.to_local(): of a DTensor torch's own; of a local tensor itself, since a graph gives local for local.
+    # y.to_local(): torch's for a DTensor; a local tensor itself, because graphs return local tensors for local inputs.
     added.to_local = tensors.to_local
-    # weight.sbp, weight.placement: how scripts look at what ZeRO did.
+    # weight.sbp, weight.placement: how scripts look at ZeRO's placements.
     added.sbp = property(tensors.sbp_of)
     added.placement = property(tensors.placement_of_tensor)
     added.is_global = property(tensors.is_global)
@@ -34,9 +34,9 @@ def install() -> None:
     # model.to_global(placement=P, sbp=B).
     added = nn.Module
     added.to_global = modules.module_to_global
-    # module.to(nn.graph.GraphModule).activation_checkpointing = True; torch refuses classes there.
+    # module.to(nn.graph.GraphModule).activation_checkpointing = True; torch raises for a class.
     added.to = _also_to_graph_module(nn.Module.to)
-    # weight.numpy(), which torch refuses while the parameter wants a gradient; weight.to(flow.Tensor): itself.
+    # weight.numpy(), which torch refuses while the parameter requires a gradient; weight.to(flow.Tensor): itself.
     added = nn.Parameter
     added.numpy = lambda x, *, force=False: x.detach().numpy(force=force)
     added.to = _also_to_tensor(Tensor.to)

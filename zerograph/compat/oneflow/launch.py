@@ -10,39 +10,39 @@ from torch.distributed import run
 
 
 def arguments_of_torchrun(arguments: Sequence[str] | None = None) -> list[str]:
-    """Translate OneFlow's options into torchrun's; exits with a message on unknown ones."""
+    """Translate OneFlow's options into torchrun's; exit with a message on unknown ones."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.redirect_stdout_and_stderr and not given.logdir:
+    options = parser.parse_args(arguments)
+    if options.redirect_stdout_and_stderr and not options.logdir:
         parser.error("--redirect_stdout_and_stderr needs --logdir, the folder to write to")
-    if given.module and given.no_python:
+    if options.module and options.no_python:
         parser.error("--module and --no_python exclude each other: a module is run by python")
     for name in ("nnodes", "nproc_per_node"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} {getattr(given, name)}: give a number from 1 up")
-    if not 0 <= given.node_rank < given.nnodes:
-        parser.error(f"--node_rank {given.node_rank}: with --nnodes {given.nnodes} give 0 to {given.nnodes - 1}")
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a number from 1 up")
+    if not 0 <= options.node_rank < options.nnodes:
+        parser.error(f"--node_rank {options.node_rank}: with --nnodes {options.nnodes} give 0 to {options.nnodes - 1}")
     return [
-        *_where(given),
-        f"--nproc-per-node={given.nproc_per_node}",
-        *([f"--log-dir={given.logdir}"] if given.logdir else []),
-        *(["--redirects=3"] if given.redirect_stdout_and_stderr else []),
-        *(["--module"] if given.module else []),
-        *(["--no-python"] if given.no_python else []),
-        given.training_script,
-        *given.training_script_args,
+        *_where(options),
+        f"--nproc-per-node={options.nproc_per_node}",
+        *([f"--log-dir={options.logdir}"] if options.logdir else []),
+        *(["--redirects=3"] if options.redirect_stdout_and_stderr else []),
+        *(["--module"] if options.module else []),
+        *(["--no-python"] if options.no_python else []),
+        options.training_script,
+        *options.training_script_args,
     ]
 
 
-def _where(given: Namespace) -> list[str]:
-    if given.nnodes == 1 and given.master_addr is None and given.master_port is None:
-        # OneFlow's fixed port would let two jobs on a machine meet.
+def _where(options: Namespace) -> list[str]:
+    if options.nnodes == 1 and options.master_addr is None and options.master_port is None:
+        # With OneFlow's fixed port, two jobs on a machine would connect to each other.
         return ["--standalone"]
     return [
-        f"--nnodes={given.nnodes}",
-        f"--node-rank={given.node_rank}",
-        f"--master-addr={given.master_addr or '127.0.0.1'}",
-        f"--master-port={given.master_port or 29500}",
+        f"--nnodes={options.nnodes}",
+        f"--node-rank={options.node_rank}",
+        f"--master-addr={options.master_addr or '127.0.0.1'}",
+        f"--master-port={options.master_port or 29500}",
     ]
 
 

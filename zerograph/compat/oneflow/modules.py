@@ -1,4 +1,4 @@
-"""Modules that are global or in a graph: ``to_global``, and ``state_dict`` and ``load_state_dict`` of whole values."""
+"""``to_global`` of modules, and state dicts with whole values for modules that are global or in a graph."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ def module_to_global(
     placement: placement | DeviceMesh | None = None,
     sbp: Sbp | Sequence[Sbp] | None = None,
 ) -> nn.Module:
-    """Make every parameter and buffer global, in place, each as ``to_global`` of the tensor does. A collective.
+    """Make every parameter and buffer of a module global in place, as ``tensor.to_global`` does. A collective.
 
-    So a local module's parameters are with ``split(d)`` *parts*, as in OneFlow: the global ones are N times as large.
-    To cut a whole module, make it global with ``broadcast`` first.
+    With ``split(d)`` a local module's parameters are the rank's *parts*, as in OneFlow: the global parameters are N
+    times as large. To split a whole module, make it global with ``broadcast`` first.
+
+    Args:
+        module: the module.
+        placement: the ranks and the type of device.
+        sbp: the SBP, or one for each dimension of the placement.
+
+    Returns:
+        The module.
 
     Raises:
-        ConfigError: a graph has taken the module over already, or ``sharded_init()`` has split it.
-        PlacementError: as of tensors.
+        ConfigError: a graph has taken over the module, or ``sharded_init()`` has sharded it.
+        PlacementError: an argument is missing or does not fit a tensor.
     """
-    held = [(owner, name, tensor) for owner in module.modules() for name, tensor in _own(owner)]
-    for _, name, tensor in held:
+    tensors = [(owner, name, tensor) for owner in module.modules() for name, tensor in _own(owner)]
+    for _, name, tensor in tensors:
         if not isinstance(tensor, nn.Parameter) or (store := store_of(tensor)) is None:
             continue
         if store.is_provisional:
@@ -46,40 +54,40 @@ def module_to_global(
             "The graph places it. To use the module eagerly: 'with graph.full_parameters():', on plain tensors "
             "(x.to_local()); a parameter's values: parameter.to_global(sbp=flow.sbp.broadcast)."
         )
-    made: dict[int, Tensor] = {}
-    for _, _, tensor in held:
-        if id(tensor) not in made:
-            found: Tensor = to_global(tensor.detach(), placement, sbp)
+    global_tensors: dict[int, Tensor] = {}
+    for _, _, tensor in tensors:
+        if id(tensor) not in global_tensors:
+            result: Tensor = to_global(tensor.detach(), placement, sbp)
             if isinstance(tensor, nn.Parameter):
-                found = nn.Parameter(found, tensor.requires_grad)
-                copy_annotation(tensor, found)
-            made[id(tensor)] = found
-    for owner, name, tensor in held:
-        setattr(owner, name, made[id(tensor)])
+                result = nn.Parameter(result, tensor.requires_grad)
+                copy_annotation(tensor, result)
+            global_tensors[id(tensor)] = result
+    for owner, name, tensor in tensors:
+        setattr(owner, name, global_tensors[id(tensor)])
     keep_state_whole(module)
     return module
 
 
 def keep_state_whole(module: nn.Module) -> None:
-    """Make ``state_dict()`` and loading of the module and its submodules use whole plain tensors.
+    """Make state dicts of the module and its submodules consist of whole plain tensors.
 
-    Both are collectives then, also where values are split between the ranks.
+    Saving and loading them are collectives then.
     """
-    for one in module.modules():
-        if "_zerograph_whole_state" not in vars(one):
-            one._zerograph_whole_state = True  # type: ignore[assignment]
-            one.register_state_dict_pre_hook(_before_saving)
-            one.register_state_dict_post_hook(_after_saving)
-            one.register_load_state_dict_pre_hook(_before_loading)
-            one.register_load_state_dict_post_hook(_after_loading)
+    for submodule in module.modules():
+        if "_zerograph_whole_state" not in vars(submodule):
+            submodule._zerograph_whole_state = True  # type: ignore[assignment]
+            submodule.register_state_dict_pre_hook(_before_saving)
+            submodule.register_state_dict_post_hook(_after_saving)
+            submodule.register_load_state_dict_pre_hook(_before_loading)
+            submodule.register_load_state_dict_post_hook(_after_loading)
 
 
-# Which module opened what: the outermost one, for all in it.
+# The stores that each module has opened; the outermost module opens them for all its submodules.
 _opened: dict[int, list[Store]] = {}
 
 
 def _open(module: nn.Module) -> None:
-    # What an earlier call left, that failed halfway.
+    # An earlier call may have failed before it closed its stores.
     _close(module)
     stores = [store for store in stores_of(module.parameters()) if not store.is_unsharded]
     for store in stores:
@@ -113,19 +121,19 @@ def _before_loading(
     _open(module)
     for name, tensor in _own(module):
         value = state.get(prefix + name)
-        # Torch says of shapes what is wrong with them.
+        # Torch reports wrong shapes.
         if isinstance(value, Tensor) and value.shape == tensor.shape:
             state[prefix + name] = _alike(value, tensor)
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that the module holds itself, without its submodules'."""
+    """Return the module's own parameters and buffers, without those of submodules."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _alike(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return the value placed like the tensor that it is loaded into: global, or plain."""
+    """Return the value placed like the tensor that it is loaded into: global or plain."""
     if not isinstance(tensor, DTensor):
         return whole_of(value)
     return cut(whole_of(value), tensor.device_mesh, from_dtensor(tensor.placements))

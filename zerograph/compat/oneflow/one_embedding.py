@@ -1,4 +1,4 @@
-"""``flow.one_embedding``: its optimizer FTRL. OneEmbedding itself is not here."""
+"""``flow.one_embedding``: only its optimizer FTRL is supported."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ Ftrl = FTRL
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"flow.one_embedding has FTRL alone here, no {name!r}: OneEmbedding's tables are not there")
+    raise AttributeError(f"flow.one_embedding has no {name!r} here, only FTRL: OneEmbedding's tables are not supported")

@@ -1,4 +1,4 @@
-"""``flow.placement``: which ranks, on which type of device."""
+"""``flow.placement``: the ranks and the type of device of a global tensor."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from zerograph.runtime.job.process_group import world_size
 
 
 class placement:  # noqa: N801 (OneFlow's name)
-    """The ranks that hold a global tensor: ``flow.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
+    """The ranks that store a global tensor: ``flow.placement("cpu", ranks=[0, 1])``. A collective of all ranks.
 
-    Nested ranks are a placement of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Two placements are equal if their
-    type and ranks are; equal ones share their process groups.
+    Nested ranks give a placement of several dimensions: ``ranks=[[0, 1], [2, 3]]``. Two placements are equal if their
+    type and ranks are equal; equal placements share their process groups.
 
     Attributes:
         type: ``"cpu"`` or ``"cuda"``.
-        ranks: as a nested list.
+        ranks: the ranks as a nested list.
 
     Raises:
-        PlacementError: not distinct ranks of this job in a rectangle, or a device that this machine lacks.
+        PlacementError: the ranks are not distinct, not of this job or not a rectangle, or this machine does not have
+            the device.
     """
 
     type: str
@@ -34,7 +35,7 @@ class placement:  # noqa: N801 (OneFlow's name)
 
     def __init__(self, type: str, ranks: Sequence[Any]) -> None:
         self.type, self.ranks = type, _lists(ranks)
-        # Made here, where every rank is: groups are made together.
+        # Process groups are created here, because all ranks must create them together.
         _mesh_of(self)
 
     @staticmethod
@@ -59,32 +60,32 @@ class placement:  # noqa: N801 (OneFlow's name)
 
 def placement_of(mesh: DeviceMesh) -> placement:
     """Return the placement for a device mesh. No collective."""
-    # Code in build() may ask: what it is told are real numbers.
+    # Code in build() may call this: leave tracing modes, to get real numbers.
     with _torch.no_modes():
         ranks = mesh.mesh.tolist()
-    _known().setdefault((mesh.device_type, str(ranks)), mesh)
+    _cached_meshes().setdefault((mesh.device_type, str(ranks)), mesh)
     return placement(mesh.device_type, ranks)
 
 
-def mesh_of(given: Any) -> DeviceMesh:
+def mesh_of(value: Any) -> DeviceMesh:
     """Return the device mesh of an argument ``placement=``.
 
     Raises:
-        PlacementError: it is neither a placement nor a device mesh.
+        PlacementError: the value is neither a placement nor a device mesh.
     """
-    if isinstance(given, placement):
-        return given.mesh
-    if isinstance(given, DeviceMesh):
-        return given
-    raise PlacementError(f"placement={given!r:.60} is no placement: give one made by flow.placement(type, ranks=[...])")
+    if isinstance(value, placement):
+        return value.mesh
+    if isinstance(value, DeviceMesh):
+        return value
+    raise PlacementError(f"placement={value!r:.60} is no placement: pass flow.placement(type, ranks=[...])")
 
 
-# Each costs process groups. They are those of one world: with another one they are made anew.
+# Meshes are cached, because each has its own process groups. They belong to one world, and are dropped with it.
 _meshes: dict[tuple[str, str], DeviceMesh] = {}
 _world: list[Any] = []
 
 
-def _known() -> dict[tuple[str, str], DeviceMesh]:
+def _cached_meshes() -> dict[tuple[str, str], DeviceMesh]:
     world_size()
     if not _world or _world[0] is not dist.group.WORLD:
         _meshes.clear()
@@ -92,19 +93,19 @@ def _known() -> dict[tuple[str, str], DeviceMesh]:
     return _meshes
 
 
-def _mesh_of(one: placement) -> DeviceMesh:
-    known, key = _known(), (one.type, str(one.ranks))
-    if key not in known:
+def _mesh_of(place: placement) -> DeviceMesh:
+    meshes, key = _cached_meshes(), (place.type, str(place.ranks))
+    if key not in meshes:
         with _torch.no_modes():
-            known[key] = _made(one)
-    return known[key]
+            meshes[key] = _create(place)
+    return meshes[key]
 
 
-def _made(one: placement) -> DeviceMesh:
+def _create(place: placement) -> DeviceMesh:
     try:
-        return device_mesh(one.type, ranks=one.ranks)
+        return device_mesh(place.type, ranks=place.ranks)
     except PlacementError as error:
-        named = pytree.tree_leaves(one.ranks)
+        named = pytree.tree_leaves(place.ranks)
         if world_size() > 1 or not all(isinstance(rank, int) for rank in named) or len(set(named)) < 2:
             raise
         raise PlacementError(
@@ -117,4 +118,4 @@ def _lists(ranks: Any) -> Any:
     """Return ranges, tuples and arrays as lists; anything else unchanged, for the check to refuse."""
     if hasattr(ranks, "tolist"):
         return ranks.tolist()
-    return [_lists(one) for one in ranks] if isinstance(ranks, (list, tuple, range)) else ranks
+    return [_lists(item) for item in ranks] if isinstance(ranks, (list, tuple, range)) else ranks

@@ -1,8 +1,7 @@
-"""Global tensors as OneFlow's methods see them: ``to_global``, ``to_local``, ``sbp``, ``placement``.
+"""OneFlow's methods of global tensors: ``to_global``, ``to_local``, ``sbp``, ``placement``.
 
-A global tensor is a ``DTensor``; so is, to these functions, a parameter that a graph has taken over, wherever its
-values are stored. While ``build()`` is traced all tensors are global ones, whose placements only the
-compiler knows.
+A global tensor is a ``DTensor``, or a parameter that a graph has taken over. While ``build()`` is traced, all tensors
+are global, and the compiler chooses their placements later.
 """
 
 from __future__ import annotations
@@ -40,27 +39,30 @@ def to_global(
     check_meta: bool = True,
     copy: bool = False,
 ) -> Tensor:
-    """Make a global tensor from this rank's part, or place a global one otherwise. A collective.
+    """Create a global tensor from this rank's part, or change the placement of a global tensor. A collective.
 
-    A local tensor needs both arguments: with ``split(d)`` and ``partial_sum`` it is this rank's part, with
-    ``broadcast`` all ranks take the first rank's values, *in place* unless ``copy``. A global one keeps what is not
-    given; it may move to other ranks and devices, then without a gradient. Inside ``build()`` it changes nothing: the
-    compiler places every tensor by itself, and the numbers do not depend on it.
+    A local tensor needs both arguments. With ``split(d)`` and ``partial_sum`` it is this rank's part. With
+    ``broadcast`` all ranks take the first rank's values, *in place* unless ``copy``. A global tensor keeps its
+    placement or its SBP if the argument is left out. It may move to other ranks and devices, but without a gradient.
+    Inside ``build()`` this does nothing, because the compiler places tensors and numbers do not depend on it.
 
     Args:
         x: a local or a global tensor.
         placement: the ranks and the type of device.
         sbp: the SBP, or one for each dimension of the placement.
-        copy: take the first rank's values into a copy.
-        grad_sbp: no effect: gradients are placed as is cheapest.
-        check_meta: compare the ranks' parts, which costs an exchange. False where they are known to be alike.
+        grad_sbp: no effect: the compiler chooses the cheapest placement of gradients.
+        check_meta: compare the shapes and dtypes of the ranks' parts, which costs an exchange.
+        copy: copy the first rank's values instead of writing in place.
+
+    Returns:
+        The global tensor; inside ``build()`` the tensor itself.
 
     Raises:
-        PlacementError: an argument is missing, or does not fit the tensor; parts differ in shape or dtype.
-        InputError: the tensor wants a gradient, and is to move to other ranks.
+        PlacementError: an argument is missing or does not fit the tensor, or parts differ in shape or dtype.
+        InputError: the tensor requires a gradient and would move to other ranks.
     """
     if grad_sbp is not None:
-        call_without_effect("to_global(grad_sbp=)", "gradients are placed as is cheapest")
+        call_without_effect("to_global(grad_sbp=)", "the compiler chooses the cheapest placement of gradients")
     mesh = None if placement is None else mesh_of(placement)
     if building():
         if sbp is not None:
@@ -72,24 +74,24 @@ def to_global(
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
         _check_number(x, mesh)
-        wanted = nd_sbp(sbp, mesh.ndim)
-        _check_dims(x, wanted)
+        target_sbp = nd_sbp(sbp, mesh.ndim)
+        _check_dims(x, target_sbp)
         if mesh.get_coordinate() is None:
-            return _elsewhere(x, mesh, wanted)
+            return _elsewhere(x, mesh, target_sbp)
         here = x.to(mesh.device_type)
         here = here.clone() if copy and here is x else here
-        return checked(here, placement=mesh, sbp=wanted) if check_meta else from_parts(here, mesh, wanted)
+        return checked(here, placement=mesh, sbp=target_sbp) if check_meta else from_parts(here, mesh, target_sbp)
     if mesh is None and sbp is None:
         raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
     return _placed(x, mesh, sbp)
 
 
 def to_local(x: Tensor) -> Tensor:
-    """Return this rank's part of a global tensor; a local one itself.
+    """Return this rank's part of a global tensor, or a local tensor itself.
 
     Raises:
-        SplitParameterError: a parameter that a graph keeps split: its slices are stored in buckets.
-        CaptureError: inside ``build()``, where every tensor is whole.
+        SplitParameterError: the tensor is a sharded parameter, whose slices are stored in buckets.
+        CaptureError: the call is inside ``build()``, where tensors are global.
     """
     if building():
         line, code = running_line()
@@ -100,14 +102,14 @@ def to_local(x: Tensor) -> Tensor:
         )
     if isinstance(x, SplitParameter):
         raise SplitParameterError(
-            "to_local() on a parameter that is kept split: this rank's piece lies in a bucket, and has no shape\n"
+            "to_local() on a sharded parameter: this rank's slice is stored in a bucket, and has no shape\n"
             "Every rank may call parameter.to_global(sbp=flow.sbp.broadcast).to_local(), or module.state_dict()."
         )
     return own_part(x)
 
 
 def is_global(x: Tensor) -> bool:
-    """Return whether the tensor is global. Inside ``build()`` all are."""
+    """Return whether the tensor is global. Inside ``build()`` all tensors are."""
     return building() or _where(x) is not None
 
 
@@ -117,47 +119,47 @@ def sbp_of(x: Tensor) -> NdSbp:
     For a parameter that a graph has taken over, the SBP that it has between steps.
 
     Raises:
-        AttributeError: a local tensor, or, inside ``build()``, no parameter.
+        AttributeError: the tensor is local, or, inside ``build()``, not a parameter or buffer.
     """
-    found = _where(x)
-    if found is None:
+    location = _where(x)
+    if location is None:
         raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("sbp"))
-    return found[1]
+    return location[1]
 
 
 def placement_of_tensor(x: Tensor) -> placement:
     """Return the ranks and the type of device that the tensor is on.
 
     Raises:
-        AttributeError: a local tensor, or, inside ``build()``, no parameter.
+        AttributeError: the tensor is local, or, inside ``build()``, not a parameter or buffer.
     """
-    found = _where(x)
-    if found is None:
+    location = _where(x)
+    if location is None:
         raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("placement"))
-    return found[0] if isinstance(found[0], placement) else placement_of(found[0])
+    return location[0] if isinstance(location[0], placement) else placement_of(location[0])
 
 
 _MISSING = "a local tensor has no {}: make it global with to_global(placement=, sbp=)"
 _MISSING_IN_BUILD = (
     "inside build() only parameters and buffers have .sbp and .placement: the compiler places all other tensors after "
-    "it has traced build(); graph.placements() and print(graph) tell what it chose"
+    "it has traced build(); graph.placements() and print(graph) show its choice"
 )
 
 
 def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
     """Return ranks and SBP of a global tensor, or None for a local one."""
-    known = original_of(x)
-    if isinstance(known, DTensor):
-        return known.device_mesh, from_dtensor(known.placements)
-    if isinstance(known, torch.nn.Parameter) and (store := store_of(known)) is not None:
-        return placement(known.device.type, store.job.grid), store.layout.sbp_of(
-            store.layout.slots[_place(known, store)]
+    original = original_of(x)
+    if isinstance(original, DTensor):
+        return original.device_mesh, from_dtensor(original.placements)
+    if isinstance(original, torch.nn.Parameter) and (store := store_of(original)) is not None:
+        return placement(original.device.type, store.job.grid), store.layout.sbp_of(
+            store.layout.slots[_place(original, store)]
         )
-    return was_global(known)
+    return was_global(original)
 
 
 def whole_of(x: Tensor) -> Tensor:
-    """Return the whole tensor on every rank, plain and without gradient. A collective for global ones."""
+    """Return the whole tensor on every rank, plain and without gradient. A collective for global tensors."""
     if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
         return _values(x, store)
     if not isinstance(x, DTensor):
@@ -177,8 +179,8 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
     Raises:
         PlacementError: the SBP does not fit the tensor or the placement.
     """
-    wanted = nd_sbp(sbp, mesh.ndim)
-    _check_dims(value, wanted)
+    target_sbp = nd_sbp(sbp, mesh.ndim)
+    _check_dims(value, target_sbp)
     _check_number(value, mesh)
     value = value.to(mesh.device_type).contiguous()
     position = mesh.get_coordinate()
@@ -186,20 +188,20 @@ def cut(value: Tensor, mesh: DeviceMesh, sbp: Sbp | Sequence[Sbp]) -> DTensor:
         local = value.new_empty(0)
     else:
         same = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        split = tuple(broadcast if isinstance(one, PartialSum) else one for one in wanted)
+        split = tuple(broadcast if isinstance(s, PartialSum) else s for s in target_sbp)
         local = same.redistribute(mesh, to_dtensor(split)).to_local()
-        # Of a sum the first rank holds all, the others nothing.
-        if any(isinstance(one, PartialSum) and at for one, at in zip(wanted, position, strict=True)):
+        # For a partial sum the first rank has the value, the others zeros.
+        if any(isinstance(s, PartialSum) and at for s, at in zip(target_sbp, position, strict=True)):
             local = torch.zeros_like(local)
     return DTensor.from_local(
-        local, mesh, to_dtensor(wanted), run_check=False, shape=value.shape, stride=value.stride()
+        local, mesh, to_dtensor(target_sbp), run_check=False, shape=value.shape, stride=value.stride()
     )
 
 
 def _check_dims(x: Tensor, sbp: NdSbp) -> None:
-    for one in sbp:
-        if isinstance(one, Split) and one.dim >= x.dim():
-            raise PlacementError(f"a tensor of shape {tuple(x.shape)} has no dimension to be {one}")
+    for s in sbp:
+        if isinstance(s, Split) and s.dim >= x.dim():
+            raise PlacementError(f"a tensor of shape {tuple(x.shape)} has no dimension for {s}")
 
 
 def _check_number(x: Tensor, mesh: DeviceMesh) -> None:
@@ -210,11 +212,11 @@ def _check_number(x: Tensor, mesh: DeviceMesh) -> None:
 
 
 def _elsewhere(x: Tensor, mesh: DeviceMesh, sbp: NdSbp) -> DTensor:
-    """Return, on a rank outside the placement, the global tensor whose parts elsewhere are like ``x``."""
+    """Return, on a rank outside the placement, a global tensor whose parts on other ranks have the shape of ``x``."""
     shape = list(x.shape)
-    for one, ranks in zip(sbp, mesh.shape, strict=True):
-        if isinstance(one, Split):
-            shape[one.dim] *= ranks
+    for s, ranks in zip(sbp, mesh.shape, strict=True):
+        if isinstance(s, Split):
+            shape[s.dim] *= ranks
     like = torch.empty(shape, device="meta")
     nothing = x.new_empty(0, device=mesh.device_type)
     return DTensor.from_local(nothing, mesh, to_dtensor(sbp), run_check=False, shape=like.shape, stride=like.stride())
@@ -224,12 +226,14 @@ def _placed(x: DTensor, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None
     mesh = x.device_mesh if mesh is None else mesh
     if sbp is None and mesh.ndim != x.device_mesh.ndim:
         raise PlacementError(f"to_global() from {x.device_mesh.ndim} to {mesh.ndim} mesh dimension(s) needs sbp=")
-    wanted = from_dtensor(x.placements) if sbp is None else sbp
+    target_sbp = from_dtensor(x.placements) if sbp is None else sbp
     if mesh == x.device_mesh:
-        return checked(x, placement=mesh, sbp=wanted)
+        return checked(x, placement=mesh, sbp=target_sbp)
     if x.requires_grad and torch.is_grad_enabled() and not isinstance(x, torch.nn.Parameter):
-        raise InputError("a tensor that wants a gradient cannot move to other ranks: call detach() before to_global()")
-    return cut(whole_of(x), mesh, wanted)
+        raise InputError(
+            "a tensor that requires a gradient cannot move to other ranks: call detach() before to_global()"
+        )
+    return cut(whole_of(x), mesh, target_sbp)
 
 
 def _of_store(x: torch.nn.Parameter, store: Store, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> Tensor:
@@ -244,7 +248,7 @@ def _values(x: torch.nn.Parameter, store: Store) -> Tensor:
 
 
 def _place(x: Tensor, store: Store) -> int:
-    return next(number for number, one in enumerate(store.parameters) if one is x)
+    return next(number for number, parameter in enumerate(store.parameters) if parameter is x)
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:

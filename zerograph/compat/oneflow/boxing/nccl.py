@@ -1,8 +1,8 @@
-"""``flow.boxing.nccl``: the two switches by which OneFlow's ZeRO gets its stage, and others that tune its runtime.
+"""``flow.boxing.nccl``: the two switches that choose the stage of OneFlow's ZeRO, and functions that tune its runtime.
 
-The two are of the whole process and hold for graphs whose construction ends after the call, that of the graph in whose
-``__init__`` they are called included; ``False`` undoes them. What a graph got stays. They choose among the stages of
-``config.set_zero_redundancy_optimizer_mode``; ``config.enable_zero(stage=)`` needs none of them.
+The switches are global to the process. A graph reads them at the end of its construction, so they may be called in its
+``__init__``; later calls do not affect it. ``False`` turns a switch off. They choose the stage of
+``config.set_zero_redundancy_optimizer_mode``; ``config.enable_zero(stage=)`` ignores them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def enable_use_compute_stream(val: bool = False) -> None:
     """Choose stage 2 for graphs with a ZeRO mode.
 
     Raises:
-        ConfigError: neither True nor False.
+        ConfigError: the argument is not a bool.
     """
     _switch("use_compute_stream", "enable_use_compute_stream", val)
 
@@ -28,18 +28,18 @@ def disable_group_boxing_by_dst_parallel(val: bool = False) -> None:
     """Choose stage 3 for graphs with a ZeRO mode, together with ``enable_use_compute_stream(True)``.
 
     Raises:
-        ConfigError: neither True nor False.
+        ConfigError: the argument is not a bool.
     """
     _switch("disable_group_boxing", "disable_group_boxing_by_dst_parallel", val)
 
 
 def stage() -> int:
-    """Return the stage that a graph with a ZeRO mode gets now: 1, 2 or 3."""
+    """Return the stage that the switches choose now: 1, 2 or 3."""
     return 1 + _switches["use_compute_stream"] + all(_switches.values())
 
 
 def one_without_the_other() -> bool:
-    """Return whether the switch for stage 3 is on, and that for stage 2 is off."""
+    """Return whether the switch for stage 3 is on, but that for stage 2 is off."""
     return _switches["disable_group_boxing"] and not _switches["use_compute_stream"]
 
 

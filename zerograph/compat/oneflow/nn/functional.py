@@ -11,7 +11,7 @@ from zerograph.errors import InputError
 
 
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Call ``torch.nn.functional.cross_entropy`` with labels as :func:`class_numbers` takes them.
+    """Call ``torch.nn.functional.cross_entropy`` with labels that :func:`class_numbers` converts.
 
     Raises:
         InputError: as :func:`class_numbers`.
@@ -20,7 +20,7 @@ def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> 
 
 
 def nll_loss(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Call ``torch.nn.functional.nll_loss`` with labels as :func:`class_numbers` takes them.
+    """Call ``torch.nn.functional.nll_loss`` with labels that :func:`class_numbers` converts.
 
     Raises:
         InputError: as :func:`class_numbers`.
@@ -29,12 +29,14 @@ def nll_loss(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tenso
 
 
 def class_numbers(input: Tensor, target: Tensor) -> Tensor:
-    """Convert OneFlow's labels to torch's: of any integer type, [N] or [N, 1] for scores [N, C].
+    """Convert OneFlow's labels to torch's.
 
-    What is no class number, but a probability, stays as it is.
+    Args:
+        input: scores, [N, C].
+        target: labels of any integer type, [N] or [N, 1]; or probabilities, which are returned unchanged.
 
     Raises:
-        InputError: labels of two dimensions and several columns.
+        InputError: integer labels have two dimensions and several columns.
     """
     if target.is_floating_point():
         return target

@@ -1,9 +1,9 @@
-"""What OneFlow's optimizers share: ``clip_grad()``, ``lr_scale`` of a group, and the call of torch's update."""
+"""The base class of OneFlow's optimizers, with clipping of groups, ``lr_scale``, and the call of torch's update."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,24 @@ from zerograph.compat.notices import call_without_effect
 from zerograph.errors import CaptureError, ConfigError
 from zerograph.graph import building
 
-NORM, TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
+_NORM, _TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
 
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer with OneFlow's options; :meth:`_update` computes one group's update.
 
-    A group may have ``clip_grad_max_norm`` with ``clip_grad_norm_type``, and ``lr_scale``: a graph multiplies the
-    group's learning rate by it, and ``step()`` outside a graph does not, as in OneFlow.
+    A group may have ``clip_grad_max_norm`` together with ``clip_grad_norm_type``, and ``lr_scale``. As in OneFlow, a
+    graph multiplies the group's learning rate by ``lr_scale``, and ``step()`` outside a graph does not.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
-            closure: computes the loss again; its result is returned.
+            closure: computes the loss.
+
+        Returns:
+            The closure's result, or None.
         """
         loss = None
         if closure is not None:
@@ -50,10 +53,10 @@ class Optimizer(torch.optim.Optimizer):
         """Clip the gradients of each group that has ``clip_grad_max_norm`` and ``clip_grad_norm_type``, outside graphs.
 
         Args:
-            error_if_nonfinite: raise where a norm is infinite or not a number.
+            error_if_nonfinite: raise if a norm is infinite or NaN.
 
         Raises:
-            CaptureError: inside ``build()``: the graph clips by itself, after ``backward()``.
+            CaptureError: the call is inside ``build()``, where the graph clips after ``backward()``.
         """
         if building():
             line, code = running_line()
@@ -62,15 +65,14 @@ class Optimizer(torch.optim.Optimizer):
                 "A graph clips the groups that have clip_grad_max_norm and clip_grad_norm_type by itself: leave it out."
             )
         for group in self.param_groups:
-            if group.get(NORM) is None or group.get(TYPE) is None:
+            if group.get(_NORM) is None or group.get(_TYPE) is None:
                 warnings.warn(
-                    f"clip_grad() clips groups that have {NORM} and {TYPE}: give both to {type(self).__name__}",
+                    f"clip_grad() clips groups that have {_NORM} and {_TYPE}: give both to {type(self).__name__}",
                     stacklevel=2,
                 )
             else:
-                nn.utils.clip_grad_norm_(
-                    group["params"], float(group[NORM]), float(group[TYPE]), error_if_nonfinite=error_if_nonfinite
-                )
+                norm, kind = float(group[_NORM]), float(group[_TYPE])
+                nn.utils.clip_grad_norm_(group["params"], norm, kind, error_if_nonfinite=error_if_nonfinite)
 
     def _update(self, group: dict[str, Any]) -> None:
         """Update the group's parameters in place, with ``group["lr"]``."""
@@ -92,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups = groups
 
     def _options(self, **options: Any) -> None:
-        """Give groups the options that torch's class does not know, where they have none of their own."""
+        """Add options that torch's class does not have to the groups that lack them."""
         self.defaults.update(options)
         for group in self.param_groups:
             for key, value in options.items():
@@ -100,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A state that torch's own class wrote says nothing of OneFlow's options.
+        # A state from torch's own class lacks OneFlow's options.
         for group in self.param_groups:
             for key in _OWN & self.defaults.keys():
                 group.setdefault(key, self.defaults[key])
@@ -114,7 +116,7 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a group has an option of OneFlow's that this optimizer would ignore.
 
     Raises:
-        ConfigError: naming the group and the option.
+        ConfigError: the message names the group and the option.
     """
     scales = isinstance(optimizer, Optimizer)
     for number, group in enumerate(optimizer.param_groups):
@@ -129,14 +131,55 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def check_clipping(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a group has only one of the two clipping options, or a norm that is not a positive number.
+
+    Raises:
+        ConfigError: the message names the group and the option.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        options = [name for name in (_NORM, _TYPE) if group.get(name) is not None]
+        if len(options) == 1:
+            missing = _TYPE if options[0] == _NORM else _NORM
+            raise ConfigError(
+                f"group {number} of {type(optimizer).__name__} has {options[0]}, but no {missing}: give both"
+            )
+        if options and not (isinstance(group[_NORM], (int, float)) and group[_NORM] > 0):
+            raise ConfigError(f"{_NORM} = {group[_NORM]!r}: give the largest norm that gradients may have, more than 0")
+
+
+def clip(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Clip the gradients of each group with clipping options. Call it in ``build()``, after ``backward()``."""
+    for group in _groups(optimizers):
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if parameters and group.get(_NORM) is not None:
+            nn.utils.clip_grad_norm_(parameters, float(group[_NORM]), float(group[_TYPE]))
+
+
+def clipping_facts(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Return a text that is equal for groups that :func:`clip` treats equally.
+
+    Raises:
+        ConfigError: as :func:`check_clipping`.
+    """
+    for optimizer in optimizers:
+        check_clipping(optimizer)
+    groups = _groups(optimizers)
+    return ", ".join("no" if group.get(_NORM) is None else f"{group[_NORM]} in norm {group[_TYPE]}" for group in groups)
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
 def note_contiguous(contiguous_params: bool) -> None:
-    """Say that ``contiguous_params=True`` has no effect."""
+    """Warn that ``contiguous_params=True`` has no effect."""
     if contiguous_params:
         call_without_effect("contiguous_params=True", "a bucket is always updated at once")
 
 
 def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:
-    """Return the parameter's gradient plus that of the L2 penalty."""
+    """Return the parameter's gradient, plus ``l2`` times the parameter."""
     assert parameter.grad is not None
     return parameter.grad.add(parameter, alpha=l2) if l2 != 0 else parameter.grad
 
@@ -161,7 +204,7 @@ def moments(
 
 
 def counted(state: dict[str, Any]) -> float:
-    """Count a step in a parameter's state, and return its number, from 1."""
+    """Increment the step count in a parameter's state, and return it."""
     if "step" not in state:
         state["step"] = torch.tensor(0.0)
     state["step"] += 1
@@ -170,14 +213,14 @@ def counted(state: dict[str, Any]) -> float:
 
 
 def check(kind: str, **numbers: tuple[float, bool]) -> None:
-    """Raise if a number is not what the optimizer can take.
+    """Raise if a hyperparameter is out of its range.
 
     Args:
         kind: the optimizer's name.
-        numbers: by name, each with whether it is good.
+        numbers: for each name the value, and whether it is in its range.
 
     Raises:
-        ConfigError: naming the first that is not.
+        ConfigError: the message names the first hyperparameter that is not.
     """
     for name, (value, good) in numbers.items():
         if not good:

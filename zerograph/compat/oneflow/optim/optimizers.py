@@ -1,7 +1,7 @@
-"""OneFlow's optimizers, with its defaults, options and arithmetic, over torch's.
+"""OneFlow's optimizers, with its defaults, options and arithmetic, over torch's classes.
 
-Where both compute the same, torch's update runs. The formulas of the rest are those of OneFlow's kernels
-(``oneflow/user/kernels/model_update_kernel_util.h``); each class names what differs.
+If both compute the same, torch's update runs. The other formulas are those of OneFlow's kernels
+(``oneflow/user/kernels/model_update_kernel_util.h``); each class documents the differences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Betas = tuple[float, float]
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """SGD. Dampening holds from the first step; ``maximize`` turns the update, not the gradient, and needs a momentum.
+    """SGD. Dampening applies from the first step on.
 
-    Nesterov's momentum may be dampened. Torch's other arguments are taken as well.
+    ``maximize`` negates the update, not the gradient, and has an effect only with a momentum. Nesterov momentum may be
+    combined with dampening. Torch's other arguments are accepted too.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class SGD(Optimizer, torch.optim.SGD):
     ) -> None:
         note_contiguous(contiguous_params)
         params = list(params)
-        # Torch refuses a dampened nesterov: it is said of each group below.
-        said = [isinstance(group, dict) and "nesterov" in group for group in params]
+        # Torch refuses nesterov with dampening, so the groups get it after the constructor.
+        has_own = [isinstance(group, dict) and "nesterov" in group for group in params]
         super().__init__(
             params, lr, momentum, dampening, weight_decay, maximize=maximize, fused=fused or None, **options
         )
         self.defaults["nesterov"] = nesterov
-        for group, own in zip(self.param_groups, said, strict=False):
+        for group, own in zip(self.param_groups, has_own, strict=False):
             group["nesterov"] = group["nesterov"] if own else nesterov
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -125,10 +126,10 @@ class AdamW(Adam, torch.optim.AdamW):
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
-    """RMSprop. ``eps`` stands under the root, and there is no momentum.
+    """RMSprop with ``eps`` inside the square root, and without momentum.
 
     Raises:
-        ConfigError: a momentum, which OneFlow refuses as well.
+        ConfigError: a momentum is passed, which OneFlow refuses too.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
             if group["momentum"] != 0:
                 raise ConfigError(
                     f"flow.optim.RMSprop(momentum={group['momentum']!r}): OneFlow's has no momentum\n"
-                    "torch.optim.RMSprop has, with eps outside the root."
+                    "torch.optim.RMSprop has, with eps outside the square root."
                 )
 
     def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
 
 class Adagrad(Optimizer, torch.optim.Adagrad):
-    """Adagrad. Its learning rate is 0.001 unless it is given, where torch's is 0.01."""
+    """Adagrad with the default learning rate 0.001 (torch's: 0.01)."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
     ) -> None:
         note_contiguous(contiguous_params)
         super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)
-        # Torch makes the sums of all groups from the argument.
+        # Torch initialises the sums of all groups from the argument.
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
@@ -192,7 +193,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
 
 
 class Adadelta(Optimizer, torch.optim.Adadelta):
-    """Adadelta, which computes as torch's."""
+    """Adadelta, with torch's arithmetic."""
 
     def __init__(
         self,
@@ -213,13 +214,21 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
 
 
 class LAMB(Optimizer):
-    """LAMB (https://arxiv.org/abs/1904.00962): Adam's update of a parameter, as long as the parameter itself.
+    """LAMB (https://arxiv.org/abs/1904.00962): Adam's update, scaled to the norm of the parameter.
 
     Args:
-        adam_w_mode: decouple the weight decay from the gradient. It is scaled by the trust ratio, but not part of it.
+        params: the parameters or parameter groups.
+        lr: the learning rate.
+        betas: coefficients of the two moving averages.
+        eps: added to the denominator.
+        weight_decay: the weight decay.
+        adam_w_mode: decouple the weight decay from the gradient. The trust ratio scales it, but does not depend on it.
+        do_bias_correction: correct the bias of the moments.
+        amsgrad: not supported, as in OneFlow.
+        contiguous_params: no effect.
 
     Raises:
-        ConfigError: ``amsgrad``, which OneFlow refuses as well, or a number out of its range.
+        ConfigError: ``amsgrad`` is True, or a number is out of its range.
     """
 
     def __init__(
@@ -275,14 +284,20 @@ class LAMB(Optimizer):
 
 
 class FTRL(Optimizer):
-    """FTRL-proximal, as ``oneflow.one_embedding`` has it.
+    """FTRL-proximal, as in ``oneflow.one_embedding``.
 
     Args:
-        lr_power: of the accumulated squares, from which the step follows.
-        lambda1, lambda2: strength of the L1 and L2 regularization.
+        params: the parameters or parameter groups.
+        lr: the learning rate.
+        weight_decay: the weight decay.
+        lr_power: exponent of the accumulated squares.
+        initial_accumulator_value: initial value of the accumulated squares.
+        lambda1: strength of the L1 regularization.
+        lambda2: strength of the L2 regularization.
+        beta: added to the accumulated squares' power.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``flow.utils.global_view``: all tensors of a nesting, such as a graph's state, made global or local at once."""
+"""``flow.utils.global_view``: make all tensors of a nesting, such as a graph's state, global or local."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zerograph.errors import PlacementError
 from zerograph.ir.sbp import Sbp
 from zerograph.runtime.job.process_group import join, rank
 
-# Seconds that ranks wait for the one whose values are described to the others.
-_PATIENCE = 600.0
+# Seconds that ranks wait for the rank that describes its values to the others.
+_TIMEOUT = 600.0
 
 
 def to_global(
@@ -28,31 +28,31 @@ def to_global(
 ) -> Any:
     """Return the nesting with every tensor global. A collective of all ranks.
 
-    A 0-d tensor stays as it is where the placement leaves ranks out, and so does what is no tensor.
+    Values that are not tensors stay unchanged. So do 0-d tensors if the placement leaves out ranks.
 
     Args:
-        input: dicts, lists and tuples of tensors; None on ranks outside the placement: theirs are like the first's.
+        input: dicts, lists and tuples of tensors; None on ranks outside the placement, which use the first rank's.
         placement: the ranks and the type of device.
-        sbp: of all tensors, or a function of the nesting and a tensor.
+        sbp: the SBP of all tensors, or a function of the nesting and a tensor that returns it.
 
     Raises:
-        PlacementError: no placement or no SBP, or one that does not fit a tensor.
+        PlacementError: the placement or the SBP is missing, or does not fit a tensor.
     """
     if placement is None or sbp is None:
         raise PlacementError("global_view.to_global() needs both placement= and sbp=")
     mesh = mesh_of(placement)
     first = int(mesh.mesh.flatten()[0])
-    job = join(_PATIENCE)
-    said: list[Any] = [pytree.tree_map(described, input) if rank() == first else None]
-    dist.broadcast_object_list(said, src=first, group=job.control)
-    given = pytree.tree_map(undescribed, said[0]) if input is None else input
+    job = join(_TIMEOUT)
+    descriptions: list[Any] = [pytree.tree_map(described, input) if rank() == first else None]
+    dist.broadcast_object_list(descriptions, src=first, group=job.control)
+    tree = pytree.tree_map(undescribed, descriptions[0]) if input is None else input
 
-    def placed(one: Any) -> Any:
-        if not isinstance(one, Tensor) or (not one.dim() and mesh.size() < dist.get_world_size()):
-            return one
-        return tensors.to_global(one, mesh, sbp(given, one) if callable(sbp) and not isinstance(sbp, Sbp) else sbp)
+    def placed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (not leaf.dim() and mesh.size() < dist.get_world_size()):
+            return leaf
+        return tensors.to_global(leaf, mesh, sbp(tree, leaf) if callable(sbp) and not isinstance(sbp, Sbp) else sbp)
 
-    return pytree.tree_map(placed, given)
+    return pytree.tree_map(placed, tree)
 
 
 def to_local(input: Any, *, copy: bool = False) -> Any:
@@ -60,13 +60,13 @@ def to_local(input: Any, *, copy: bool = False) -> Any:
 
     Args:
         input: a nesting with global tensors.
-        copy: the parts share no memory with the global tensors.
+        copy: copy the parts, so that they share no memory with the global tensors.
     """
 
-    def part(one: Any) -> Any:
-        if not isinstance(one, DTensor):
-            return one
-        local = one.to_local()
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        local = leaf.to_local()
         return local.clone() if copy else local
 
     return pytree.tree_map(part, input)

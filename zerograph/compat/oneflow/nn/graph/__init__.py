@@ -1,4 +1,4 @@
-"""``flow.nn.graph``: ``Graph``, its configuration, and what a module in it can be told."""
+"""``flow.nn.graph``: ``Graph``, its configuration, and the settings of modules in it."""
 
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.graph import Graph

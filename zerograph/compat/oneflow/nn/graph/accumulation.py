@@ -1,9 +1,9 @@
-"""Gradient accumulation as OneFlow has it: the mean of the micro-batches' gradients, also of a loss that is a sum.
+"""OneFlow's gradient accumulation: the mean of the micro-batches' gradients, also for a loss that is a sum.
 
-A graph computes with the whole batch, whose mean is the mean of equal micro-batches' means. Of a sum over the batch
-OneFlow's gradient is one k-th, k being the number of micro-batches. So ``backward()`` of a loss that grows with the
-batch starts from one k-th of it. How a loss grows is followed through the calls that compute it while ``build()`` is
-traced: a power of the batch's size for each tensor, 1 for a sum over the batch and for its size, 0 for a mean.
+A graph computes with the whole batch. If the loss is a mean over the batch, its gradient is the mean of the k
+micro-batches' gradients. If it is a sum over the batch, OneFlow's gradient is 1/k of the gradient of the sum, so
+``backward()`` starts from 1/k. To tell the two apart, each tensor in ``build()`` gets a power of the batch size: 1 for
+a sum over the batch and for the batch size itself, 0 for a mean.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Growth:
 
     Attributes:
         rows: one of its dimensions is the batch's.
-        power: of the batch's size that its elements grow with.
-        where: the line that made it so, for messages.
-        mixed: the line that added a sum over the batch to what is none; empty if none did.
+        power: the power of the batch size with which its elements grow.
+        where: the line of the sum, for messages.
+        mixed: the line that adds a sum over the batch to another value, if there is one; else empty.
     """
 
     rows: bool = False
@@ -79,7 +79,7 @@ def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
         count: number of micro-batches.
         inputs: arguments of ``build()``.
     """
-    tensors = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.dim()]
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
     if count == 1 or not tensors:
         yield
         return
@@ -87,9 +87,9 @@ def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
 
     def run(original: Callable[..., None], roots: Any, *args: Any, **kwargs: Any) -> None:
         if _torch.backward_sequence_number() is None:
-            one = isinstance(roots, Tensor)
-            divided = [_divided(root, watch.of(root), count) for root in ([roots] if one else roots)]
-            roots = divided[0] if one else divided
+            single = isinstance(roots, Tensor)
+            divided = [_divided(root, watch.of(root), count) for root in ([roots] if single else roots)]
+            roots = divided[0] if single else divided
         original(roots, *args, **kwargs)
 
     with _torch.replaced_backward(run), watch:
@@ -99,10 +99,10 @@ def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
 def _divided(root: Tensor, growth: _Growth, count: int) -> Tensor:
     if growth.mixed:
         raise CaptureError(
-            f"build() adds a sum over the batch to what is none\n  {growth.mixed}\n"
-            f"The sum is made at {growth.where or 'a line unknown'}. With set_gradient_accumulation_steps() OneFlow's "
-            "gradient is the mean of the micro-batches', of which a sum's is one k-th and a mean's the same: call "
-            "backward() for each of the terms, or divide the sum by the batch's size."
+            f"build() adds a sum over the batch to a value that is no sum\n  {growth.mixed}\n"
+            f"The sum is computed at {growth.where or 'a line unknown'}. With set_gradient_accumulation_steps() "
+            "OneFlow's gradient is the mean of the micro-batches' gradients: 1/k of that of a sum, but all of that "
+            "of a mean. Call backward() for each term, or divide the sum by the batch size."
         )
     return root / count if growth.power == 1 else root
 
@@ -112,54 +112,57 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
-        self._sizes = {one.shape[0] for one in inputs} - {0, 1}
-        # Tensors are kept with what is known of them: their ids stay theirs.
-        self._known: dict[int, tuple[Tensor, _Growth]] = {id(one): (one, _Growth(rows=True)) for one in inputs}
+        self._sizes = {tensor.shape[0] for tensor in inputs} - {0, 1}
+        # The tensors are stored too, so that their ids are not reused.
+        self._known: dict[int, tuple[Tensor, _Growth]] = {id(tensor): (tensor, _Growth(rows=True)) for tensor in inputs}
 
     def of(self, value: Any) -> _Growth:
         """Return the growth of a tensor or number."""
         if isinstance(value, Tensor):
-            known = self._known.get(id(value))
-            # What an autograd function of the user's made is of the batch as far as anyone can tell.
-            return known[1] if known else _Growth(rows=value.requires_grad and not value.is_leaf and value.dim() > 0)
+            entry = self._known.get(id(value))
+            # The result of a user's autograd function is assumed to have a batch dimension.
+            return entry[1] if entry else _Growth(rows=value.requires_grad and not value.is_leaf and value.dim() > 0)
         return _Growth(power=1) if self._counts(value) else _CONSTANT
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
-        # Of an operator in place the tensor grows as before, until it has been called.
+        # Computed before the call, because an in-place operator changes the growth of its argument.
         growth = None if name in ("get", "set", "backward") else self._after(name, args, kwargs)
-        earlier = next((known for one in pytree.tree_leaves((args, kwargs)) if (known := self.of(one)).mixed), None)
+        earlier = next(
+            (other for leaf in pytree.tree_leaves((args, kwargs)) if (other := self.of(leaf)).mixed),
+            None,
+        )
         if growth is not None and earlier is not None:
             growth = replace(growth, where=earlier.where, mixed=earlier.mixed)
         result = func(*args, **kwargs)
         if growth is not None:
-            for one in pytree.tree_leaves(result):
-                if isinstance(one, Tensor):
-                    self._known[id(one)] = one, replace(growth, rows=growth.rows and one.dim() > 0)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._known[id(leaf)] = leaf, replace(growth, rows=growth.rows and leaf.dim() > 0)
         return result
 
     def _after(self, name: str, args: Any, kwargs: Any) -> _Growth:
         name = {"truediv": "div", "rtruediv": "rdiv", "rsub": "sub"}.get(name, name)
         plain = name.removeprefix("i") if name in ("iadd", "isub", "imul", "idiv", "itruediv") else name
         plain = {"truediv": "div", "radd": "add", "rmul": "mul"}.get(plain, plain)
-        given = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        rows = any(one.rows for one in given)
+        growths = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        rows = any(one.rows for one in growths)
         if plain in _LOSSES:
             return self._loss(args, kwargs, rows)
         if plain in _NUMBERS and args and self._counts(args[-1]):
             return _Growth(power=1)
-        if not given:
+        if not growths:
             return _CONSTANT
-        first = given[0]
+        first = growths[0]
         if plain in _SUMS | _MEANS:
             whole = rows and self._reduces_batch(args, kwargs)
             grows = whole and plain in _SUMS
             line = running_line()[0] if grows else first.where
             return _Growth(rows and not whole, first.power + grows, line)
         if plain in _TIMES and len(args) == 2:
-            one, other = self.of(args[0]), self._factor(args[1])
-            return _Growth(rows, one.power + other, one.where)
+            first_growth, power = self.of(args[0]), self._factor(args[1])
+            return _Growth(rows, first_growth.power + power, first_growth.where)
         if plain in (*_OVER, "rdiv") and len(args) == 2:
             over, under = (args[1], args[0]) if plain == "rdiv" else args
             return self._quotient(over, under, rows)
@@ -168,19 +171,19 @@ class _Watch(TorchFunctionMode):
         return _Growth(rows, first.power if plain in _SAME else 0, first.where)
 
     def _loss(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
-        said = [one for one in (*args, *kwargs.values()) if isinstance(one, str) and one in _REDUCTIONS]
-        reduction = said[0] if said else "mean"
+        reductions = [one for one in (*args, *kwargs.values()) if isinstance(one, str) and one in _REDUCTIONS]
+        reduction = reductions[0] if reductions else "mean"
         if not rows or reduction == "none":
             return _Growth(rows)
         return _Growth(power=1, where=running_line()[0]) if reduction == "sum" else _CONSTANT
 
     def _quotient(self, over: Any, under: Any, rows: bool) -> _Growth:
-        one = self.of(over)
+        growth = self.of(over)
         if isinstance(under, Tensor):
-            return _Growth(rows, one.power - self.of(under).power, one.where)
-        # A mean over 16 rows that is divided by 16 is divided by a number: only rows and sums are by their count.
-        counted = self._counts(under) and (rows or one.power > 0)
-        return _Growth(rows, one.power - counted, one.where)
+            return _Growth(rows, growth.power - self.of(under).power, growth.where)
+        # A mean over 16 rows that is divided by 16 is not divided by the batch size: only rows and sums are.
+        counted = self._counts(under) and (rows or growth.power > 0)
+        return _Growth(rows, growth.power - counted, growth.where)
 
     def _factor(self, value: Any) -> int:
         if isinstance(value, Tensor):
@@ -188,26 +191,26 @@ class _Watch(TorchFunctionMode):
         return -1 if isinstance(value, float) and value and self._counts(1 / value) else 0
 
     def _terms(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
-        terms = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        powers = {one.power for one in terms}
+        terms = [self.of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        powers = {term.power for term in terms}
         if len(powers) > 1 and not rows and 1 in powers:
             line, code = running_line()
-            grows = next(one.where for one in terms if one.power == 1)
+            grows = next(term.where for term in terms if term.power == 1)
             return _Growth(power=1, where=grows, mixed=f"{line}   {code}")
-        return _Growth(rows, max(powers, key=abs, default=0), next((one.where for one in terms if one.where), ""))
+        return _Growth(rows, max(powers, key=abs, default=0), next((term.where for term in terms if term.where), ""))
 
     def _reduces_batch(self, args: Any, kwargs: Any) -> bool:
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if dims is None or isinstance(dims, (Tensor, torch.dtype)):
             return True
         x: Tensor = args[0]
-        chosen = [one % x.dim() for one in ([dims] if isinstance(dims, int) else dims)]
-        # The first dimension that is as long as the batch is taken for its; else the first.
+        chosen = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
+        # The first dimension that is as long as the batch is taken as the batch dimension; else dimension 0.
         batch = next((n for n, size in enumerate(x.shape) if size in self._sizes), 0)
         return batch in chosen or not chosen
 
     def _counts(self, value: Any) -> bool:
-        """Return whether a number is a multiple of the batch's size."""
+        """Return whether a number is a multiple of the batch size."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 2**62:
             return False
         whole = round(value)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from zerograph.base.options import is_whole_number
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
@@ -29,22 +30,22 @@ def _tuning(name: str, why: str) -> Callable[..., None]:
     return option
 
 
-_FUSES = "which operators are fused is the backend's business, see config.backend"
-_PLACES = "placements are always inferred, and SBPs that the user gave are kept"
+_FUSES = "the backend decides which operators are fused, see config.backend"
+_PLACES = "placements are always inferred, and SBPs that you set are kept"
 _ORDERS = "operators are always ordered for least memory; see config.memory_budget"
 _XRT = "choose what compiles the step with config.backend"
-_ASYNC = "outputs are there when the call returns"
-_CUDNN = "that is cuDNN's business: torch.backends.cudnn.benchmark"
+_ASYNC = "outputs are computed when the call returns"
+_CUDNN = "set torch.backends.cudnn.benchmark"
 
 
 class GraphConfig(Config):
-    """Options of one graph, under OneFlow's names; all of :class:`zerograph.Config` are there too.
+    """The options of a graph, under OneFlow's names and under those of :class:`zerograph.Config`.
 
     Attributes:
         training: whether the graph has an optimizer.
     """
 
-    # Whether the stage is the one that flow.boxing.nccl's switches say, and what they said when the graph was made.
+    # Whether flow.boxing.nccl's switches choose the stage, and their stage when the graph was constructed.
     _by_switches = False
     _switched: int | None = None
     _training = False
@@ -55,12 +56,12 @@ class GraphConfig(Config):
             object.__setattr__(self, "_by_switches", False)
 
     def __getattr__(self, name: str) -> Any:
-        # hasattr() asks as well: no error of our own.
-        alike = difflib.get_close_matches(name, [one for one in dir(self) if one[0] != "_"], 3, 0.5)
+        # An AttributeError, because hasattr() calls this too.
+        alike = difflib.get_close_matches(name, [attribute for attribute in dir(self) if attribute[0] != "_"], 3, 0.5)
         raise AttributeError(
             f"the configuration has no {name!r}"
             + (f"; did you mean {' or '.join(alike)}?" if alike else "")
-            + " docs/oneflow.md and zerograph.Config list what there is"
+            + "; docs/oneflow.md and zerograph.Config list all options"
         )
 
     @property
@@ -91,12 +92,11 @@ class GraphConfig(Config):
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
         """Enable ZeRO with the mode ``"distributed_split"`` or ``"non_distributed"``.
 
-        The first gives every rank a slice of each variable, the second whole variables, balanced by size.
-
-        The stage is 1, or what the switches of ``flow.boxing.nccl`` say when the graph's construction ends.
+        The first gives every rank a slice of each variable, the second assigns whole variables to ranks, balanced by
+        size. The stage is 1, or that of ``flow.boxing.nccl``'s switches at the end of the graph's construction.
 
         Raises:
-            ConfigError: no such mode.
+            ConfigError: the mode does not exist.
         """
         self.mode = mode
         if not self.shard_min_size:
@@ -107,7 +107,7 @@ class GraphConfig(Config):
         """Keep variables whole if a rank's slice would have fewer than ``value`` elements. Default 1024.
 
         Raises:
-            ConfigError: not a whole number, 1 or more.
+            ConfigError: the value is not a whole number of at least 1.
         """
         self.shard_min_size = _whole_number(value, "set_zero_redundancy_optimizer_min_size_after_split") * world_size()
 
@@ -120,18 +120,18 @@ class GraphConfig(Config):
         shard_restore_level: int = 1,
         min_shard_size: int | None = None,
     ) -> None:
-        """Enable ZeRO with a stage, whatever the switches of ``flow.boxing.nccl`` say.
+        """Enable ZeRO with a stage, which overrides the switches of ``flow.boxing.nccl``.
 
         Args:
             mode: True, False, or a mode of :meth:`set_zero_redundancy_optimizer_mode`.
             stage: 1, 2 or 3, or ``"auto"``. Default 2, as OneFlow's.
-            shard_min_size: the least elements of *one rank's slice*; ``config.shard_min_size``, which this sets, counts
-                those of the whole variable.
-            shard_restore_level: 0, 1 or 2. No effect: when gathered parameters go is the stage's business.
+            shard_min_size: the smallest number of elements of *one rank's slice*. This sets ``config.shard_min_size``,
+                which counts the elements of the whole variable.
+            shard_restore_level: 0, 1 or 2. No effect: the stage decides when parameters are resharded.
             min_shard_size: an older name of ``shard_min_size``.
 
         Raises:
-            ConfigError: no such mode, stage or size; nothing is changed then.
+            ConfigError: the mode, stage or size does not exist; nothing has changed then.
         """
         if shard_restore_level not in (0, 1, 2):
             raise ConfigError(f"enable_zero(shard_restore_level={shard_restore_level!r}): give 0, 1 or 2")
@@ -141,12 +141,12 @@ class GraphConfig(Config):
         super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
-        """Enable mixed precision in fp16, as OneFlow's default, or bf16, with fp32 masters.
+        """Enable mixed precision in fp16 (OneFlow's default) or bf16, with fp32 masters.
 
-        Unlike zerograph's own it brings no loss scaling: ``graph.set_grad_scaler`` does.
+        Unlike zerograph's own method this does not enable loss scaling: call ``graph.set_grad_scaler``.
 
         Raises:
-            ConfigError: not True or False, or no such dtype.
+            ConfigError: ``mode`` is not a bool, or the dtype does not exist.
         """
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp({mode!r}): give True or False, and the dtype as dtype=")
@@ -176,6 +176,6 @@ class GraphConfig(Config):
 
 
 def _whole_number(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole_number(value, 1):
         raise ConfigError(f"{name} = {value!r}: give a whole number of elements, 1 or more")
-    return value
+    return int(value)

@@ -17,10 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph._torch import pytree
 from zerograph.compat.oneflow.modules import keep_state_whole
 from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
-from zerograph.compat.oneflow.nn.graph.clipping import check_clipping, clip, clipping_facts
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
-from zerograph.compat.oneflow.optim.base import check_options
+from zerograph.compat.oneflow.optim.base import check_clipping, check_options, clip, clipping_facts
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
@@ -34,18 +33,18 @@ from zerograph.runtime.job.process_group import Job, rank
 
 
 class _TakesSwitches(type):
-    """The stage is what ``flow.boxing.nccl`` says when the construction of a graph ends: scripts set it inside."""
+    """Read ``flow.boxing.nccl``'s switches at the end of a graph's construction: scripts set them in ``__init__``."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        made = super().__call__(*args, **options)
-        made._constructed()
-        return made
+        graph = super().__call__(*args, **options)
+        graph._constructed()
+        return graph
 
 
-# How many graphs of a class were made: part of their names.
-_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# Counts the graphs of each class, for their names.
+_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
-# Of a graph's state what is neither a module's nor torch's to name.
+# The key of a graph's state that belongs to no module.
 _REST = "zerograph"
 
 
@@ -55,11 +54,15 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
     Everything of :class:`zerograph.ZeroGraph` is there too.
 
     Args:
-        debug_v_level, debug_ranks: as :meth:`debug` has them.
+        debug_v_level: as in :meth:`debug`.
+        debug_ranks: as in :meth:`debug`.
+        debug_max_py_stack_depth: no effect.
+        debug_only_user_py_stack: no effect.
+        debug_op_repr_with_py_stack: no effect.
 
     Attributes:
-        config: its options, a :class:`GraphConfig`.
-        name: the class's with a number.
+        config: the graph's options, a :class:`GraphConfig`.
+        name: the class's name with a number.
     """
 
     config: GraphConfig
@@ -75,7 +78,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
     ) -> None:
         super().__init__()
         self.config = GraphConfig()
-        self._name = f"{type(self).__name__}_{next(_made[type(self).__name__])}"
+        self._name = f"{type(self).__name__}_{next(_counters[type(self).__name__])}"
         self._debug_level = -1
         self.debug(debug_v_level, ranks=debug_ranks)
 
@@ -102,19 +105,19 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         lr_sch: LRScheduler | None = None,
         is_sparse: bool = False,
     ) -> None:
-        """Register an optimizer; the graph makes its update after ``build()``, and steps the scheduler after that.
+        """Register an optimizer. After ``build()`` the graph makes its update and steps the scheduler.
 
-        Groups with ``clip_grad_max_norm`` and ``clip_grad_norm_type`` are clipped, each by itself, before.
+        Each group with ``clip_grad_max_norm`` and ``clip_grad_norm_type`` is clipped separately before the update.
 
         Args:
             optimizer: the optimizer.
-            lr_scheduler: zerograph's own name of ``lr_sch``.
-            lr_sch: the optimizer's scheduler.
+            lr_scheduler: the optimizer's scheduler, under zerograph's name.
+            lr_sch: the optimizer's scheduler, under OneFlow's name.
             is_sparse: not supported.
 
         Raises:
-            ConfigError: as :meth:`zerograph.ZeroGraph.add_optimizer`; two schedulers; ``is_sparse``; half a clipping;
-                an option of OneFlow's in a group of an optimizer that does not have it.
+            ConfigError: as in :meth:`zerograph.ZeroGraph.add_optimizer`; or both schedulers are passed, ``is_sparse``
+                is True, only one of the clipping options is set, or the optimizer would ignore an option of a group.
         """
         if is_sparse:
             raise ConfigError("add_optimizer(is_sparse=True): updates are dense here; leave it out")
@@ -127,10 +130,10 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         self.config.mark_training()
 
     def set_grad_scaler(self, grad_scaler: GradScaler) -> None:
-        """Scale the loss: a ``flow.amp.GradScaler`` or ``flow.amp.StaticGradScaler``.
+        """Set the loss scaler: a ``flow.amp.GradScaler`` or ``flow.amp.StaticGradScaler``.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: the argument is neither.
         """
         if not isinstance(grad_scaler, GradScaler):
             raise ConfigError(
@@ -151,22 +154,23 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         only_user_py_stack: bool = True,
         op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Print what is compiled, when it is: -1 nothing, 0 a line, 1 the passes, 2 the operators, 3 the line of each.
+        """Print a report of each compilation.
 
         Args:
-            v_level: how much to print, as above.
-            ranks: which ranks print; default rank 0, -1 is all.
+            v_level: -1 prints nothing, 0 a line, 1 the passes too, 2 the operators too, 3 the source line of each
+                operator too.
+            ranks: the ranks that print. Default: rank 0; -1: all.
             max_py_stack_depth: no effect: operators always carry the user's innermost line.
             only_user_py_stack: no effect.
             op_repr_with_py_stack: no effect.
 
         Raises:
-            ConfigError: no such level, or no ranks.
+            ConfigError: the level does not exist, or ``ranks`` are not ranks.
         """
         if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
             raise ConfigError(f"debug({v_level!r}): give a level from -1, nothing, to 3, everything")
         chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
-        if not isinstance(chosen, (list, tuple)) or not all(isinstance(one, int) for one in chosen):
+        if not isinstance(chosen, (list, tuple)) or not all(isinstance(number, int) for number in chosen):
             raise ConfigError(f"debug(ranks={ranks!r}): give a rank, or a list of ranks, or -1 for all")
         if v_level == -1:
             self._debug_level = -1
@@ -174,53 +178,54 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             self._debug_level = v_level
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on this rank's part of the batch, or on global tensors; global in is global out, with losses.
+        """Run a step on this rank's part of the batch, or on global tensors.
+
+        Global inputs give global outputs, losses included.
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
             CommunicationError: another rank does not answer within ``config.timeout`` seconds.
         """
         result = super().__call__(*args, **kwargs)
-        given = next(_globals((args, kwargs)), None)
-        if given is None:
+        global_input = next(_globals((args, kwargs)), None)
+        if global_input is None:
             return result
-        mesh = given.device_mesh
+        mesh = global_input.device_mesh
 
-        def as_global(one: Any) -> Any:
-            plain = isinstance(one, Tensor) and not isinstance(one, DTensor)
-            return replicated(one, mesh) if plain else one
+        def as_global(leaf: Any) -> Any:
+            plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+            return replicated(leaf, mesh) if plain else leaf
 
         return pytree.tree_map(as_global, result)
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return every module's state under its name, in whole tensors, and the graph's under ``zerograph``.
+        """Return the state of each module under its name, and other state under ``zerograph``. A collective.
 
-        Every rank must call it, and gets all of it.
+        All ranks get all of it, in whole tensors.
 
         Args:
-            destination: a dict to put it into.
+            destination: the dict to write to. Default: a new one.
         """
         state = super().state_dict()
-        found = {} if destination is None else destination
-        found.update(state.pop("modules"))
-        found[_REST] = state
-        return found
+        result = {} if destination is None else destination
+        result.update(state.pop("modules"))
+        result[_REST] = state
+        return result
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load what :meth:`state_dict` returned, on any number of ranks, also from ``flow.load``.
 
-        A state of modules alone is loaded too: optimizers then stay as they are. Modules that have nothing to save may
-        be missing.
+        A state of modules alone leaves optimizers unchanged. Modules without state may be missing.
 
         Args:
             state: a state of this graph, or of its modules alone.
-            strict: it must be of just these modules, parameters and buffers; else what fits by name is loaded.
+            strict: require exactly the graph's modules, parameters and buffers; otherwise entries are loaded by name.
 
         Raises:
-            ConfigError: the state does not fit; nothing is changed then.
+            ConfigError: the state does not fit; nothing has changed then.
         """
         self._check_state(state, strict)
-        plain = pytree.tree_map(lambda one: whole_of(one) if isinstance(one, Tensor) else one, dict(state))
+        plain = pytree.tree_map(lambda leaf: whole_of(leaf) if isinstance(leaf, Tensor) else leaf, dict(state))
         rest = plain.pop(_REST, None)
         now = super().state_dict() if rest is None or not strict else {}
         modules = self._stateless() | plain if strict else _filled(now["modules"], plain)
@@ -228,10 +233,10 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     @staticmethod
     def trace(func: Callable[..., Any]) -> Graph:
-        """Decorate a function: return it as a graph without modules, of operators alone.
+        """Decorate a function: return a graph without modules whose ``build()`` calls it.
 
         Raises:
-            ConfigError: it is not a function.
+            ConfigError: the argument is not a function.
         """
         if not inspect.isfunction(func):
             raise ConfigError(f"Graph.trace takes a function, not {type(func).__name__}: for modules write a Graph")
@@ -241,8 +246,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
         members = {"build": build, "__doc__": func.__doc__, "__module__": func.__module__}
         traced: Any = _TakesSwitches(f"{func.__name__}_graph", (Graph,), members)
-        made: Graph = traced()
-        return made
+        graph: Graph = traced()
+        return graph
 
     def _state(self) -> Iterator[GraphTensor]:
         """Iterate over every parameter and buffer of the graph's modules, each once."""
@@ -268,7 +273,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         )
 
     def _stateless(self) -> dict[str, Any]:
-        """Return the modules that have nothing to save, each with its empty state."""
+        """Return the names of modules without state, each with an empty state."""
         children = self._members().root.named_children()
         return {name: {} for name, module in children if not module.state_dict(keep_vars=True)}
 
@@ -299,7 +304,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     def _join(self) -> Job:
         if self._job is None:
-            # What is wrong with the members is said where all ranks hear it.
+            # Errors of the members are raised later, on all ranks.
             with contextlib.suppress(ZeroGraphError):
                 self._follow(self._members().parameters.values())
         return super()._join()
@@ -307,7 +312,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         """Take a placement of several dimensions from the tensors, unless the configuration has one."""
         if self.config.placement is None:
-            meshes = (placement_of_tensor(one).mesh for one in tensors if is_global(one))
+            meshes = (placement_of_tensor(tensor).mesh for tensor in tensors if is_global(tensor))
             self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,35 +323,35 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return result
 
     def _attributes(self) -> dict[str, Any]:
-        # What the graph is compiled again for if it changes.
+        # A change of these attributes compiles the graph again.
         return super()._attributes() | {"clipping of groups": clipping_facts(self._optimizers)}
 
 
 def _globals(inputs: Any) -> Iterator[DTensor]:
-    return (one for one in pytree.tree_leaves(inputs) if isinstance(one, DTensor))
+    return (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, DTensor))
 
 
 def _cut_on_one_rank(value: Any) -> Any:
-    """Return a whole tensor on one rank as split along dimension 0, which it is too: accumulation cuts along that."""
+    """Return a global tensor on one rank with the SBP ``split(0)``, along which accumulation cuts."""
     if not isinstance(value, DTensor) or value.device_mesh.size() > 1 or not value.dim():
         return value
     split = [Shard(0)] + [Replicate()] * (value.device_mesh.ndim - 1)
     return DTensor.from_local(value.to_local(), value.device_mesh, split, run_check=False)
 
 
-def _filled(now: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the current state, with the given entries in place of those of the same name."""
+def _filled(now: Mapping[str, Mapping[str, Any]], loaded: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the current state with loaded entries of the same names."""
     return {
-        name: {key: given.get(name, {}).get(key, value) for key, value in state.items()} for name, state in now.items()
+        name: {key: loaded.get(name, {}).get(key, value) for key, value in state.items()} for name, state in now.items()
     }
 
 
 def _report(graph: ZeroGraph, title: str, level: int) -> str:
     """Return a line at level 0; 1 adds the passes, 2 the operators of the graph, 3 the user's line of each."""
-    seconds = sum(one.seconds for one in graph.passes)
+    seconds = sum(record.seconds for record in graph.passes)
     lines = [f"{title} compiled in {seconds:.2f} s, {len(graph.collectives())} collectives"]
     if level >= 1:
-        lines += [f"  pass {one.name}: {one.nodes} nodes, {one.seconds:.3f} s. {one.summary}" for one in graph.passes]
+        lines += [f"  pass {p.name}: {p.nodes} nodes, {p.seconds:.3f} s. {p.summary}" for p in graph.passes]
     if level >= 2:
         for node in graph.graph().graph.nodes:
             sbp = node.meta.get("sbp")

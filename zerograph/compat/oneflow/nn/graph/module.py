@@ -1,4 +1,4 @@
-"""``module.to(nn.graph.GraphModule)``: what a module in a graph can be told."""
+"""``module.to(nn.graph.GraphModule)``: settings of a module in a graph."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from zerograph.errors import ConfigError
 
-# A plain attribute of the module: graphs see it change, and compile again.
+# A plain attribute of the module: graphs notice its changes, and compile again.
 _CHECKPOINTED = "zerograph_activation_checkpointing"
 
 
 class GraphModule:
-    """A module as its graphs see it.
+    """The settings of a module in graphs.
 
     Attributes:
-        activation_checkpointing: keep only the module's inputs, and recompute its activations in backward.
-            Holds for all graphs of ``zerograph.compat.oneflow`` that have the module.
+        activation_checkpointing: save only the module's inputs, and recompute its activations in backward, in all
+            graphs of ``zerograph.compat.oneflow`` that contain the module.
     """
 
     __slots__ = ("_module",)
@@ -45,14 +45,14 @@ class GraphModule:
             vars(self._module).pop(_CHECKPOINTED, None)
 
     def set_stage(self, stage_id: int | None = None, placement: Any = None) -> None:
-        """Refuse OneFlow's pipeline parallelism, which zerograph does not have.
+        """Raise an error: pipeline parallelism is not supported.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
             "set_stage() is for pipeline parallelism, which zerograph does not have\n"
-            "Leave it out: ZeRO stage 3 makes models fit that one rank cannot hold."
+            "Leave it out: ZeRO stage 3 shards models that do not fit on one rank."
         )
 
     @property
@@ -69,7 +69,7 @@ class GraphModule:
 
 
 class GraphTensor:
-    """A parameter or buffer as its graph sees it, from ``graph._state()``: ``to(flow.Tensor)`` is the tensor itself."""
+    """A parameter or buffer from ``graph._state()``; ``to(flow.Tensor)`` returns the tensor itself."""
 
     __slots__ = ("_tensor",)
 
@@ -77,10 +77,10 @@ class GraphTensor:
         self._tensor = tensor
 
     def to(self, kind: type) -> Any:
-        """Return the tensor for ``flow.Tensor``, and this for ``GraphTensor``.
+        """Return the tensor for ``flow.Tensor``, and ``self`` for ``GraphTensor``.
 
         Raises:
-            ConfigError: another class.
+            ConfigError: ``kind`` is another class.
         """
         if kind is Tensor:
             return self._tensor
@@ -94,7 +94,7 @@ class GraphTensor:
 
 @contextlib.contextmanager
 def checkpoints(root: nn.Module) -> Iterator[None]:
-    """Run checkpointed modules under ``torch.utils.checkpoint``, which capture honours."""
+    """Run checkpointed modules under ``torch.utils.checkpoint``, which capture supports."""
     with contextlib.ExitStack() as stack:
         for module in root.modules():
             if _CHECKPOINTED in vars(module):
