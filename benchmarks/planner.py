@@ -7,7 +7,7 @@ Ranks over gloo on one machine of two cores, one thread each, fp32, fused AdamW,
 before each model, with as many ranks, as `zerograph calibrate` does: others share it, its speed changes by the minute.
 Memory: the most that rank 0's process holds during a step (VmHWM), less what it holds between steps, plus the state
 that it has then; in MiB, malloc's thresholds for mmap and trim at 128 KiB, so that the allocator keeps nothing back.
-Time: the median of a step, in milliseconds, without them. Four ranks on two cores take turns, in the measurement of the
+Time: the median of a step, in milliseconds, without them. Four ranks on two cores alternate, in the measurement of the
 machine as in the steps.
 """
 

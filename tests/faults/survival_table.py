@@ -19,7 +19,7 @@ class Tally:
     Attributes:
         fault: what happened, in a few words.
         tried, survived: how often; survived: noticed as it must be, or gone on from with the right numbers.
-        lost_steps: the most updates that had to be made again; None where the question does not arise.
+        lost_steps: the largest number of updates that had to be repeated; None if there is none to repeat.
         seconds: the longest until it was noticed; None where nothing has to notice it.
     """
 

@@ -73,7 +73,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]:
-    """(updates made again, seconds from the death of a rank until the job goes on) of a run that ends well."""
+    """(updates repeated, seconds from the death of a rank until the job goes on) of a run that ends well."""
     script = folder.parent / "crashing.py"
     script.write_text(CRASHING)
     how = [str(script), str(folder.parent), str(rank), str(step), str(delay)]

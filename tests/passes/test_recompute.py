@@ -1,4 +1,4 @@
-"""``config.recompute``: what backward makes again is what forward made, bit by bit, and is not kept for it."""
+"""``config.recompute``: backward recomputes the values of forward bit by bit, and does not keep them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerograph.ir.metadata import origin
 from zerograph.passes.recompute.min_cut import Operator, Problem, Value, choices
 
 aten = torch.ops.aten
-# Stage 1, with blocks made again and without: test_together.
+# Stage 1, with recomputed blocks and without: test_together.
 STAGES = (0, 2, 3)
 OTHERS = ((0, "checkpoint"), (3, "auto"), (3, "checkpoint"))
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}

@@ -56,7 +56,7 @@ def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
                 f"{threading.current_thread().name} during {others[0]} in thread "
                 f"{_turn.thread}\n"
                 "Which of them comes first may differ between ranks. Use graphs from one thread, or let the threads "
-                "take turns in the same order on every rank."
+                "call them in the same order on every rank."
             )
             raise InputError(_turn.refused)
         _turn.lock.acquire()

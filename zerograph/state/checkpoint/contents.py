@@ -50,7 +50,7 @@ def names_of(members: Members, optimizers: Optimizers) -> Named:
 def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
     """The tensors of a store: parameters, and the optimizer's state unless there is none yet, or it is another graph's.
 
-    Where several ranks hold the same, one of them writes it: they take turns.
+    If several ranks have the same tensor, one of them writes it; ranks alternate.
     """
     read = _Last()
     found: dict[str, Pieces] = {}
@@ -75,7 +75,7 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
 
 
 def pieces_of_plain(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> dict[str, Pieces]:
-    """Tensors that every rank has whole: the ranks take turns in writing them."""
+    """Tensors that every rank has whole: ranks alternate in writing them."""
     found = {}
     for number, (name, tensor) in enumerate(tensors):
         found[name] = one = Pieces(tuple(tensor.shape), tensor.dtype)
