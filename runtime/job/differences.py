@@ -1,4 +1,4 @@
-"""The message on ranks that differ: the first fact in which they do, and what to do."""
+"""Describe ranks that differ: the first fact in which they do, and what to do."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from zerograph.runtime.job.signs import ranks_named
 DOING = "what they are about to do"
 BROKE_OFF = "where the step before broke off"
 _ADVICE = {
-    BROKE_OFF: "What they were exchanging there is lost: start the job anew, from the last checkpoint.",
+    BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
     DOING: "Every rank must make the same calls in the same order: steps, full_parameters(), state_dict(), save() and "
     "load() belong under no 'if rank == 0'.",
 }
 
 
 def first_difference(facts: list[dict[str, str]], doing: str) -> str:
-    """Return a message that names the first fact, of those of each rank, in which they differ."""
-    place: dict[str, int] = {}
-    for one in facts:
-        for index, key in enumerate(one):
-            place[key] = min(index, place.get(key, index))
-    # In order, and at the same place first what one rank lacks altogether: the rest follows from it.
-    for key in sorted(place, key=lambda key: (place[key], all(key in one for one in facts))):
+    """Return a message that names the first fact in which ranks differ.
+
+    Args:
+        facts: of each rank, by name and in order.
+        doing: what the ranks were about to do.
+    """
+    positions: dict[str, int] = {}
+    for rank_facts in facts:
+        for index, key in enumerate(rank_facts):
+            positions[key] = min(index, positions.get(key, index))
+    # At one position, facts that a rank lacks come first: other differences follow from that.
+    for key in sorted(positions, key=lambda key: (positions[key], all(key in rank_facts for rank_facts in facts))):
         values: dict[str, list[int]] = {}
-        for index, one in enumerate(facts):
-            values.setdefault(one.get(key, "nothing"), []).append(index)
+        for rank, rank_facts in enumerate(facts):
+            values.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
             lines = "\n".join(f"  {ranks_named(ranks)}: {value}" for value, ranks in values.items())
             advice = _ADVICE.get(key, _rows_advice(key, values))
@@ -35,7 +40,7 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
 
 
 def _rows_advice(key: str, values: Iterable[str]) -> str:
-    """Return the advice on ranks that differ in ``key``: on inputs of other shapes, how to make them equal."""
+    """Return advice for ranks that differ in ``key``; for inputs of different shapes, how to make them equal."""
     shapes = {shape for value in values for shape in re.findall(r"^local shape (\(.*?\))", value)}
     if not key.startswith("input ") or len(shapes) < 2:
         return "All ranks must run the same step."

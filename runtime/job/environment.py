@@ -1,4 +1,4 @@
-"""Read what a launcher puts into the environment; an error names the variable and its value."""
+"""Read the environment variables that a launcher sets; an error names the variable and its value."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from zerograph.errors import CommunicationError
 
 
 def number_of(name: str, default: int | None = None, least: int = 0, most: int | None = None) -> int:
-    """Return the whole number that an environment variable holds; ``default`` if it is not set.
+    """Return an environment variable as a whole number.
+
+    Args:
+        name: the variable.
+        default: returned if it is not set; None: it must be set.
+        least, most: the range of allowed numbers.
 
     Raises:
-        CommunicationError: it is not set and there is no default, or it is no such number.
+        CommunicationError: it is not set and has no default, or is not a number in the range.
     """
     text = os.environ.get(name)
     if text is None and default is not None:
@@ -21,16 +26,16 @@ def number_of(name: str, default: int | None = None, least: int = 0, most: int |
         number = int(text or "")
         if number >= least and (most is None or number <= most):
             return number
-    wanted = f"a whole number from {least} " + ("on" if most is None else f"to {most}")
+    allowed = f"a whole number from {least} " + ("on" if most is None else f"to {most}")
     shown = "is not set" if text is None else f"is {text!r:.60}"
-    raise CommunicationError(f"the environment variable {name} {shown}: it must be {wanted}, as torchrun sets it")
+    raise CommunicationError(f"the environment variable {name} {shown}: it must be {allowed}, as torchrun sets it")
 
 
 def check_launch() -> None:
-    """Check all that the environment says of this process's place in a job.
+    """Check the variables that give this process's place in a job.
 
     Raises:
-        CommunicationError: a variable is not set, or is not the number that it must be.
+        CommunicationError: a variable is not set, or not a number in its range.
     """
     missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -46,9 +51,10 @@ def check_launch() -> None:
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine, 0 if no launcher says it.
+    """Return this process's number on its machine; 0 if LOCAL_RANK is not set.
 
     Raises:
-        CommunicationError: it is no number. Some launchers say -1 where there is one process.
+        CommunicationError: it is not a number.
     """
+    # Some launchers set -1 if there is one process.
     return number_of("LOCAL_RANK", 0, least=-1)

@@ -1,4 +1,4 @@
-"""Processes forked from a rank: they inherit its connections to the other ranks, but none of its threads."""
+"""Detect processes forked from a rank: they inherit its connections to other ranks, but none of its threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zerograph.errors import CommunicationError
 
-# In a process that was forked: the default process group of the one that it was forked from.
+# In a forked process, the default process group of its parent.
 _inherited: dist.ProcessGroup | None = None
 
 
@@ -22,12 +22,16 @@ os.register_at_fork(after_in_child=_remember_fork)
 
 
 def is_child() -> bool:
-    """Return whether the process group of this process belongs to the one that it was forked from."""
+    """Return whether this process was forked and its process group is its parent's."""
     return _inherited is not None and dist.is_initialized() and dist.group.WORLD is _inherited
 
 
 def refuse() -> None:
-    """Raise in a forked process: its messages would be taken for those of the process that it was forked from."""
+    """Raise in a forked process, whose messages to other ranks would be taken for its parent's.
+
+    Raises:
+        CommunicationError: this process was forked from a rank of a job with several.
+    """
     if is_child() and dist.get_world_size() > 1:
         raise CommunicationError(
             f"this process was forked from rank {dist.get_rank()} of {dist.get_world_size()}, and has its connections "
