@@ -96,7 +96,7 @@ def _out_form(start: fx.Node, context: Context) -> OpOverload | None:
         out_form: OpOverload = c10d.all_gather_into_tensor_out.default
         return out_form
     if start.target is context.backend.exchanges.get("all-gather"):
-        return context.backend.exchanges.get("all-gather into room")
+        return context.backend.exchanges.get("all-gather into gather buffer")
     return None
 
 

@@ -33,7 +33,7 @@ _REPETITIONS = 4
 # Used over gloo in any case.
 _ALWAYS: dict[str, OpOverload] = {
     "all-gather": collectives.gather_pieces,
-    "all-gather into room": collectives.gather_into,
+    "all-gather into gather buffer": collectives.gather_into,
 }
 # Used where ranks read each other's memory.
 _DIRECT: dict[str, OpOverload] = {
