@@ -1,11 +1,10 @@
 """Trace an optimizer's update of one parameter as a small graph (``program``).
 
 The update is traced on a sample (``sampling``), checked to be elementwise and to read no other parameter (``proofs``),
-and compared with the updates of other parameters (``keying``).
+and compared with the updates of other parameters.
 """
 
-from zerograph.optim.known import Programs, programs_of
-from zerograph.optim.program import refuse_unsupported, trace_update
+from zerograph.optim.program import Programs, programs_of, refuse_unsupported, trace_update
 from zerograph.optim.proofs import check_separate
 
 __all__ = [

@@ -10,7 +10,8 @@ parameters of that shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,11 +26,40 @@ from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
 from zerograph.optim import hyperparameters
 from zerograph.optim.beginning import beginning
 from zerograph.optim.hyperparameters import Lift, Watched
-from zerograph.optim.keying import initial_value, key_of
+from zerograph.optim.memory import FACTORIES, root_of
 from zerograph.optim.proofs import mixing, refuse_random
 from zerograph.optim.sampling import Sample, StateTensor, both, width
 
 aten = torch.ops.aten
+
+
+@dataclass
+class Programs:
+    """A cache of update programs.
+
+    Attributes:
+        traced: programs by optimizer, hyperparameters, dtype and device, and by shape if it matters.
+        separate: keys of programs that were proved to read no other parameter.
+    """
+
+    traced: dict[tuple[Hashable, ...], UpdateProgram] = field(default_factory=dict)
+    separate: set[Hashable] = field(default_factory=set)
+
+
+_OF_TORCH = Programs()
+
+
+def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
+    """Return the optimizer's part of a key, and the cache of its programs.
+
+    Optimizers of torch and of ``flow.optim`` compute with their groups alone, so all instances share a cache. A user's
+    class may store anything, so its programs are only for this instance, in the graph's cache ``own``.
+    """
+    kind: Any = type(optimizer)
+    if kind.__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim.")):
+        return kind, _OF_TORCH
+    return id(optimizer), own
+
 
 UNSUPPORTED = {
     "LBFGS": "it evaluates the loss several times per step, each time depending on values",
@@ -200,3 +230,47 @@ def _functional(graph: fx.GraphModule) -> fx.GraphModule:
         node.replace_all_uses_with(node.all_input_nodes[0])
         functional.graph.erase_node(node)
     return functional
+
+
+def key_of(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:
+    """Return a text of the operators and constants in order, with tensors numbered.
+
+    State that the graph itself creates counts as an input, so a first update may equal a later one.
+    """
+    names: dict[fx.Node, str] = {}
+    output = graph.graph.output_node().args[0]
+    for state, node in zip(returned_state, output if isinstance(output, (list, tuple)) else (), strict=False):
+        names[_made_at(node)] = state
+    lines: list[str] = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            names[node] = meta(node)["update_input"]
+        elif node.op == "call_function" and node not in names:
+            names[node] = f"%{len(lines)}"
+            lines.append(f"{node.target} {_shown(node.args, names)} {_shown(node.kwargs, names)}")
+    return "\n".join(lines)
+
+
+def _shown(argument: Any, names: Mapping[fx.Node, str]) -> str:
+    return str(fx.map_arg(argument, lambda node: names.get(node, str(node))))
+
+
+def _made_at(node: fx.Node) -> fx.Node:
+    """Return :func:`root_of` the node; for a constant, the node that copies it."""
+    root = root_of(node)
+    return next(iter(root.users)) if root.op == "get_attr" else root
+
+
+def initial_value(first: fx.GraphModule, index: int) -> float | None:
+    """Return the constant value of a result of the first update, or None if it is computed."""
+    returned = first.graph.output_node().args[0]
+    assert isinstance(returned, (list, tuple))
+    result = returned[index]
+    assert isinstance(result, fx.Node)
+    root = root_of(result)
+    if root.op == "get_attr":
+        constant = getattr(first, str(root.target))
+        return float(constant) if isinstance(constant, Tensor) and constant.numel() == 1 else None
+    fill = FACTORIES.get(root.target)  # type: ignore[call-overload]
+    number = fill(root) if fill else None
+    return float(number) if isinstance(number, (int, float)) else None
