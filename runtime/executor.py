@@ -18,7 +18,7 @@ from zerograph._torch import written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import Loop, loop_of
-from zerograph.ir.metadata import Boxing, Origin, Role, meta
+from zerograph.ir.metadata import Origin, Role, boxing_of, meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, noted
@@ -120,8 +120,8 @@ class Executor:
         node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is WAIT:
             node = node.all_input_nodes[0]
-        boxing = meta(node).get("boxing") if node is not None else None
-        if isinstance(boxing, Boxing):
+        boxing = boxing_of(node) if node is not None else None
+        if boxing is not None:
             collective = f"in the {boxing.kind} of {boxing.tensor} ({boxing.phase}, node {node})"
             return communication_error(self.job, f"{collective} of {doing}", error)
         if self.job.size > 1 and not lines and _looks_like_communication(error):

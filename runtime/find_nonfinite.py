@@ -21,7 +21,7 @@ from zerograph._torch import pytree
 from zerograph.ir.alias import WAIT
 from zerograph.ir.finite_check import has_fractions
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
-from zerograph.ir.metadata import Boxing, Origin, Role, meta, origin, role
+from zerograph.ir.metadata import Origin, Role, boxing_of, origin, role
 from zerograph.ir.rewrite import ancestors
 
 aten = torch.ops.aten
@@ -234,8 +234,8 @@ def _source(node: fx.Node) -> Role | str:
     if node.op == "placeholder" and node_role is not None:
         return node_role
     if node.target is WAIT:
-        boxing = meta(node.all_input_nodes[0]).get("boxing")
-        if isinstance(boxing, Boxing):
+        boxing = boxing_of(node.all_input_nodes[0])
+        if boxing is not None:
             return f"the {boxing.kind} of {boxing.tensor}"
     return str(node.target)
 

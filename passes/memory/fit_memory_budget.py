@@ -45,7 +45,9 @@ def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModul
     for position, body in outer.bodies.items():
         # The body shares the budget with what the graph around the loop holds meanwhile.
         outside = outer.bytes[position] - outer.temporary[position]
-        _fit(body.nodes[0].graph, budget - outside + sum(storage.bytes for storage in body.storages if storage.given))
+        _fit(
+            body.nodes[0].graph, budget - outside + sum(storage.bytes for storage in body.storages if storage.is_input)
+        )
     _fit(module.graph, budget)
     memory = profile(module.graph).memory()
     if memory.peak > budget:

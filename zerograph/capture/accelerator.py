@@ -1,8 +1,8 @@
-"""An accelerator that need not be there: what was traced on the CPU, as if it lay on the meta device.
+"""Plan for an absent accelerator: move a graph that was traced on the CPU to the meta device.
 
-Autograd over fake CUDA tensors needs a torch with CUDA, and traced on the meta device itself attention falls apart into
-products that no accelerator makes one by one. The CPU's operators keep for backward what an accelerator's do. From the
-captured graph on the meta device is the accelerator, and the CPU is the one whose memory things may rest in.
+Autograd over fake CUDA tensors needs a torch with CUDA. A trace on the meta device decomposes attention into products
+that accelerators compute in one kernel. The operators of the CPU save the same tensors for backward as those of
+accelerators. After capture the meta device stands for the accelerator, and the CPU for its host.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _CPU = torch.device("cpu")
 
 
 def moved(captured: Captured) -> Captured:
-    """The same graph, changed in place, with its tensors on the accelerator instead of the CPU."""
+    """Move the tensors of a captured graph, in place, from the CPU to the accelerator; return it."""
     _move(captured.graph.graph)
     return replace(captured, regions=tuple(map(_moved_region, captured.regions)))
 
 
 def _moved_region(region: Region) -> Region:
     _move(region.graph)
-    return replace(region, outputs=tuple(replace(one, device=_there(one.device)) for one in region.outputs))
+    return replace(region, outputs=tuple(replace(spec, device=_on_accelerator(spec.device)) for spec in region.outputs))
 
 
 def _move(graph: fx.Graph) -> None:
     with mode_of(graph):
         for node in graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, _there)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, _there)
-            found = role(node)
-            # What random numbers follow from is on the CPU everywhere.
-            if "val" in node.meta and (found is None or found.kind != "seed"):
+            node.args = fx.node.map_aggregate(node.args, _on_accelerator)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, _on_accelerator)
+            node_role = role(node)
+            # The seed is on the CPU for every device.
+            if "val" in node.meta and (node_role is None or node_role.kind != "seed"):
                 node.meta["val"] = pytree.tree_map(_fake, node.meta["val"])
 
 
-def _there(given: Any) -> Any:
-    return ACCELERATOR if isinstance(given, torch.device) and given == _CPU else given
+def _on_accelerator(argument: Any) -> Any:
+    return ACCELERATOR if isinstance(argument, torch.device) and argument == _CPU else argument
 
 
 def _fake(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Batch norm whose statistics are those of each rank's part of the batch, as global mathematics.
+"""Batch norm with the statistics of each rank's part of the batch, in terms of global tensors.
 
-The batch is seen as groups of consecutive samples, one for each rank: statistics have a group dimension, which is split
-as the batch is, so that nothing is exchanged but what the running statistics need.
+The batch is a sequence of groups of consecutive samples, one for each rank. Statistics have a group dimension, which is
+split as the batch is, so that only the running statistics need communication.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ aten = torch.ops.aten
 
 
 def grouped(groups: int, plain: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Decompositions of batch norm over ``groups`` parts of the batch; of what knows no batch, the ``plain`` ones."""
+    """Return decompositions of batch norm over groups of the batch.
+
+    Args:
+        groups: number of groups.
+        plain: decompositions for evaluation mode and instance norm.
+    """
 
     def native(
         x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
     ) -> Any:
-        if _whole(x, training):
+        if _without_groups(x, training):
             return plain[aten.native_batch_norm.default](x, weight, bias, mean, var, training, momentum, eps)
         return _forward(groups, x, weight, bias, mean, var, momentum, eps)
 
     def native_backward(
         gradient: Tensor, x: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, training: bool, *rest: Any
     ) -> Any:
-        if _whole(x, training):
+        if _without_groups(x, training):
             operator = plain[aten.native_batch_norm_backward.default]
             return operator(gradient, x, weight, mean, var, saved, rstd, training, *rest)
         return _backward(groups, gradient, x, weight, saved, rstd)
@@ -38,15 +43,15 @@ def grouped(groups: int, plain: Mapping[Any, Callable[..., Any]]) -> dict[Any, C
     def cudnn(
         x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
     ) -> Any:
-        if _whole(x, training):
+        if _without_groups(x, training):
             return plain[aten.cudnn_batch_norm.default](x, weight, bias, mean, var, training, momentum, eps)
         return *_forward(groups, x, weight, bias, mean, var, momentum, eps), x.new_zeros(0, dtype=torch.uint8)
 
     def cudnn_backward(
         x: Tensor, gradient: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, *rest: Any
     ) -> Any:
-        # Of cudnn's kernel there is a backward in training only.
-        if _whole(x, True):
+        # The cudnn kernel has a backward for training only.
+        if _without_groups(x, True):
             operator = plain[aten.cudnn_batch_norm_backward.default]
             return operator(x, gradient, weight, mean, var, saved, rstd, *rest)
         return _backward(groups, gradient, x, weight, saved, rstd)
@@ -59,19 +64,19 @@ def grouped(groups: int, plain: Mapping[Any, Callable[..., Any]]) -> dict[Any, C
     }
 
 
-def _whole(x: Tensor, training: bool) -> bool:
-    """In evaluation there are no statistics of a batch; instance norm lays samples and channels in one dimension."""
+def _without_groups(x: Tensor, training: bool) -> bool:
+    """Return True in evaluation, which has no batch statistics, and for instance norm, whose batch size is 1."""
     return not training or len(x) == 1
 
 
 def _forward(
     groups: int, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and mean and reciprocal deviation of each group and channel."""
-    parts = _parted(groups, x)
-    dims, count = _others(parts), parts.numel() // (groups * parts.shape[2])
+    """Return the result, and mean and reciprocal deviation [groups, channels]."""
+    parts = _grouped(groups, x)
+    dims, count = _reduced_dims(parts), parts.numel() // (groups * parts.shape[2])
     if count == 1:
-        # As torch.nn.functional.batch_norm refuses it, which here has seen all parts at once.
+        # As torch.nn.functional.batch_norm does, which only sees the whole batch.
         raise CaptureError(
             f"batch norm of {len(x)} samples in {groups} parts, with config.batch_norm = 'local': a single value of a "
             "channel has no variance\nGive each rank's micro-batches more than one sample, or set config.batch_norm to "
@@ -85,9 +90,9 @@ def _forward(
     out = out if weight is None else out * weight.reshape(shape)
     out = out if bias is None else out + bias.reshape(shape)
     unbiased = var * (count / (count - 1))
-    for running, each in ((running_mean, mean), (running_var, unbiased)):
+    for running, statistic in ((running_mean, mean), (running_var, unbiased)):
         if running is not None:
-            new = each.reshape(groups, -1).sum(0) / groups
+            new = statistic.reshape(groups, -1).sum(0) / groups
             running.copy_(running * (1 - momentum) + new * momentum)
     return out.to(x.dtype), mean.reshape(groups, -1), rstd.reshape(groups, -1)
 
@@ -95,20 +100,22 @@ def _forward(
 def _backward(
     groups: int, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parts, given = _parted(groups, x), _parted(groups, gradient)
-    dims, count = _others(parts), parts.numel() // (groups * parts.shape[2])
+    """Return the gradients of input, weight and bias."""
+    parts, grad = _grouped(groups, x), _grouped(groups, gradient)
+    dims, count = _reduced_dims(parts), parts.numel() // (groups * parts.shape[2])
     shape = [groups, 1, -1] + [1] * (x.dim() - 2)
     mean, rstd = mean.reshape(shape), rstd.reshape(shape)
     normed = (parts - mean) * rstd
-    total, along = given.sum(dims, keepdim=True), (given * normed).sum(dims, keepdim=True)
-    slope = (given - total / count - normed * (along / count)) * rstd
+    total, projected = grad.sum(dims, keepdim=True), (grad * normed).sum(dims, keepdim=True)
+    grad_input = (grad - total / count - normed * (projected / count)) * rstd
     if weight is not None:
-        slope = slope * weight.reshape(shape[1:])
-    sums = [one.reshape(groups, -1).sum(0) for one in (along, total)]
-    return slope.reshape(x.shape).to(x.dtype), sums[0], sums[1]
+        grad_input = grad_input * weight.reshape(shape[1:])
+    grad_weight, grad_bias = (value.reshape(groups, -1).sum(0) for value in (projected, total))
+    return grad_input.reshape(x.shape).to(x.dtype), grad_weight, grad_bias
 
 
-def _parted(groups: int, x: Tensor) -> Tensor:
+def _grouped(groups: int, x: Tensor) -> Tensor:
+    """Return ``x`` in at least fp32 as [groups, samples, channels, ...]."""
     if len(x) % groups:
         raise CaptureError(
             f"batch norm of {len(x)} samples, which {groups} parts do not divide, with config.batch_norm = 'local'\n"
@@ -119,6 +126,6 @@ def _parted(groups: int, x: Tensor) -> Tensor:
     return wide.reshape([groups, len(x) // groups, *x.shape[1:]])
 
 
-def _others(parts: Tensor) -> list[int]:
-    """All dimensions but groups and channels."""
+def _reduced_dims(parts: Tensor) -> list[int]:
+    """Return all dimensions except groups and channels."""
     return [1, *range(3, parts.dim())]

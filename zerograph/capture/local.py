@@ -1,8 +1,8 @@
-"""local: a region of ``build()`` that every rank computes on its own part, as data-parallel code would.
+"""Local regions of ``build()``, which every rank computes on its own shards, as in data-parallel code.
 
-Outside such a region, N ranks compute what one device would compute on the whole batch. Routing of tokens with a
-capacity per rank, a sampling that must not see other ranks' samples, a kernel that needs its input whole are easier
-to say from one rank's point of view; the declared SBPs then say what the results mean globally.
+Outside a region, N ranks compute what one device computes on the whole batch. Some computations are easier to write for
+one rank: routing of tokens with a capacity per rank, sampling without the samples of other ranks, a kernel that needs
+its input whole. The declared SBPs then say which global tensors the results are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerograph.ir.region import local as local_operator
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import placeholders, restore_origins, writes
 
-# One for all tensors, or one for each, in the order in which they stand among arguments or results.
+# One SBP for all tensors, or one for each, in the order of arguments or results.
 Sbps = Sbp | Sequence[Sbp]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,9 +38,9 @@ def local(region: nn.Module, *, inputs: Sbps | None = ..., outputs: Sbps = ...) 
 @overload
 def local(region: F, *, inputs: Sbps | None = ..., outputs: Sbps = ...) -> F: ...
 def local(region: Any, *, inputs: Sbps | None = None, outputs: Sbps = Split(0)) -> Any:  # noqa: B008
-    """``region``, to be called in ``build()`` with this rank's parts; in plain PyTorch it is what it was.
+    """Return ``region`` as a local region: in ``build()`` it gets this rank's shards, in plain PyTorch it is unchanged.
 
-    With several micro-batches a part is a rank's part of one of them.
+    With several micro-batches it gets this rank's shards of one micro-batch.
 
     Parameters and buffers that it uses, its own or others of the graph, are whole, and their gradients are summed
     over the ranks. Every other tensor that it reads must be among its arguments. Random numbers differ between ranks.
@@ -49,11 +49,11 @@ def local(region: Any, *, inputs: Sbps | None = None, outputs: Sbps = Split(0)) 
         region: a module, or a function of tensors in any nesting.
         inputs: SBP of the tensors among the arguments, one for all or one for each. Default: split(0), and broadcast
             for 0-d ones.
-        outputs: SBP of the tensors that it returns, likewise; ``partial_sum`` for what is summed over the ranks.
+        outputs: SBP of the tensors that it returns, one for all or one for each; ``partial_sum`` for a sum over ranks.
 
     Raises:
-        PlacementError: neither module nor function, what is no SBP, an input that is a partial sum, or an output that
-            is broadcast: nothing that ranks compute on their own parts is equal on all of them.
+        PlacementError: ``region`` is neither module nor function, an SBP is none, an input is a partial sum, or an
+            output is broadcast, although ranks compute different results from their shards.
     """
     if not callable(region):
         raise PlacementError(f"local() takes a module or a function, not {region!r:.60}")
@@ -77,44 +77,51 @@ def local(region: Any, *, inputs: Sbps | None = None, outputs: Sbps = Split(0)) 
 
 
 class Local(nn.Module):
-    """A module as a local region; ``inner`` is the module itself, whose parameters stay where they are."""
+    """A module as a local region.
+
+    Attributes:
+        inner: the module itself.
+        declared: the declared SBPs as text.
+    """
 
     def __init__(self, inner: nn.Module, inputs: Sbps | None, outputs: Sbps) -> None:
         super().__init__()
         self.inner = inner
-        # A graph is captured anew when it changes: it is text.
+        # Text in an attribute is a guard: another declaration is captured again.
         self.declared = f"{inputs} -> {outputs}"
         self._inputs, self._outputs = inputs, outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, in ``build()`` on this rank's shards."""
         return _call(self.inner, args, kwargs, self._inputs, self._outputs)
 
     def extra_repr(self) -> str:
+        """Return the declared SBPs."""
         return self.declared
 
 
 @dataclass
 class Capturing:
-    """What a region needs to know of the capture that it is called in.
+    """The capture that a region is called in.
 
     Attributes:
-        ranks: how many parts there are.
+        ranks: number of shards of a split tensor.
         mode: the fake mode of all tensors.
         table: decompositions.
-        drawn: the random numbers so far.
-        recorder: makes what notes each operator's origin.
-        replace: puts other tensors in the place of parameters and buffers, by name.
-        own: parameters and buffers as the step sees them, by name.
-        regions: those met so far.
+        draws: the random numbers that the trace has drawn.
+        recorder: returns a mode that records each operator's origin.
+        replace: replaces parameters and buffers by other tensors, by name.
+        state: the traced parameters and buffers, by name.
+        regions: the regions so far.
     """
 
     ranks: int
     mode: _torch.FakeTensorMode
     table: dict[Any, Callable[..., Any]]
-    drawn: Draws
+    draws: Draws
     recorder: Callable[[], AbstractContextManager[Any]]
     replace: Callable[[dict[str, Tensor]], AbstractContextManager[None]]
-    own: dict[str, Tensor]
+    state: dict[str, Tensor]
     regions: list[Region] = field(default_factory=list)
 
 
@@ -123,7 +130,7 @@ _capturing: ContextVar[Capturing | None] = ContextVar("capturing", default=None)
 
 @contextmanager
 def inside(capturing: Capturing) -> Iterator[None]:
-    """Local regions that are called inside become parts of this capture."""
+    """Make local regions that are called inside parts of this capture."""
     token = _capturing.set(capturing)
     try:
         yield
@@ -133,12 +140,15 @@ def inside(capturing: Capturing) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The halves of a region as one call needs them.
+    """The regions of forward and backward of one call.
 
     Attributes:
-        forward_inputs, backward_inputs: which of the call's tensors each half reads.
-        differentiable: which outputs give backward a gradient.
-        gradients: the tensors that backward makes a gradient for.
+        forward: the region of forward.
+        backward: the region of backward.
+        forward_inputs: indices of the call's tensors that forward reads.
+        backward_inputs: indices of the call's tensors that backward reads.
+        differentiable: indices of the outputs whose gradient backward reads.
+        gradients: indices of the tensors whose gradient backward returns.
     """
 
     forward: Region
@@ -150,51 +160,57 @@ class _Plan:
 
     @property
     def saved(self) -> int:
-        """How many values forward saves for backward."""
+        """Number of values that forward saves for backward."""
         return len(self.backward.inputs) - len(self.backward_inputs) - len(self.differentiable)
 
 
 def _call(function: Callable[..., Any], args: Any, kwargs: Any, inputs: Sbps | None, outputs: Sbps) -> Any:
-    here = _capturing.get()
-    if here is None:
+    capturing = _capturing.get()
+    if capturing is None:
         return function(*args, **kwargs)
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    asked = [broadcast if not x.dim() else Split(0) for x in given] if inputs is None else _spread(inputs, len(given))
-    assert here.drawn.seed is not None
-    tensors = [*given, *here.own.values(), here.drawn.seed]
-    sbps = [*asked, *[broadcast] * (len(tensors) - len(given))]
+    arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if inputs is None:
+        sbps: list[Sbp] = [Split(0) if tensor.dim() else broadcast for tensor in arguments]
+    else:
+        sbps = _one_for_each(inputs, len(arguments))
+    draws = capturing.draws
+    assert draws.seed is not None
+    tensors = [*arguments, *capturing.state.values(), draws.seed]
+    sbps += [broadcast] * (len(tensors) - len(arguments))
     returned: list[Any] = []
 
     def run(*parts: Tensor) -> tuple[list[Tensor], pytree.TreeSpec]:
-        """The region on one rank's parts of ``tensors``."""
-        arguments = iter(parts)
-        own_args, own_kwargs = pytree.tree_unflatten(
-            [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+        """Run the region on one rank's parts of ``tensors``."""
+        remaining = iter(parts)
+        local_args, local_kwargs = pytree.tree_unflatten(
+            [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         )
-        replaced = dict(zip(here.own, arguments, strict=False))
-        before, here.drawn.seed = here.drawn.seed, parts[-1]
+        state = dict(zip(capturing.state, remaining, strict=False))
+        seed, draws.seed = draws.seed, parts[-1]
         try:
-            with here.replace(replaced), here.recorder():
-                returned[:], spec = pytree.tree_flatten(function(*own_args, **own_kwargs))
+            with capturing.replace(state), capturing.recorder():
+                returned[:], spec = pytree.tree_flatten(function(*local_args, **local_kwargs))
         finally:
-            here.drawn.seed = before
+            draws.seed = seed
         return [value for value in returned if isinstance(value, Tensor)], spec
 
-    # Its forward and backward are traced here and now: a checkpoint around it keeps nothing of their inside.
-    with _torch.no_modes(), here.mode, torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        parts = [_part(tensor, sbp, here.ranks) for tensor, sbp in zip(tensors, sbps, strict=True)]
-        count = here.drawn.count
+    # Forward and backward are traced now, so that a checkpoint around the region saves nothing inside it.
+    with _torch.no_modes(), capturing.mode, torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+        parts = [_part(tensor, sbp, capturing.ranks) for tensor, sbp in zip(tensors, sbps, strict=True)]
+        count = draws.count
         results, spec = run(*parts)
-        here.drawn.count = count
+        draws.count = count
         plan, constants = _plan(
-            lambda *parts: run(*parts)[0], parts, results, sbps, _spread(outputs, len(results)), here
+            lambda *parts: run(*parts)[0], parts, results, sbps, _one_for_each(outputs, len(results)), capturing
         )
-    found = iter(_Run.apply(plan, *tensors, *constants))
-    return pytree.tree_unflatten([next(found) if isinstance(value, Tensor) else value for value in returned], spec)
+    outputs_in_step = iter(_Run.apply(plan, *tensors, *constants))
+    return pytree.tree_unflatten(
+        [next(outputs_in_step) if isinstance(value, Tensor) else value for value in returned], spec
+    )
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -202,8 +218,8 @@ def _listed(sbps: Sbps) -> Sequence[Sbp]:
     return sbps if isinstance(sbps, Sequence) else (sbps,)
 
 
-def _spread(sbps: Sbps, count: int) -> list[Sbp]:
-    """One for each of ``count`` tensors."""
+def _one_for_each(sbps: Sbps, count: int) -> list[Sbp]:
+    """Return one SBP for each of ``count`` tensors."""
     if isinstance(sbps, Sbp):
         return [sbps] * count
     if len(sbps) != count:
@@ -220,7 +236,7 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 def _part(tensor: Tensor, sbp: Sbp, ranks: int) -> Tensor:
-    """A tensor like one rank's part."""
+    """Return an empty tensor like one rank's shard."""
     shape = list(tensor.shape)
     if isinstance(sbp, Split):
         if sbp.dim >= len(shape) or shape[sbp.dim] % ranks:
@@ -243,64 +259,77 @@ def _plan(
     results: Sequence[Tensor],
     inputs: Sequence[Sbp],
     outputs: Sequence[Sbp],
-    here: Capturing,
+    capturing: Capturing,
 ) -> tuple[_Plan, list[Tensor]]:
-    """Trace one rank's forward and backward, cut them apart; also the constants that are further inputs."""
+    """Trace one rank's forward and backward and split them; return also the constants that are further inputs."""
     differentiable = [i for i, result in enumerate(results) if result.requires_grad]
-    wanted = [i for i, part in enumerate(parts) if part.requires_grad] if differentiable else []
-    gradients: list[int] = []
-
-    def joint(*tensors: Tensor) -> list[Tensor]:
-        own = tensors[: len(parts)]
-        made = run(*own)
-        found: Sequence[Tensor | None] = ()
-        if wanted:
-            found = torch.autograd.grad(
-                [made[i] for i in differentiable], [own[i] for i in wanted], tensors[len(parts) :], allow_unused=True
-            )
-        gradients[:] = [i for i, gradient in zip(wanted, found, strict=True) if gradient is not None]
-        return [result.detach() for result in made] + [gradient for gradient in found if gradient is not None]
-
-    tangents = [torch.empty(results[i].shape, dtype=results[i].dtype, device=results[i].device) for i in differentiable]
-    traced = _torch.trace(joint, [*parts, *tangents], here.table)
-    module = without_mutation(traced)
-    restore_origins(module.graph)
-    refuse_others(module.graph)
+    module, gradients = _joint_graph(run, parts, results, differentiable, capturing)
     if any(True for _ in writes(module.graph)):
         _refuse(
             "a local region changes a buffer or one of its arguments in place",
             "Each rank would have its own; return the new value, declared partial_sum or split, and write it outside.",
         )
+    ranks = capturing.ranks
     constants = _constants_as_inputs(module, len(parts))
     halves = split_joint(module.graph, len(parts) + len(constants), len(results))
-    whole = [*inputs, *[broadcast] * len(constants)]
-    saved = [GlobalSpec((here.ranks, *v.shape), v.dtype, v.device, Split(0)) for v in halves.saved]
+    sbps = [*inputs, *[broadcast] * len(constants)]
+    saved = [GlobalSpec((ranks, *value.shape), value.dtype, value.device, Split(0)) for value in halves.saved]
     forward = Region(
         halves.forward,
-        tuple(whole[i] for i in halves.forward_inputs),
-        (*(_seen_whole(v, sbp, here.ranks) for v, sbp in zip(results, outputs, strict=True)), *saved),
+        tuple(sbps[i] for i in halves.forward_inputs),
+        (*(_global_spec(result, sbp, ranks) for result, sbp in zip(results, outputs, strict=True)), *saved),
     )
     backward = Region(
         halves.backward,
         (
-            *(whole[i] for i in halves.backward_inputs),
-            *(one.sbp for one in saved),
+            *(sbps[i] for i in halves.backward_inputs),
+            *(spec.sbp for spec in saved),
             *(_gradient_sbp(outputs[i]) for i in differentiable),
         ),
-        tuple(_seen_whole(parts[i], _gradient_sbp(inputs[i]), here.ranks) for i in gradients),
+        tuple(_global_spec(parts[i], _gradient_sbp(inputs[i]), ranks) for i in gradients),
     )
-    here.regions += [forward, backward]
+    capturing.regions += [forward, backward]
     return _Plan(
         forward, backward, halves.forward_inputs, halves.backward_inputs, tuple(differentiable), tuple(gradients)
     ), constants
 
 
+def _joint_graph(
+    run: Callable[..., list[Tensor]],
+    parts: Sequence[Tensor],
+    results: Sequence[Tensor],
+    differentiable: Sequence[int],
+    capturing: Capturing,
+) -> tuple[fx.GraphModule, list[int]]:
+    """Return the functional graph of outputs and gradients, and the indices of the parts that get a gradient."""
+    with_grad = [i for i, part in enumerate(parts) if part.requires_grad] if differentiable else []
+    gradients: list[int] = []
+
+    def joint(*tensors: Tensor) -> list[Tensor]:
+        local_parts, tangents = tensors[: len(parts)], tensors[len(parts) :]
+        outputs = run(*local_parts)
+        grads: Sequence[Tensor | None] = ()
+        if with_grad:
+            grads = torch.autograd.grad(
+                [outputs[i] for i in differentiable], [local_parts[i] for i in with_grad], tangents, allow_unused=True
+            )
+        gradients[:] = [i for i, grad in zip(with_grad, grads, strict=True) if grad is not None]
+        return [output.detach() for output in outputs] + [grad for grad in grads if grad is not None]
+
+    tangents = [torch.empty(results[i].shape, dtype=results[i].dtype, device=results[i].device) for i in differentiable]
+    module = without_mutation(_torch.trace(joint, [*parts, *tangents], capturing.table))
+    restore_origins(module.graph)
+    refuse_others(module.graph)
+    return module, gradients
+
+
 def _gradient_sbp(sbp: Sbp) -> Sbp:
-    """A whole tensor that every rank reads gets a gradient from each; every rank's summand gets that of the sum."""
+    """Return the SBP of the gradient: partial for a broadcast tensor, broadcast for a partial sum."""
     return sbp if isinstance(sbp, Split) else partial_sum if isinstance(sbp, Broadcast) else broadcast
 
 
-def _seen_whole(part: Tensor, sbp: Sbp, ranks: int) -> GlobalSpec:
+def _global_spec(part: Tensor, sbp: Sbp, ranks: int) -> GlobalSpec:
+    """Return the global tensor of which ``part`` is one rank's shard."""
     shape = list(part.shape)
     if isinstance(sbp, Split):
         if sbp.dim >= len(shape):
@@ -313,14 +342,14 @@ def _seen_whole(part: Tensor, sbp: Sbp, ranks: int) -> GlobalSpec:
 
 
 def _constants_as_inputs(module: fx.GraphModule, position: int) -> list[Tensor]:
-    """Tensors made of Python numbers become placeholders, from ``position`` on; returns them.
+    """Replace constants made from Python numbers by placeholders from ``position`` on; return the constants.
 
     Raises:
-        CaptureError: one is no constant, but comes from outside the region.
+        CaptureError: a tensor is no constant, but comes from outside the region.
     """
     graph = module.graph
-    found: list[Tensor] = []
-    behind = placeholders(graph)[position - 1]
+    constants: list[Tensor] = []
+    last = placeholders(graph)[position - 1]
     for node in graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
         if isinstance(constant, _torch.FakeTensor) or constant.requires_grad:
@@ -328,31 +357,34 @@ def _constants_as_inputs(module: fx.GraphModule, position: int) -> list[Tensor]:
                 f"a local region reads a tensor of shape {tuple(constant.shape)} that is not among its arguments",
                 "Give it as an argument, so that its SBP is declared; parameters and buffers of the graph may be read.",
             )
-        with graph.inserting_after(behind):
-            behind = graph.placeholder(f"constant{len(found)}")
-        behind.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(behind)
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"constant{len(constants)}")
+        last.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(last)
         graph.erase_node(node)
-        found.append(constant)
-    return found
+        constants.append(constant)
+    return constants
 
 
 class _Run(torch.autograd.Function):
-    """The two nodes of a region in the step that is being traced."""
+    """The two nodes of a region in the traced step."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made = local_operator([tensors[i] for i in plan.forward_inputs], plan.forward.number)
+        """Emit the node of forward; save what the node of backward reads."""
+        results = local_operator([tensors[i] for i in plan.forward_inputs], plan.forward.number)
         count = len(plan.forward.outputs) - plan.saved
-        ctx.plan, ctx.given = plan, len(tensors)
-        ctx.save_for_backward(*[tensors[i] for i in plan.backward_inputs], *made[count:])
-        ctx.mark_non_differentiable(*[one for i, one in enumerate(made[:count]) if i not in plan.differentiable])
-        return tuple(made[:count])
+        outputs, saved = results[:count], results[count:]
+        ctx.plan, ctx.tensors = plan, len(tensors)
+        ctx.save_for_backward(*[tensors[i] for i in plan.backward_inputs], *saved)
+        ctx.mark_non_differentiable(*[output for i, output in enumerate(outputs) if i not in plan.differentiable])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Emit the node of backward; return the gradients of the tensors."""
         plan: _Plan = ctx.plan
-        own = [gradients[i] for i in plan.differentiable]
-        made = local_operator([*ctx.saved_tensors, *own], plan.backward.number)
-        found = dict(zip(plan.gradients, made, strict=True))
-        return None, *[found.get(i) for i in range(ctx.given)]
+        tangents = [gradients[i] for i in plan.differentiable]
+        results = local_operator([*ctx.saved_tensors, *tangents], plan.backward.number)
+        by_tensor = dict(zip(plan.gradients, results, strict=True))
+        return None, *[by_tensor.get(i) for i in range(ctx.tensors)]

@@ -74,121 +74,134 @@ class Draws:
             yield
 
 
-def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
-    """Return the decomposition of each random operator into draws, for the overloads that capture meets."""
+@dataclass
+class _RandomOperators:
+    """The decompositions of random operators into draws."""
 
-    def bernoulli(x: Tensor, p: float | Tensor) -> Tensor:
-        return (draws.uniform(x.shape, x.device) < p).to(x.dtype)
+    draws: Draws
 
-    def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    def bernoulli(self, x: Tensor, p: float | Tensor) -> Tensor:
+        return (self.draws.uniform(x.shape, x.device) < p).to(x.dtype)
+
+    def native_dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
         if train is False:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        kept = draws.uniform(x.shape, x.device) < 1 - p
+        kept = self.draws.uniform(x.shape, x.device) < 1 - p
         return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
-    def uniform_between(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-        return draws.uniform(x.shape, x.device, _floating(x.dtype)) * (high - low) + low
+    def uniform_between(self, x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return self.draws.uniform(x.shape, x.device, _floating(x.dtype)) * (high - low) + low
 
-    def normal(x: Tensor, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> Tensor:
-        return draws.normal(x.shape, x.device, _floating(x.dtype)) * std + mean
+    def normal(self, x: Tensor, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> Tensor:
+        return self.draws.normal(x.shape, x.device, _floating(x.dtype)) * std + mean
 
-    def normal_of(mean: float | Tensor, std: float | Tensor = 1.0) -> Tensor:
+    def normal_of(self, mean: float | Tensor, std: float | Tensor = 1.0) -> Tensor:
         like = mean if isinstance(mean, Tensor) else std
         assert isinstance(like, Tensor)
         shape = torch.broadcast_shapes(*(v.shape for v in (mean, std) if isinstance(v, Tensor)))
-        return draws.normal(shape, like.device, _floating(like.dtype)) * std + mean
+        return self.draws.normal(shape, like.device, _floating(like.dtype)) * std + mean
 
-    def exponential(x: Tensor, rate: float = 1.0) -> Tensor:
-        return draws.exponential(x.shape, x.device, _floating(x.dtype)) / rate
+    def exponential(self, x: Tensor, rate: float = 1.0) -> Tensor:
+        return self.draws.exponential(x.shape, x.device, _floating(x.dtype)) / rate
 
-    def geometric(x: Tensor, p: float) -> Tensor:
-        trials = (draws.exponential(x.shape, x.device, torch.float64) / -math.log1p(-p)).ceil() if p < 1 else None
+    def geometric(self, x: Tensor, p: float) -> Tensor:
+        trials = (self.draws.exponential(x.shape, x.device, torch.float64) / -math.log1p(-p)).ceil() if p < 1 else None
         return torch.ones_like(x) if trials is None else trials.to(x.dtype)
 
-    def cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-        angle = math.pi * (draws.uniform(x.shape, x.device, torch.float64) - 0.5)
+    def cauchy(self, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+        angle = math.pi * (self.draws.uniform(x.shape, x.device, torch.float64) - 0.5)
         return (median + sigma * angle.tan()).to(_floating(x.dtype))
 
-    def log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-        return normal(x, mean, std).exp()
+    def log_normal(self, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+        return self.normal(x, mean, std).exp()
 
-    def random(x: Tensor, low: int, high: int | None) -> Tensor:
+    def random(self, x: Tensor, low: int, high: int | None) -> Tensor:
         if high is None:
             refuse("build() draws over the whole range of a dtype (random_)", "Give random_() its bounds.")
-        return draws.whole_numbers(low, high, x.shape, x.device, x.dtype)
+        return self.draws.whole_numbers(low, high, x.shape, x.device, x.dtype)
 
-    def rand(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.uniform(size, device, _floating(dtype))
+    def rand(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return self.draws.uniform(size, device, _floating(dtype))
 
-    def rand_like(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.uniform(x.shape, device or x.device, _floating(dtype or x.dtype))
+    def rand_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return self.draws.uniform(x.shape, device or x.device, _floating(dtype or x.dtype))
 
-    def randn(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.normal(size, device, _floating(dtype))
+    def randn(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return self.draws.normal(size, device, _floating(dtype))
 
-    def randn_like(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.normal(x.shape, device or x.device, _floating(dtype or x.dtype))
+    def randn_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return self.draws.normal(x.shape, device or x.device, _floating(dtype or x.dtype))
 
-    def normal_sized(mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
-        return randn(size, **options) * std + mean
+    def normal_sized(self, mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
+        return self.randn(size, **options) * std + mean
 
-    def randint(low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.whole_numbers(low, high, size, device, dtype or torch.int64)
+    def randint(
+        self, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
+        return self.draws.whole_numbers(low, high, size, device, dtype or torch.int64)
 
-    def randint_like(x: Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return draws.whole_numbers(low, high, x.shape, device or x.device, dtype or x.dtype)
+    def randint_like(
+        self, x: Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
+        return self.draws.whole_numbers(low, high, x.shape, device or x.device, dtype or x.dtype)
 
-    def randperm(n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return torch.sort(draws.uniform([n], device, torch.float64)).indices.to(dtype or torch.int64)
+    def randperm(self, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.sort(self.draws.uniform([n], device, torch.float64)).indices.to(dtype or torch.int64)
 
-    def multinomial(weights: Tensor, count: int, replacement: bool = False) -> Tensor:
+    def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
         if count == 1 or not replacement:
             # Take the smallest of exponential numbers, as torch does.
-            clocks = draws.exponential(weights.shape, weights.device, torch.float64)
+            clocks = self.draws.exponential(weights.shape, weights.device, torch.float64)
             return torch.topk(weights / clocks, count, dim=-1).indices
         sums = weights.double().cumsum(-1)
-        drawn = draws.uniform([*weights.shape[:-1], count], weights.device, torch.float64) * sums[..., -1:]
+        drawn = self.draws.uniform([*weights.shape[:-1], count], weights.device, torch.float64) * sums[..., -1:]
         return (sums.unsqueeze(-2) <= drawn.unsqueeze(-1)).sum(-1).clamp(max=weights.shape[-1] - 1)
 
-    def rrelu(x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False) -> Tensor:
+    def rrelu(
+        self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+    ) -> Tensor:
         if not training:
             return torch.where(x > 0, x, x * ((lower + upper) / 2))
-        slope = torch.where(x > 0, 1.0, uniform_between(x, lower, upper))
+        slope = torch.where(x > 0, 1.0, self.uniform_between(x, lower, upper))
         noise.copy_(slope)
         return x * slope
 
+
+def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
+    """Return the decomposition of each random operator into draws, for the overloads that capture meets."""
+    operators = _RandomOperators(draws)
     decompositions: dict[Any, Callable[..., Any]] = {
-        aten.bernoulli.default: lambda x: bernoulli(x, x),
-        aten.bernoulli.p: bernoulli,
-        aten.bernoulli.Tensor: bernoulli,
-        aten.bernoulli_.float: _written(lambda x, p=0.5: bernoulli(x, p)),
-        aten.bernoulli_.Tensor: _written(bernoulli),
-        aten.native_dropout.default: native_dropout,
-        aten.uniform_.default: _written(uniform_between),
-        aten.normal_.default: _written(normal),
-        aten.normal_functional.default: normal,
-        aten.normal.Tensor_float: normal_of,
-        aten.normal.float_Tensor: normal_of,
-        aten.normal.Tensor_Tensor: normal_of,
-        aten.normal.float_float: normal_sized,
-        aten.exponential_.default: _written(exponential),
-        aten.geometric_.default: _written(geometric),
-        aten.cauchy_.default: _written(cauchy),
-        aten.log_normal_.default: _written(log_normal),
-        getattr(aten.random_, "from"): _written(random),
-        aten.random_.to: _written(lambda x, high: random(x, 0, high)),
-        aten.rand.default: rand,
-        aten.rand_like.default: rand_like,
-        aten.randn.default: randn,
-        aten.randn_like.default: randn_like,
-        aten.randint.default: lambda high, size, **options: randint(0, high, size, **options),
-        aten.randint.low: randint,
-        aten.randint_like.default: lambda x, high, **options: randint_like(x, 0, high, **options),
-        aten.randint_like.low_dtype: randint_like,
-        aten.randperm.default: randperm,
-        aten.multinomial.default: multinomial,
-        aten.rrelu_with_noise.default: rrelu,
-        aten.rrelu_with_noise_.default: _written(rrelu),
+        aten.bernoulli.default: lambda x: operators.bernoulli(x, x),
+        aten.bernoulli.p: operators.bernoulli,
+        aten.bernoulli.Tensor: operators.bernoulli,
+        aten.bernoulli_.float: _written(lambda x, p=0.5: operators.bernoulli(x, p)),
+        aten.bernoulli_.Tensor: _written(operators.bernoulli),
+        aten.native_dropout.default: operators.native_dropout,
+        aten.uniform_.default: _written(operators.uniform_between),
+        aten.normal_.default: _written(operators.normal),
+        aten.normal_functional.default: operators.normal,
+        aten.normal.Tensor_float: operators.normal_of,
+        aten.normal.float_Tensor: operators.normal_of,
+        aten.normal.Tensor_Tensor: operators.normal_of,
+        aten.normal.float_float: operators.normal_sized,
+        aten.exponential_.default: _written(operators.exponential),
+        aten.geometric_.default: _written(operators.geometric),
+        aten.cauchy_.default: _written(operators.cauchy),
+        aten.log_normal_.default: _written(operators.log_normal),
+        getattr(aten.random_, "from"): _written(operators.random),
+        aten.random_.to: _written(lambda x, high: operators.random(x, 0, high)),
+        aten.rand.default: operators.rand,
+        aten.rand_like.default: operators.rand_like,
+        aten.randn.default: operators.randn,
+        aten.randn_like.default: operators.randn_like,
+        aten.randint.default: lambda high, size, **options: operators.randint(0, high, size, **options),
+        aten.randint.low: operators.randint,
+        aten.randint_like.default: lambda x, high, **options: operators.randint_like(x, 0, high, **options),
+        aten.randint_like.low_dtype: operators.randint_like,
+        aten.randperm.default: operators.randperm,
+        aten.multinomial.default: operators.multinomial,
+        aten.rrelu_with_noise.default: operators.rrelu,
+        aten.rrelu_with_noise_.default: _written(operators.rrelu),
     }
     for operator, function in list(decompositions.items()):
         packet, overload = operator.overloadpacket, str(operator).rpartition(".")[2]

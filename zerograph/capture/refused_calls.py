@@ -1,6 +1,6 @@
-"""Calls that ``build()`` must not make: a trace would make them once, and the step never, or with wrong numbers.
+"""Refuse calls in ``build()`` that would run once during the trace and never in a step, or with wrong numbers.
 
-Updates belong to the graph, and so does all communication: tensors in ``build()`` are of the global batch already.
+Updates and communication belong to the graph: tensors in ``build()`` are those of the global batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerograph.errors import CaptureError
 
 @contextlib.contextmanager
 def refused_calls() -> Iterator[None]:
-    """Inside, stepping an optimizer or a scheduler and calling a collective are errors that name the user's line."""
+    """Make steps of optimizers and schedulers, and collectives, errors that name the user's line."""
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
         for kind in _with_own_step(LRScheduler):
@@ -57,7 +57,7 @@ def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> 
 
 
 def _with_own_step(kind: type) -> Iterator[type]:
-    """Yield the class and those derived from it that have a ``step()`` of their own."""
+    """Yield the class and its subclasses that define a ``step()``."""
     kinds, seen = [kind], set()
     while kinds:
         kind = kinds.pop()
@@ -77,7 +77,7 @@ def _collectives() -> Iterator[tuple[Any, str]]:
                 yield module, name
 
 
-# Loaded by those who use them.
+# Loaded only by users of them.
 _FURTHER_MODULES = (
     "torch.distributed.nn",
     "torch.distributed.nn.functional",
@@ -134,8 +134,8 @@ def collective_refused(name: str, traceback: TracebackType | None = None) -> Cap
     """Return the error for a collective that ``build()`` calls.
 
     Args:
-        name: torch's name of it.
-        traceback: of torch's own error, where the call is over.
+        name: its name in torch.
+        traceback: traceback of torch's own error, if torch has raised one.
     """
     line, code = source.running_line() if traceback is None else source.raising_line(traceback)
     return CaptureError(

@@ -1,7 +1,7 @@
-"""Functions of torch.nn that cannot be traced, or not sample by sample, and what stands for them during capture.
+"""Replace functions of torch during capture that cannot be traced, or not sample by sample.
 
-They read values, or make shapes of values, where the same numbers can be had without. Torch's loss scaling, which the
-graph has in its own way, is refused.
+They read values, or compute shapes from values, although the same numbers can be computed without. The loss scaling of
+torch is refused, because the graph has its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerograph.ir.ctc_loss import ctc_loss
 
 @contextlib.contextmanager
 def substituted() -> Iterator[None]:
-    """Inside, torch.nn uses our forms of what it could not be traced with."""
+    """Make torch.nn use the replacements."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss))
         stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
@@ -46,7 +46,7 @@ def substituted() -> Iterator[None]:
 
 
 def _unless_enabled(method: Any) -> Any:
-    """torch's scaler looks at the values of gradients, and keeps its scale outside of the step."""
+    """Return a method of torch's scaler that raises if scaling is enabled."""
 
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():
@@ -64,12 +64,12 @@ def _unless_enabled(method: Any) -> Any:
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """As torch's, except that negative variances are clamped without being refused first: that would read them."""
+    """Compute the loss as torch does, but clamp negative variances instead of refusing them, which would read them."""
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     if var.shape != input.shape and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    # The clamp does not count in backward.
+    # The clamp has no gradient.
     var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     if full:
@@ -90,10 +90,10 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Torch's kernel as an operator of fixed shapes, one number per sample."""
-    lengths = [torch.as_tensor(one, device=log_probs.device).long() for one in (input_lengths, target_lengths)]
+    """Compute the loss with an operator of fixed shapes, which returns one number per sample."""
+    lengths = [torch.as_tensor(length, device=log_probs.device).long() for length in (input_lengths, target_lengths)]
     if log_probs.dim() == 2:
-        first, second = (one.reshape(1) for one in lengths)
+        first, second = (length.reshape(1) for length in lengths)
         return _ctc_loss(log_probs[:, None], targets[None], first, second, blank, reduction, zero_infinity).squeeze()
     loss = ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
     if zero_infinity:
@@ -131,7 +131,7 @@ def _averaging(plain: Any) -> Any:
             return result
         self._check_input_dim(input)
         count.add_(1)
-        # The statistics of this batch alone: those that a momentum of 1 leaves.
+        # With a momentum of 1 the running statistics are those of this batch.
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         normed = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         for running, batch in ((self.running_mean, mean), (self.running_var, var)):
@@ -143,7 +143,7 @@ def _averaging(plain: Any) -> Any:
 
 
 def _counting(plain: Any) -> Any:
-    """Return a ``bincount`` of ``minlength`` bins, if that is given; a larger value is an error when the step runs."""
+    """Return a ``bincount`` with exactly ``minlength`` bins, if not 0; larger values are errors when the step runs."""
 
     @functools.wraps(plain)
     def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -151,16 +151,16 @@ def _counting(plain: Any) -> Any:
             result: Tensor = plain(input, weights, minlength)
             return result
         if weights is None:
-            each = torch.ones_like(input, dtype=torch.int64)
+            counts = torch.ones_like(input, dtype=torch.int64)
         else:
-            each = weights if weights.dtype == torch.float32 else weights.double()
-        return each.new_zeros(minlength).index_add(0, input.long(), each)
+            counts = weights if weights.dtype == torch.float32 else weights.double()
+        return counts.new_zeros(minlength).index_add(0, input.long(), counts)
 
     return bincount
 
 
 def _bags(plain: Any) -> Any:
-    """Bags of one size are rows of a lookup, which is by sample; torch's kernel is told offsets into the batch."""
+    """Return an ``embedding_bag`` that looks up bags of one size by sample; torch's kernel needs batch offsets."""
 
     def embedding_bag(
         input: Tensor, weight: Tensor, offsets: Any = None, max_norm: Any = None, *args: Any, **kwargs: Any
@@ -185,8 +185,8 @@ def _bags(plain: Any) -> Any:
 
 
 def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> Any:
-    """Every cluster for every sample, of which each takes its own; torch selects the samples of a cluster first."""
+    """Compute every cluster for every sample, and select; torch selects the samples of a cluster first."""
     x, target = (input_, target_) if target_.dim() else (input_[None], target_[None])
-    found = self.log_prob(x).gather(1, target[:, None]).squeeze(1)
-    output = found if target_.dim() else found.squeeze(0)
-    return _torch.adaptive_output(output, (-found).mean())
+    log_probs = self.log_prob(x).gather(1, target[:, None]).squeeze(1)
+    output = log_probs if target_.dim() else log_probs.squeeze(0)
+    return _torch.adaptive_output(output, (-log_probs).mean())

@@ -1,7 +1,7 @@
-"""Modules and optimizers that other libraries wrap for their own kind of parallel training.
+"""Modules and optimizers that other libraries wrap for their own parallel training.
 
-A wrapper that only adds what a graph does itself, such as exchanging gradients or compiling, is seen through while
-``build()`` is traced. One that has taken the parameters apart, or that changes what an update means, is refused.
+If a wrapper only adds what a graph does itself, such as exchanging gradients or compiling, tracing calls the module
+inside. A wrapper that has split the parameters, or that changes the update, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.errors import CaptureError, ConfigError
 
-# By package and class, so that no library is imported for it.
+# By package and class, so that no library is imported.
 _REFUSED = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDP has flattened and split its parameters"),
     ("torch.distributed.fsdp", "FSDPModule", "fully_shard() has split its parameters"),
@@ -39,22 +39,22 @@ _OPTIMIZERS = (
 
 
 def _names(kind: type) -> frozenset[str]:
-    return frozenset(f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__)
+    return frozenset(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
 
 
 @functools.cache
 def _refusal(kind: type) -> str | None:
     for package, name, reason in _REFUSED:
-        if any(one.__qualname__ == name and f"{one.__module__}.".startswith(f"{package}.") for one in kind.__mro__):
+        if any(base.__qualname__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__):
             return f"{name}, {reason}"
     return None
 
 
 def check_modules(root: nn.Module) -> None:
-    """Refuse modules whose parameters another library has taken over.
+    """Refuse modules whose parameters another library manages.
 
     Raises:
-        ConfigError: naming the module, the library and what to do.
+        ConfigError: there is one; names the module, the library and what to do.
     """
     for name, module in root.named_modules():
         kind: Any = type(module)
@@ -68,7 +68,7 @@ def check_modules(root: nn.Module) -> None:
 
 
 def is_seen_through(module: nn.Module) -> bool:
-    """Return whether tracing calls the module inside instead of this wrapper, whose own attributes mean nothing."""
+    """Return True for a wrapper whose inner module tracing calls instead."""
     return isinstance(module, (*_PARALLEL, *_torch.compiled_modules()))
 
 
@@ -77,7 +77,7 @@ _PARALLEL: tuple[type[nn.Module], ...] = (nn.parallel.DistributedDataParallel, n
 
 @contextlib.contextmanager
 def seen_through() -> Iterator[None]:
-    """Inside, wrappers call the module that they wrap, and do nothing else."""
+    """Make wrappers call the module that they wrap, and do nothing else."""
     with contextlib.ExitStack() as stack:
         for kind in _PARALLEL:
             stack.enter_context(patch.object(kind, "forward", _inside))
@@ -104,7 +104,7 @@ def _not_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-    """Batch norm over the whole batch, which a graph's is."""
+    """Run batch norm over the whole batch, as every batch norm of a graph."""
     group = self.process_group
     if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
         line, code = source.running_line()
@@ -123,10 +123,10 @@ def _warn(message: str) -> None:
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that a library has wrapped, with a warning; any other as it is.
+    """Return the optimizer inside a library's wrapper, with a warning; any other optimizer as it is.
 
     Raises:
-        ConfigError: the wrapper scales losses, or hides its optimizer so that it cannot be one of a graph.
+        ConfigError: the wrapper scales losses, or its inner optimizer is unknown.
     """
     wrapper = _names(type(optimizer)).intersection(_OPTIMIZERS)
     inner = getattr(optimizer, "optimizer", None)

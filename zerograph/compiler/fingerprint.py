@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from zerograph.compiler.layout import Planned
 from zerograph.ir.loop import loop_of
-from zerograph.ir.metadata import Boxing, meta
+from zerograph.ir.metadata import boxing_of, meta
 
 
 def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
@@ -30,7 +30,7 @@ def _lines(graph: fx.Graph) -> list[str]:
             for position, argument in enumerate(node.args)
         )
         # The name of a collective's process group differs between ranks too.
-        if isinstance(boxing := meta(node).get("boxing"), Boxing) and "rank_arguments" not in node.meta:
+        if (boxing := boxing_of(node)) is not None and "rank_arguments" not in node.meta:
             args = (*node.args[:-1], f"along mesh dimension {boxing.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""

@@ -81,7 +81,7 @@ class Spots:
         """The last node at which the value's memory is held, and its bytes; None for what outlives the graph."""
         one = self._storage(node)
         found = self._profiles[node.graph]
-        if one is None or one.given or not one.bytes or one.dies == len(found.nodes) - 1:
+        if one is None or one.is_input or not one.bytes or one.dies == len(found.nodes) - 1:
             return None
         return found.nodes[one.dies], one.bytes
 

@@ -1,11 +1,11 @@
 """Predict the memory of a step from its emitted graph: bytes at every node, and their kinds at the peak.
 
-A value's memory is its own, or that of what it is a view of or was written into; it is held until the last node that
-reads it or one of its views, as the code that ``torch.fx`` generates lets go of every name behind its last use. State
-at rest and the batch are held throughout. What an asynchronous collective reads is held until it is waited for. On an
-accelerator only its own memory counts.
+A value has a storage of its own, or shares that of the tensor it is a view of or is written to. A storage is freed
+after the last node that reads it, as the code of ``torch.fx`` drops every name after its last use. Stored state and the
+batch are never freed. The input of an asynchronous collective is freed after the wait. On an accelerator only its own
+memory counts.
 
-The forecast is that of the graph run node by node. Inductor keeps less: what it fuses is never in memory.
+The prediction is for a graph that runs node by node. Inductor needs less: values that it fuses are never in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ c10d = torch.ops._c10d_functional
 MemoryKind = Literal[
     "parameters", "optimizer state", "buffers", "inputs", "gathered", "gradients", "activations", "update", "temporary"
 ]
-_AT_REST: dict[str, MemoryKind] = {
+_INPUT_KINDS: dict[str, MemoryKind] = {
     "bucket": "parameters",
     "gather_buffer": "gathered",
     "parameter": "parameters",
@@ -45,7 +45,7 @@ _AT_REST: dict[str, MemoryKind] = {
     "input": "inputs",
     "seed": "inputs",
     "scaler": "optimizer state",
-    # Of a loop's body, where all of these belong to the graph around it.
+    # Inputs of a loop's body, which belong to the graph around it.
     "value": "activations",
     "result": "gradients",
     "micro_batch": "inputs",
@@ -54,17 +54,16 @@ _AT_REST: dict[str, MemoryKind] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """The most bytes that a step holds on this rank, and when.
+    """The predicted peak memory of a step on this rank.
 
     Attributes:
-        peak: bytes, state at rest and the batch included.
-        at_rest: bytes of parameters, optimizer state and buffers, which are there between steps too, and of rooms that
-            buckets are gathered into. What rests in files is not: of that, the kinds have what is in memory at the
-            peak.
-        kinds: bytes at the peak: of ``"parameters"``, ``"optimizer state"`` and ``"buffers"`` at rest, of
-            ``"inputs"``, the batch; of ``"gathered"`` parameters, ``"gradients"``, ``"activations"``, of what the
-            ``"update"`` computes on its way, and ``"temporary"`` within an operator.
-        node: the node of ``graph()`` at which it is reached.
+        peak: bytes at the peak, with stored state and the batch.
+        at_rest: bytes between steps: parameters, optimizer state, buffers and gather buffers. Files do not count; what
+            a step reads from them counts in ``kinds``.
+        kinds: bytes at the peak by kind: stored ``"parameters"``, ``"optimizer state"`` and ``"buffers"``; the batch,
+            ``"inputs"``; ``"gathered"`` parameters, ``"gradients"`` and ``"activations"``; intermediate values of the
+            ``"update"``; and ``"temporary"`` memory inside an operator.
+        node: the node of ``graph()`` at the peak.
         where: phase, module and source line of that node.
     """
 
@@ -82,12 +81,15 @@ class Memory:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that one node takes and several may share.
+    """Memory that one node allocates and several may share.
 
     Attributes:
-        born, dies: the first and last position at which it is alive.
-        read: the last at which a node reads it; behind that only a collective in flight holds it.
-        given: the graph did not take it: it is an input.
+        bytes: size in bytes.
+        kind: kind of its values.
+        born: position of the node that allocates it.
+        dies: last position at which it is alive.
+        read: last position at which a node reads it; after that only a collective in flight keeps it alive.
+        is_input: it is an input of the graph.
     """
 
     bytes: int
@@ -95,7 +97,7 @@ class Storage:
     born: int
     dies: int
     read: int
-    given: bool = False
+    is_input: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +105,12 @@ class Profile:
     """Memory of a graph over its nodes.
 
     Attributes:
-        nodes: in order.
-        bytes: held while each runs.
-        storages: what is held, and when.
-        temporary: bytes that each node needs while it runs and gives back.
-        of: storages of the value of each node.
-        bodies: by the position of a loop, the profile of its body.
+        nodes: the nodes in order.
+        bytes: bytes in memory while each node runs.
+        storages: all storages.
+        temporary: bytes that each node allocates and frees while it runs.
+        of: the storages of each node's results; None for results without one.
+        bodies: profile of a loop's body, by the position of the loop.
     """
 
     nodes: Sequence[fx.Node]
@@ -120,69 +122,76 @@ class Profile:
 
     @property
     def peak(self) -> int:
+        """Bytes at the peak."""
         return max(self.bytes)
 
     def memory(self) -> Memory:
-        """The profile at its peak."""
+        """Return the memory at the peak."""
         at = self.bytes.index(self.peak)
         kinds: Counter[MemoryKind] = Counter()
-        for one in self.storages:
-            if one.born <= at <= one.dies:
-                kinds[one.kind] += one.bytes
+        for storage in self.storages:
+            if storage.born <= at <= storage.dies:
+                kinds[storage.kind] += storage.bytes
         node = self.nodes[at]
         if at in self.bodies:
             own, node = self.bodies[at].own()
             kinds.update(own)
         else:
             kinds["temporary"] += self.temporary[at]
-        resting = [one for node in self.nodes if node.op in ("placeholder", "get_attr") for one in self.of[node]]
-        at_rest = sum(one.bytes for one in resting if one is not None and one.kind != "inputs")
+        stored = [storage for node in self.nodes if node.op in ("placeholder", "get_attr") for storage in self.of[node]]
+        at_rest = sum(storage.bytes for storage in stored if storage is not None and storage.kind != "inputs")
         shown = {kind: count for kind, count in kinds.most_common() if count}
         return Memory(self.peak, at_rest, shown, node.name, origin(node))
 
     def own(self) -> tuple[Counter[MemoryKind], fx.Node]:
-        """What the graph holds at most beside what it is given, by kind, and where."""
+        """Return the bytes at the peak without the graph's inputs, by kind, and the node at the peak."""
         at = self.bytes.index(self.peak)
         kinds: Counter[MemoryKind] = Counter({"temporary": self.temporary[at]})
-        for one in self.storages:
-            if one.born <= at <= one.dies and not one.given:
-                kinds[one.kind] += one.bytes
+        for storage in self.storages:
+            if storage.born <= at <= storage.dies and not storage.is_input:
+                kinds[storage.kind] += storage.bytes
         return kinds, self.nodes[at]
 
 
 def profile(graph: fx.Graph, *, host: bool = False) -> Profile:
-    """Bytes held at every node of a graph in this rank's shapes. One walk, linear in nodes.
+    """Return the memory profile of a graph in this rank's shapes, in time linear in nodes.
 
     Args:
-        host: of a model on an accelerator those in the CPU's memory, instead of its own.
+        graph: the emitted graph.
+        host: count the CPU's memory of a model on an accelerator, instead of the accelerator's.
     """
     nodes = list(graph.nodes)
-    on_cpu = not host and not any(one.device.type != "cpu" for node in nodes for one in _tensors(node))
+    on_cpu = not host and not any(tensor.device.type != "cpu" for node in nodes for tensor in _tensors(node))
     walk = _Walk(on_cpu, host)
     for position, node in enumerate(nodes):
         walk.visit(position, node)
     walk.end(len(nodes) - 1)
     changes = [0] * (len(nodes) + 1)
-    for one in walk.storages:
-        changes[one.born] += one.bytes
-        changes[one.dies + 1] -= one.bytes
-    held: Iterable[int] = itertools.accumulate(changes[:-1])
+    for storage in walk.storages:
+        changes[storage.born] += storage.bytes
+        changes[storage.dies + 1] -= storage.bytes
+    allocated: Iterable[int] = itertools.accumulate(changes[:-1])
     temporary = [walk.temporary.get(position, 0) for position in range(len(nodes))]
-    total = [one + more for one, more in zip(held, temporary, strict=True)]
+    total = [storages + within for storages, within in zip(allocated, temporary, strict=True)]
     return Profile(nodes, total, walk.storages, temporary, walk.of, walk.bodies)
 
 
 def computed_bytes(graph: fx.Graph) -> int:
-    """The most that a graph holds beside its inputs."""
+    """Return the peak of a graph in bytes without its inputs."""
     return sum(profile(graph).own()[0].values())
 
 
 @dataclass
 class _Walk:
-    """One walk over the nodes in order: which memory each value lies in, and who read it last.
+    """A walk over the nodes in order that assigns storages to values.
 
-    ``on_cpu``: nothing lies on an accelerator. Where something does, the CPU's memory does not count, or, with
-    ``host``, nothing else.
+    Attributes:
+        on_cpu: no value is on an accelerator. Otherwise the CPU's memory does not count, or, with ``host``, only it.
+        host: count the CPU's memory.
+        storages: all storages so far.
+        of: the storages of each node's results.
+        temporary: bytes that a node allocates and frees while it runs, by position.
+        bodies: profile of a loop's body, by position.
     """
 
     on_cpu: bool = True
@@ -191,61 +200,65 @@ class _Walk:
     of: dict[fx.Node, Sequence[Storage | None]] = field(default_factory=dict)
     temporary: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, Profile] = field(default_factory=dict)
-    _forever: list[Storage] = field(default_factory=list)
+    _permanent: list[Storage] = field(default_factory=list)
     _shards: dict[str, Storage | None] = field(default_factory=dict)
-    _leaving: Sequence[Storage | None] = ()
+    _in_transfer: Sequence[Storage | None] = ()
 
     def visit(self, position: int, node: fx.Node) -> None:
+        """Assign storages to the node's results, and extend the lives of those that it reads."""
         inputs = node.all_input_nodes
-        for given in inputs:
-            _hold(self.of[given], position)
+        for source in inputs:
+            _extend(self.of[source], position)
         if node.target is TRANSFER:
-            # What is on its way is let go of when it is there: while the next one goes, at the latest.
-            _hold(self._leaving, position)
-            self._leaving = self.of[inputs[0]]
+            # The source of a transfer is freed during the next transfer at the latest.
+            _extend(self._in_transfer, position)
+            self._in_transfer = self.of[inputs[0]]
         if node.target is WAIT and not _reads_a_copy(inputs[0]):
-            for given in inputs[0].all_input_nodes:
-                for one in self.of[given]:
-                    if one is not None:
-                        one.dies = max(one.dies, position)
+            for source in inputs[0].all_input_nodes:
+                for storage in filter(None, self.of[source]):
+                    storage.dies = max(storage.dies, position)
         if node.op in ("placeholder", "get_attr"):
-            found = role(node)
-            kind: MemoryKind = "buffers" if found is None else _AT_REST[found.kind]
-            self.of[node] = made = [self._new(0, kind, value) for value in _values(node)]
-            if found is not None and found.kind == "bucket":
-                self._shards[found.name] = made[0]
-            elif found is not None and found.kind == "gather_buffer":
-                assert found.bucket is not None
-                shard, room = self._shards[found.bucket], made[0]
-                assert shard is not None
-                assert room is not None
-                # The shard lies in it: what counts here is the other ranks' pieces.
-                room.bytes -= shard.bytes
-            for one in filter(None, made):
-                # The number of the micro-batch the loop makes itself.
-                one.given = found is None or found.kind != "micro_batch"
-                self._forever.append(one)
+            self._add_input(node)
         elif node.op == "output":
-            self._forever += [one for given in inputs for one in self.of[given] if one is not None]
+            self._permanent += [storage for source in inputs for storage in self.of[source] if storage is not None]
             self.of[node] = ()
         else:
             self.of[node] = self._computed(position, node)
-            needed = temporary_bytes(node)
+            temporary = temporary_bytes(node)
             if (loop := loop_of(node)) is not None:
-                self.bodies[position] = inner = profile(loop.body.graph, host=self.host)
-                needed = sum(inner.own()[0].values())
+                self.bodies[position] = body = profile(loop.body.graph, host=self.host)
+                temporary = sum(body.own()[0].values())
             elif self.host:
-                # Of the operator's own device: those of an update on the CPU are too small to matter.
-                needed = 0
-            if needed:
-                self.temporary[position] = needed
+                # Temporary memory is on the accelerator; that of an update on the CPU is negligible.
+                temporary = 0
+            if temporary:
+                self.temporary[position] = temporary
         if node.target is aten.copy_.default:
             self._note_gradient(node)
 
+    def _add_input(self, node: fx.Node) -> None:
+        """Assign storages to a placeholder or constant."""
+        node_role = role(node)
+        kind: MemoryKind = "buffers" if node_role is None else _INPUT_KINDS[node_role.kind]
+        self.of[node] = storages = [self._new(0, kind, value) for value in _values(node)]
+        if node_role is not None and node_role.kind == "bucket":
+            self._shards[node_role.name] = storages[0]
+        elif node_role is not None and node_role.kind == "gather_buffer":
+            assert node_role.bucket is not None
+            shard, buffer = self._shards[node_role.bucket], storages[0]
+            assert shard is not None
+            assert buffer is not None
+            # The shard is a slice of the buffer: count only the slices of the other ranks.
+            buffer.bytes -= shard.bytes
+        for storage in filter(None, storages):
+            # The loop itself creates the number of the micro-batch.
+            storage.is_input = node_role is None or node_role.kind != "micro_batch"
+            self._permanent.append(storage)
+
     def end(self, last: int) -> None:
-        """What the caller holds, or is given, outlives the graph."""
-        for one in self._forever:
-            one.dies = one.read = last
+        """Keep inputs and outputs alive to the last position."""
+        for storage in self._permanent:
+            storage.dies = storage.read = last
 
     def _computed(self, position: int, node: fx.Node) -> list[Storage | None]:
         if node.target is operator.getitem:
@@ -255,18 +268,20 @@ class _Walk:
                 assert isinstance(index, int)
                 return [self.of[source][index]]
         if (loop := loop_of(node)) is not None:
-            kinds: list[MemoryKind] = ["activations" if one.gradient is None else "gradients" for one in loop.results]
+            kinds: list[MemoryKind] = [
+                "activations" if result.gradient is None else "gradients" for result in loop.results
+            ]
             return [self._new(position, kind, value) for kind, value in zip(kinds, node.meta["val"], strict=True)]
         kind = self._kind(node)
         sources = shared_arguments(node)
-        made: list[Storage | None] = []
+        storages: list[Storage | None] = []
         for index, value in enumerate(_values(node)):
             source = sources[min(index, len(sources) - 1)] if sources else None
             shared = None if source is None else self.of[source][0]
-            made.append(self._new(position, kind, value) if shared is None else shared)
-        # A view of nobody's is none; what was shared lives at least until here.
-        _hold(made, position)
-        return made
+            storages.append(self._new(position, kind, value) if shared is None else shared)
+        # A shared storage lives at least until this node.
+        _extend(storages, position)
+        return storages
 
     def _new(self, position: int, kind: MemoryKind, value: Any) -> Storage | None:
         if not isinstance(value, Tensor):
@@ -277,33 +292,32 @@ class _Walk:
 
     def _kind(self, node: fx.Node) -> MemoryKind:
         if node.target is FETCH and (fetched := role(node.all_input_nodes[0])) is not None:
-            return _AT_REST[fetched.kind]
+            return _INPUT_KINDS[fetched.kind]
         boxing = boxing_of(node)
         phase = origin(node).phase
         if "gradient" in node.meta or (boxing is not None and boxing.tensor.kind == "gradient"):
             return "gradients"
-        if phase == "backward" and any(isinstance(one, PartialSum) for one in meta(node).get("sbp", ())):
+        if phase == "backward" and any(isinstance(dim_sbp, PartialSum) for dim_sbp in meta(node).get("sbp", ())):
             return "gradients"
-        first = next((one for given in node.all_input_nodes[:1] for one in self.of[given][:1]), None)
-        # From a bucket, or from its shard in the compute dtype.
+        first = next((storage for source in node.all_input_nodes[:1] for storage in self.of[source][:1]), None)
+        # The source is a bucket, or its shard in the compute dtype.
         from_bucket = first is not None and first.kind in ("parameters", "gathered")
         if from_bucket and (boxing is not None or node.target in _COPIES):
             return "gathered"
         return "update" if phase == "update" else "activations"
 
     def _note_gradient(self, node: fx.Node) -> None:
-        """What is copied into a bucket of gradients is one."""
-        target, value = (self.of[given] for given in node.args[:2])  # type: ignore[index]
-        into, made = target[0], value[0]
-        if into is not None and made is not None and into.kind == "gradients" and made.kind == "activations":
-            made.kind = "gradients"
+        """Change the kind of a value that is copied into a bucket of gradients to gradients."""
+        target, value = (self.of[argument][0] for argument in node.args[:2])  # type: ignore[index]
+        if target is not None and value is not None and target.kind == "gradients" and value.kind == "activations":
+            value.kind = "gradients"
 
 
-def _hold(storages: Iterable[Storage | None], position: int) -> None:
-    for one in storages:
-        if one is not None:
-            one.dies = max(one.dies, position)
-            one.read = max(one.read, position)
+def _extend(storages: Iterable[Storage | None], position: int) -> None:
+    """Extend the lives of storages that are read at a position."""
+    for storage in filter(None, storages):
+        storage.dies = max(storage.dies, position)
+        storage.read = max(storage.read, position)
 
 
 def _values(node: fx.Node) -> Sequence[Any]:
@@ -316,12 +330,12 @@ def _tensors(node: fx.Node) -> Iterable[Tensor]:
 
 
 def _allocated(value: Tensor) -> int:
-    # torch's CUDA allocator deals out blocks of 512 bytes.
+    # The CUDA allocator of torch rounds up to 512 bytes.
     return nbytes(value) if value.device.type == "cpu" else -(-nbytes(value) // 512) * 512
 
 
 def _reads_a_copy(start: fx.Node) -> bool:
-    """Whether the collective lets go of its input at once: it works on a copy, which is its result or in it."""
+    """Return True if the collective works on a copy of its input, which is then not needed until the wait."""
     copying = "zerograph.gather_pieces.default", "zerograph.sum_ranks.default"
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
@@ -330,15 +344,15 @@ _COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER}
 
 
 def temporary_bytes(node: fx.Node) -> int:
-    """Bytes that the node takes while it runs, beside its results."""
+    """Return the bytes that the node allocates and frees while it runs."""
     return int(meta(node).get("temporary", 0)) + workspace_bytes(node)
 
 
 # ---- workspaces ----
 #
-# A workspace is memory that a kernel allocates besides its results and frees again. It counts where it is as large as
-# the operands: for convolutions on the CPU. oneDNN works on blocks of channels and copies its operands to them; without
-# it (fp64) torch writes out the columns that each weight is multiplied with. Measured as the resident size of a process
+# A workspace is memory that a kernel allocates besides its results and frees again. Only those as large as the operands
+# count: convolutions on the CPU. oneDNN works on blocks of channels and copies its operands to them. Without oneDNN
+# (fp64) torch writes the columns that each weight is multiplied with. Measured as the resident size of a process
 # with torch 2.13, these formulas are within 10 % for kernels of 1x1 to 7x7, grouped, depthwise, of one to three
 # dimensions, in fp32 and bf16. Transposed convolutions, and the gradient of the input of strided ones, take up to twice
 # as much. Workspaces of other operators are small; those of accelerators are not known.
@@ -356,12 +370,12 @@ def workspace_bytes(node: fx.Node) -> int:
 
 
 def _convolution_forward(x: Tensor, weight: Tensor, out: Tensor) -> int:
-    """The operands are copied before, the result behind."""
+    """Return the larger of two copies: the operands before the kernel, the result after it."""
     return max(nbytes(x) + nbytes(weight), nbytes(out))
 
 
 def _columns(x: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Of each place of the result what the kernel covers there; one that covers a single place reads it directly."""
+    """Return the size of all patches that the kernel is applied to; a 1x1 kernel needs no copy of them."""
     if x.device.type != "cpu" or x.dtype != torch.float64:
         return 0
     covered = math.prod(weight.shape[2:])
@@ -369,12 +383,11 @@ def _columns(x: Tensor, weight: Tensor, out: Tensor) -> int:
 
 
 def _blocked(x: Tensor) -> bool:
-    """Whether oneDNN computes it, from a layout that is not its own: channels that lie last stay where they are."""
+    """Return True if oneDNN computes it and copies its operands: tensors in channels-last layout are not copied."""
     if x.device.type != "cpu" or x.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
         return False
     return x.is_contiguous() or x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _first_values(node: fx.Node, count: int) -> list[Tensor]:
-    given = node.args[:count]
-    return [one.meta["val"] for one in given if isinstance(one, fx.Node)]
+    return [argument.meta["val"] for argument in node.args[:count] if isinstance(argument, fx.Node)]

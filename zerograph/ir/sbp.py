@@ -19,6 +19,7 @@ class Broadcast:
     """Every rank holds the whole tensor. ``broadcast()`` is ``broadcast``: OneFlow has both forms."""
 
     def __call__(self) -> Broadcast:
+        """Return itself."""
         return self
 
     def __repr__(self) -> str:
@@ -40,6 +41,7 @@ class PartialSum:
     """The tensor is the sum of the tensors that the ranks hold. ``partial_sum()`` is ``partial_sum``."""
 
     def __call__(self) -> PartialSum:
+        """Return itself."""
         return self
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zerograph.ir.metadata import Boxing, meta, origin
+from zerograph.ir.metadata import boxing_of, meta, origin
 from zerograph.planner import pictures
 from zerograph.planner.plan import Plan
 from zerograph.planner.timeline import Event, Timeline
@@ -107,8 +107,8 @@ def _spans(time: Timeline, lane: str) -> Iterator[tuple[str, float, float]]:
 def _what(event: Event) -> str:
     if event.waits:
         return WAITING
-    boxing = meta(event.node).get("boxing")
-    if event.stream == "communication" and isinstance(boxing, Boxing):
+    boxing = boxing_of(event.node)
+    if event.stream == "communication" and boxing is not None:
         return boxing.kind
     if event.stream != "compute":
         return "transfer"

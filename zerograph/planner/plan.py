@@ -151,7 +151,8 @@ def _most(storages: Sequence[Storage], held: Profile) -> dict[str, int]:
         of_kind[one.born] += one.bytes
         of_kind[one.dies + 1] -= one.bytes
     inside = {
-        position: _most([one for one in body.storages if not one.given], body) for position, body in held.bodies.items()
+        position: _most([one for one in body.storages if not one.is_input], body)
+        for position, body in held.bodies.items()
     }
     most: dict[str, int] = {}
     for kind in dict.fromkeys([*changes, *(kind for kinds in inside.values() for kind in kinds)]):

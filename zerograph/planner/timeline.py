@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import Boxing, Phase, meta, origin
+from zerograph.ir.metadata import Phase, boxing_of, origin
 from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.step_graph import nbytes
 from zerograph.planner import costs
@@ -52,8 +52,8 @@ class Event:
     @property
     def name(self) -> str:
         """Return the collective's kind and tensor, or module and operator."""
-        boxing = meta(self.node).get("boxing")
-        if isinstance(boxing, Boxing) and self.stream == "communication":
+        boxing = boxing_of(self.node)
+        if boxing is not None and self.stream == "communication":
             return f"{boxing.kind} of {boxing.tensor}"
         what = str(self.node.target).removeprefix("aten.").removesuffix(".default")
         module = origin(self.node).module
@@ -160,14 +160,14 @@ class _Walk:
                 self.phases[origin(node).phase] += (self.now - began) * times
 
     def _node(self, node: fx.Node, times: int, turn: int | None) -> None:
-        boxing = meta(node).get("boxing")
+        boxing = boxing_of(node)
         if (loop := loop_of(node)) is not None:
             began = self.now
             self.run(loop.body.graph, times * loop.micro_batches, 0)
             self.now = began + (self.now - began) * loop.micro_batches
         elif node.target is WAIT or node.target is WAIT_TRANSFER:
             self._wait(node, times, turn)
-        elif isinstance(boxing, Boxing) and boxing.kind != "slice":
+        elif boxing is not None and boxing.kind != "slice":
             took = costs.wire_seconds(boxing, self.mesh, self.machine)
             self._start(node, "communication", took, times, turn)
             # What the device gives of itself to carry it.
@@ -220,7 +220,7 @@ def _size(node: fx.Node) -> int:
 def _arguments(event: Event) -> dict[str, Any]:
     found = origin(event.node)
     said = {"node": event.node.name, "module": found.module, "source": found.source, "phase": found.phase}
-    boxing = meta(event.node).get("boxing")
-    if isinstance(boxing, Boxing):
+    boxing = boxing_of(event.node)
+    if boxing is not None:
         said |= {"tensor": str(boxing.tensor), "bytes sent": str(round(boxing.sent))}
     return {key: value for key, value in said.items() if value}

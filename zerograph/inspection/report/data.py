@@ -27,7 +27,7 @@ from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import profile
-from zerograph.ir.metadata import Boxing, Role, TensorRef, meta, origin, role
+from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
@@ -229,7 +229,7 @@ class _Reader:
                 nodes.kinds(_kind(node, returned, placed.times > 1)),
                 nodes.wheres(self._where(node, home)),
                 nodes.tensors(_tensor(node)),
-                nodes.boxings(_boxing(boxing)) if isinstance(boxing, Boxing) else -1,
+                nodes.boxings(_boxing(boxing)) if boxing is not None else -1,
                 tuple(map(nodes.names, placed.inputs)),
             )
         )
@@ -243,10 +243,7 @@ class _Reader:
             self._nodes.code[line] = found.code
         if node.op in ("placeholder", "get_attr"):
             return Where(self._module_of(given), "", REST, "")
-        if isinstance(meta(node).get("boxing"), Boxing) or node.target is WAIT:
-            lane = _WIRES[found.phase]
-        else:
-            lane = _LANES[found.phase]
+        lane = _WIRES[found.phase] if boxing_of(node) is not None or node.target is WAIT else _LANES[found.phase]
         if found.phase == "update" and home is not None:
             return Where(home, "", lane, found.phase)
         if not found.module and not line:
@@ -293,8 +290,8 @@ def _tensor(node: fx.Node) -> str:
     """The tensor that a user would look for under another name than the node's."""
     if (given := role(node)) is not None:
         return given.name
-    boxing = meta(node).get("boxing")
-    if isinstance(boxing, Boxing):
+    boxing = boxing_of(node)
+    if boxing is not None:
         return _shown(str(boxing.tensor))
     if isinstance(name := meta(node).get("parameter"), str):
         return name
@@ -319,7 +316,7 @@ def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
     parts = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
     shape = ", ".join(f"{_shape(one.shape)} {_dtype(one.dtype)}".strip() for one in parts)
     whole = meta(node).get("global")
-    boxed = isinstance(meta(node).get("boxing"), Boxing)
+    boxed = boxing_of(node) is not None
     flags = (
         (VIEW if is_view(node) or node.target is operator.getitem else 0)
         | (BOXING if boxed else 0)
@@ -343,8 +340,8 @@ def _short(node: fx.Node) -> str:
     """What a node does, in a word."""
     if (given := role(node)) is not None:
         return given.kind
-    boxing = meta(node).get("boxing")
-    if isinstance(boxing, Boxing):
+    boxing = boxing_of(node)
+    if boxing is not None:
         return boxing.kind
     if (loop := loop_of(node)) is not None:
         return f"{loop.micro_batches} micro-batches"

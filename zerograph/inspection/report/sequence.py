@@ -117,7 +117,7 @@ def _held(profile: Profile, graph: fx.Graph, found: Sequenced, *, inside: bool) 
     seen: set[int] = set()
     for node, storages in profile.of.items():
         for one in storages:
-            if one is None or id(one) in seen or not one.bytes or (inside and one.given):
+            if one is None or id(one) in seen or not one.bytes or (inside and one.is_input):
                 continue
             seen.add(id(one))
             yield Held(one.bytes, one.kind, spans[position[node]][1], spans[one.born][0], spans[one.dies][1])
