@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,6 +23,10 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, train_plainly
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler on PATH"
+)
 
 Options = tuple[tuple[str, Any], ...]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

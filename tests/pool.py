@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What takes the longest to import; nothing of it starts threads, which a fork would lose.
+# What takes the longest to import, and one traced step; nothing of it starts threads, which a fork would lose.
 _PUBLIC = (
     "graph",
     "state.checkpoint.export",
@@ -33,7 +33,9 @@ _PUBLIC = (
     "planner.front.plan",
     "state.sharded_init",
 )
-mp.set_forkserver_preload(["torch._dynamo", *(f"zerograph.{name}" for name in _PUBLIC), "transformers", "tests.models"])
+mp.set_forkserver_preload(
+    ["torch._dynamo", *(f"zerograph.{name}" for name in _PUBLIC), "transformers", "tests.models", "tests.preload"]
+)
 
 # After how many new objects the youngest are looked through, and after how many of these times the older ones.
 COLLECTIONS = (20_000, 20, 20)
@@ -43,10 +45,14 @@ class Pool:
     """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo.
 
     As many workers are started, up to ``size``, as a call needs.
+
+    Args:
+        patience: seconds until a rank that does not answer is a failure.
+        hash_apart: rank 1 hashes strings otherwise than the others, which costs a start of its own.
     """
 
-    def __init__(self, size: int = 4, patience: float = 300.0) -> None:
-        self._size, self._patience = size, patience
+    def __init__(self, size: int = 4, patience: float = 300.0, hash_apart: bool = True) -> None:
+        self._size, self._patience, self._hash_apart = size, patience, hash_apart
         self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()
@@ -89,7 +95,8 @@ class Pool:
         if ranks > self._size:
             raise ValueError(f"{ranks} ranks in a pool of {self._size}")
         while len(self._workers) < ranks:
-            context = self._spawned if len(self._workers) == 1 else self._forked
+            apart = self._hash_apart and len(self._workers) == 1
+            context = self._spawned if apart else self._forked
             ours, theirs = context.Pipe()
             trace = self._traces() / f"worker {len(self._workers)}"
             process = context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,21 @@ import zerograph as zg
 from tests.pool import Pool
 
 
-def run_script(pool: Pool, ranks: int, script: Path, *options: str) -> list[tuple[str, list[str]]]:
-    """What the script prints on each rank, and what zerograph warns of; its rendezvous is its own."""
+def run_script(
+    pool: Pool, ranks: int, script: Path, *options: str, run: Callable[..., tuple[str, list[str]]] | None = None
+) -> list[tuple[str, list[str]]]:
+    """Return what the script prints on each rank, and what zerograph warns of; its rendezvous is its own.
+
+    Args:
+        run: calls :func:`run_as_rank` with the arguments that it is called with; default: that function itself.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return pool.run(ranks, _run, port, str(script), options)
+    return pool.run(ranks, run or run_as_rank, port, str(script), options)
 
 
-def _run(port: int, script: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+def run_as_rank(port: int, script: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Run the script in this process, as torchrun would start it."""
     rank, ranks = str(zg.rank()), str(zg.world_size())
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -152,7 +152,7 @@ def gone_on(folder: Path, cases: list[Case]) -> list[tuple[list[float], dict[str
 @pytest.fixture(scope="module")
 def new_processes() -> Iterator[Pool]:
     """Two that have never seen what the others trained: here they only go on."""
-    workers = Pool(2)
+    workers = Pool(2, hash_apart=False)
     yield workers
     workers.close(patience=10.0)
 

@@ -1,4 +1,4 @@
-"""Pairs of fresh ranks that cost no start: forked from a process that has imported and traced everything once."""
+"""Pairs of fresh ranks that cost no start: forked from a process of the server of ``tests.pool``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.models import TrainStep, adamw, batches, make
 from zerograph import ZeroGraphError
-from zerograph.ir import mesh
 
 # Called by a rank with something picklable: ``tell(("loaded", 3))``.
 Tell = Callable[[Any], None]
@@ -55,7 +53,7 @@ class WarmPair:
 
     def __init__(self, patience: float = 240.0) -> None:
         self._patience = patience
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -76,12 +74,6 @@ class WarmPair:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    # No process group and no backend, so no threads either: what is traced here need not be imported in the ranks.
-    # Where torch is built for CUDA the first backward() starts threads, with a GPU or without.
-    if not torch.backends.cuda.is_built():
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, backend="eager")
-        step.prepare(mesh.line(2, 0, "ranks"), *(tensor[:4] for tensor in batches("mlp", 1)[0]))
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             connection.send(_run(*connection.recv()))

@@ -1,4 +1,4 @@
-"""Ranks that may be lost: processes forked for one call each, from a server that has imported everything."""
+"""Ranks that may be lost: processes forked for one call each, from the server of ``tests.pool``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def run(ranks: int, lost: int | None, function: Callable[..., Any], *args: Any, 
             process keeps, named in the environment as torchrun does, for the ranks to meet there themselves.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.preload"])
     children = []
     with tempfile.TemporaryDirectory() as folder:
         where = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder}/store"

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 import zerograph as zg
 from tests.faults.survival_table import Tally
 from tests.pool import Pool
-from tests.scripts import run_script
+from tests.scripts import run_as_rank, run_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Two at once: each on a port of its own.
@@ -118,7 +119,30 @@ def test_a_job_that_loses_a_rank_restarts_and_ends_as_if_nothing_had_been(
     tally(f"torchrun: rank {rank} is killed at a step").add(True, lost_steps=lost_steps, seconds=seconds)
 
 
-def test_a_job_that_is_told_to_stop_saves_and_ends_well(tmp_path: Path, tally: Callable[[str], Tally]) -> None:
+def stopped_by_sigterm(port: int, script: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Run the script; rank 1 is told to stop after its third update."""
+    call = zg.ZeroGraph.__call__
+
+    def counting(self: zg.ZeroGraph, *args: Any, **kwargs: Any) -> Any:
+        result = call(self, *args, **kwargs)
+        if zg.rank() == 1 and self.steps_done == 3 and self._optimizers:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zg.ZeroGraph, "__call__", counting)
+        return run_as_rank(port, script, options)
+
+
+def test_a_job_that_is_told_to_stop_saves_and_ends_well(pool: Pool, tmp_path: Path) -> None:
+    script, *options = [*command(tmp_path / "stopped"), "--steps", "100000", "--save-every", "100000"]
+    (printed, _), _ = run_script(pool, 2, Path(script), *options, run=stopped_by_sigterm)
+    assert "stopped by SIGTERM: saved after step" in printed
+    assert 3 <= zg.read_checkpoint(tmp_path / "stopped")["steps_done"] < 100
+
+
+@pytest.mark.long
+def test_torchrun_hands_on_that_the_job_is_to_stop(tmp_path: Path, tally: Callable[[str], Tally]) -> None:
     stopped = [*command(tmp_path / "stopped", *TORCHRUN), "--steps", "100000", "--save-every", "100000"]
     job = subprocess.Popen(stopped, env=environment(), stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None

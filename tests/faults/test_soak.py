@@ -59,11 +59,11 @@ def begun() -> tuple[TrainStep, Evaluate]:
     return step, Evaluate(step)
 
 
-def soak(steps: int, folder: str) -> list[Usage]:
-    """Usage at ten moments; the first is behind a tenth of the steps, when everything has happened once."""
+def soak(steps: int, moments: int, folder: str) -> list[Usage]:
+    """Return the usage at that many moments; before the first, everything has happened once."""
     step, evaluate = begun()
     data, small = batches("mlp", 8), batches("mlp", 8, size=4)
-    every = steps // 20
+    every = steps // (2 * moments)
     found = []
     for number in range(1, steps + 1):
         # Two shapes of the batch in turn: the second is a compile of its own.
@@ -86,10 +86,10 @@ def soak(steps: int, folder: str) -> list[Usage]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux shows in /proc")
-@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.long)])
-def test_nothing_grows(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], steps: int) -> None:
+@pytest.mark.parametrize(("steps", "moments"), [(200, 5), pytest.param(2000, 10, marks=pytest.mark.long)])
+def test_nothing_grows(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], steps: int, moments: int) -> None:
     row = tally(f"a soak of {steps} steps on two ranks")
-    for first, *rest in pool.run(2, soak, steps, str(tmp_path)):
+    for first, *rest in pool.run(2, soak, steps, moments, str(tmp_path)):
         # A short run has not been everywhere when it is measured first: of memory it tells only what is gross.
         allowed = 0.01 if steps >= 2000 else 0.05
         growth = rest[-1].resident / first.resident - 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import Case, Predict
+from tests.harness import Case, Predict, needs_compiler
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
@@ -100,7 +100,7 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
     [
         ("gpt", 1, {}),
         ("conv", 2, {"clip_grad_norm": 0.5}),
-        ("gpt", 2, {"backend": "inductor"}),
+        pytest.param("gpt", 2, {"backend": "inductor"}, marks=needs_compiler),
         ("gpt_tied", 1, {"gradient_accumulation_steps": 2}),
         ("gpt", 2, {"gradient_accumulation_steps": 2}),
     ],

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
 
-from tests.harness import Case, prepare
+from tests.harness import Case, needs_compiler, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
@@ -86,11 +86,11 @@ def test_collectives_keep_their_order() -> None:
 
 
 @every_size
-def steps_by(backend: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
+def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str = "gpt") -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
-    model = make("gpt", dtype)
+    model = make(name, dtype)
     step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)
-    data = [(part(x), part(y)) for x, y in batches("gpt", 3, dtype=dtype)]
+    data = [(part(x), part(y)) for x, y in batches(name, 3, dtype=dtype)]
     losses = [step(x, y) for x, y in data[:2]]
     with _Watch() as watch:
         losses.append(step(*data[2]))
@@ -98,6 +98,7 @@ def steps_by(backend: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor]
         return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
 
 
+@needs_compiler
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_steps_are_those_of_eager(pool: Pool, stage: int) -> None:
     losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64)[0]
@@ -107,9 +108,11 @@ def test_steps_are_those_of_eager(pool: Pool, stage: int) -> None:
     assert compiled_held <= held
 
 
-def test_single_precision_is_off_by_rounding_only(pool: Pool) -> None:
-    losses, _, _ = pool.run(2, steps_by, "eager", 2, torch.float32)[0]
-    compiled_losses, _, _ = pool.run(2, steps_by, "inductor", 2, torch.float32)[0]
+@needs_compiler
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
+def test_single_precision_is_off_by_rounding_only(pool: Pool, name: str) -> None:
+    losses, _, _ = pool.run(2, steps_by, "eager", 2, torch.float32, name)[0]
+    compiled_losses, _, _ = pool.run(2, steps_by, "inductor", 2, torch.float32, name)[0]
     torch.testing.assert_close(compiled_losses, losses, rtol=1e-6, atol=1e-6)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zerograph as zg
+from tests.harness import needs_compiler
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
@@ -146,6 +147,7 @@ def test_a_backend_is_given_the_body_and_what_stands_around_it() -> None:
     assert [sum("log_softmax" in str(node.target) for node in graph.graph.nodes) for graph in given] == [0, 2, 0]
 
 
+@needs_compiler
 def test_inductor_compiles_pieces_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SMALLEST", 0)
     found, step = losses("inductor")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph as zg
-from tests.harness import Predict
+from tests.harness import Predict, needs_compiler
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
@@ -395,6 +395,7 @@ def test_any_callable_is_a_backend() -> None:
     torch.testing.assert_close(losses, train_plainly(twin, adamw(twin), data))
 
 
+@needs_compiler
 def test_inductor_computes_the_same() -> None:
     model, twin = make("mlp"), make("mlp")
     step = TrainStep(model, adamw(model), 3, backend="inductor")

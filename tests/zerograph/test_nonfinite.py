@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
+from tests.harness import needs_compiler
 from tests.pool import Pool
 from zerograph._torch import pytree
 
@@ -160,7 +161,10 @@ ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(
+    "arrangement",
+    [pytest.param(one, marks=[needs_compiler] * ("inductor" in one)) for one in ARRANGEMENTS],
+)
 def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str, tmp_path: Path) -> None:
     optimizer, stage, options = ARRANGEMENTS[arrangement]
     options = {name: str(tmp_path) if value == "folder" else value for name, value in options.items()}
@@ -229,6 +233,7 @@ def test_skip_trains_as_if_the_batch_had_not_been_there(pool: Pool) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@needs_compiler
 def test_inductor_checks_in_its_own_kernels_and_explains_in_eager() -> None:
     step = made(momentum, 0, on_nonfinite="raise", backend="inductor")
     step(*batch(1))

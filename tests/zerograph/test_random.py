@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
+from tests.harness import needs_compiler
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh, local_part, local_shape, local_start
@@ -292,6 +293,7 @@ def test_evaluation_draws_nothing() -> None:
     assert "seed" not in {node.meta["role"].kind for node in graph.graph().graph.find_nodes(op="placeholder")}
 
 
+@needs_compiler
 def test_backends_draw_the_same_numbers_anew_at_each_step() -> None:
     def function(x: Tensor) -> Tensor:
         return F.dropout(x * 2, 0.25) + torch.rand_like(x)

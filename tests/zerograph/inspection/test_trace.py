@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import needs_compiler
 from tests.pool import Pool
 from tests.zerograph.inspection.models import Step
 from zerograph.errors import ConfigError
@@ -71,7 +72,12 @@ def profiled_with(folder: str, backend: str, micro_batches: int, stage: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("backend", "micro_batches", "stage"), [("eager", 4, 2), ("inductor", 1, 3), ("inductor", 2, 3)]
+    ("backend", "micro_batches", "stage"),
+    [
+        ("eager", 4, 2),
+        pytest.param("inductor", 1, 3, marks=[needs_compiler, pytest.mark.long]),
+        pytest.param("inductor", 2, 3, marks=needs_compiler),
+    ],
 )
 def test_collectives_are_named_whatever_the_backend_and_in_every_micro_batch(
     pool: Pool, tmp_path: Path, backend: str, micro_batches: int, stage: int

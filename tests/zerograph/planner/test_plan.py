@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zerograph as zg
+from tests.harness import LossStep
 from zerograph.planner.closed_form import model_states
 from zerograph.planner.machine import Link, Machine, Rate, machine
 
@@ -50,9 +51,16 @@ X = torch.zeros(32, 64)
 
 @pytest.fixture(scope="module")
 def large() -> dict[int, zg.Plan]:
-    """A GPT of 7.5 B parameters on 64 ranks, by stage."""
+    """A GPT of 7.5 B parameters on 64 ranks, by stage: as a graph, captured once, and at stage 3 as a module."""
     model = gpt(4, 12032)
-    return {stage: zg.plan(model, tokens(1), ADAMW, world_size=64, stage=stage, **MIXED) for stage in (0, 1, 2, 3)}
+    step, batch = LossStep(model, ADAMW(model.parameters()), loss=loss_of_tokens), tuple(tokens(1).values())
+    plans = {stage: zg.plan(step, batch, world_size=64, stage=stage, **MIXED) for stage in (0, 1, 2)}
+    return {**plans, 3: zg.plan(model, tokens(1), ADAMW, world_size=64, stage=3, **MIXED)}
+
+
+def loss_of_tokens(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=labels).loss
+    return loss
 
 
 def test_a_gpt_of_7_5_billion_parameters_takes_what_the_paper_says(large: dict[int, zg.Plan]) -> None:
