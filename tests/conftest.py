@@ -14,6 +14,7 @@ from tests.pool import COLLECTIONS, Pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts of tests/passes/golden anew")
     parser.addoption("--long", action="store_true", help="also what is marked long: minutes to hours")
 
 
