@@ -40,7 +40,7 @@ from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
-from zerograph.state.nonfinite import nonfinite_error
+from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
 from zerograph.state.stateful import Stateful, interruptible
 from zerograph.state.threads import check_refused, one_thread

@@ -178,11 +178,11 @@ def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arr
         assert f"first in the forward of model.log{turn}\n" in said[name]
         assert "test_nonfinite.py" in said[name]
         assert "return torch.log(x)" in said[name]
-        assert f"aten.log.default made 1 NaN of {count} elements on rank 1, of finite ones" in said[name]
+        assert f"aten.log.default computed 1 NaN of {count} elements on rank 1, from finite ones" in said[name]
         assert "rank 0" not in said[name]
     assert f"first in the backward of model.root{turn}\n" in said["backward"]
     assert "return torch.sqrt(x[:, None] * self.weight)" in said["backward"]
-    assert "on rank 1, of finite ones" in said["backward"]
+    assert "on rank 1, from finite ones" in said["backward"]
     assert "rank 0" not in said["backward"]
     assert "step 1 " in said["before the first update"]
     assert "step 2 " in said["forward"]
@@ -197,7 +197,7 @@ def test_raise_names_the_rank_of_a_grid(pool: Pool) -> None:
     # Sample 6 of 8 is the first of the last rank's two.
     message, _ = everybody[0]["forward"]
     assert "first in the forward of model.log\n" in message
-    assert "aten.log.default made 1 NaN of 2 elements on rank 3, of finite ones" in message
+    assert "aten.log.default computed 1 NaN of 2 elements on rank 3, from finite ones" in message
     assert "rank 0" not in message
 
 
@@ -280,7 +280,7 @@ def test_an_overflow_is_an_error_where_the_scale_cannot_fall(scaler: zg.GradScal
     step = scaled(scaler)
     message, unchanged = attempted(step, [20 * one for one in batch(0)])
     assert unchanged
-    assert "of finite ones" in message
+    assert "from finite ones" in message
 
 
 def test_a_loss_that_is_not_finite_unscaled_is_an_error_and_leaves_the_scale() -> None:
@@ -318,7 +318,7 @@ def test_infinities_of_a_mask_are_not_what_is_blamed() -> None:
     step.config.on_nonfinite = "raise"
     x, open_ = torch.randn(2, 4, 4), torch.ones(2)
     step(x, open_)
-    with pytest.raises(zg.NonFiniteError, match=r"softmax.* made 16 NaN of 32 elements on rank 0, with the infinities"):
+    with pytest.raises(zg.NonFiniteError, match=r"softmax.* computed 16 NaN of 32 elements on rank 0, from infinities"):
         step(x, torch.tensor([1.0, 0.0]))
 
 

@@ -450,7 +450,7 @@ def test_few_positions_of_which_no_rank_has_one_of_another_are_warned_of(highest
     warned, refusal = checked(sources, (numbers(0, 6, 8), local_edges()[:4]), highest)
     assert refusal is None
     assert len(warned) == warns
-    for word in ("args[1] of shape (4, 2)", "if they count the rows of each rank's part", "zg.local", "zg.to_global"):
+    for word in ("args[1] of shape (4, 2)", "if they number the rows of each rank's part", "zg.local", "zg.to_global"):
         assert all(word in message for message in warned)
 
 

@@ -1,4 +1,4 @@
-"""What ranks hold alike must be the same, bit by bit: compared by hash, and searched only where hashes differ."""
+"""The comparison of replicas: bitwise by hash, with a search for the first difference where hashes differ."""
 
 from __future__ import annotations
 
@@ -26,166 +26,172 @@ from zerograph.runtime.job.process_group import Job, digest, explained
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
-# Bytes of each rank that are compared at a time, once two are known to differ.
+# Bytes of each rank that the search for a difference exchanges at a time.
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """A tensor of which several ranks hold the same.
+    """A tensor of which several ranks have the same part.
 
     Attributes:
-        name: qualified; of a bucket what stands behind the names of its parameters: ``".exp_avg"``.
-        held: this rank's part.
-        layout: of a bucket; None for a tensor that every rank holds whole.
+        name: qualified name of a plain tensor; suffix of the names of a bucket's parameters: ``".exp_avg"``.
+        part: this rank's part.
+        sbp: its placement.
+        layout: layout of the bucket; None for a plain tensor, which every rank has whole.
     """
 
     name: str
-    held: TensorOrExtent
+    part: TensorOrExtent
     sbp: NdSbp
     layout: Bucket | None = None
 
 
 def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str, str]], doing: str) -> None:
-    """Return if all ranks hold the same. Every rank calls it, with the same replicas in the same order.
+    """Check that replicas are equal on all ranks. A collective, with the same replicas in the same order.
 
-    One exchange of eight bytes for each replica, if they are equal.
+    If they are equal, one exchange of eight bytes for each replica shows it.
 
     Args:
-        facts: what must be equal on the host, by name and in words.
-        doing: what the ranks are about to do, for messages.
+        facts: returns what must be equal on the host, as text by name.
+        doing: names the next step in messages.
 
     Raises:
-        ReplicaError: on every rank, if they do not: it names the first tensor, or fact, and the ranks.
+        ReplicaError: on every rank, if replicas or facts differ; names the first difference and the ranks.
         CommunicationError: a rank did not answer.
     """
     if job.size == 1:
         return
-    known = dict(facts())
-    mine = torch.tensor([digest(known), *_hashes([one.held for one in replicas])], dtype=torch.int64, device="cpu")
-    everybodys = torch.empty(job.size * len(mine), dtype=torch.int64, device="cpu")
+    host = dict(facts())
+    hashes = [digest(host), *_hashes([replica.part for replica in replicas])]
+    sent = torch.tensor(hashes, dtype=torch.int64, device="cpu")
+    received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
     with explained(job, f"comparing what all ranks hold before {doing}"):
-        _torch.all_gather(everybodys, mine, job.control)
-        table = everybodys.view(job.size, -1)
+        _torch.all_gather(received, sent, job.control)
+        table = received.view(job.size, -1)  # [ranks, 1 + replicas]
         if bool((table[:, 0] != table[0, 0]).any()):
             reports: list[Any] = [None] * job.size
-            dist.all_gather_object(reports, known, group=job.control)
+            dist.all_gather_object(reports, host, group=job.control)
             raise ReplicaError(first_difference(reports, doing))
-        for number, one in enumerate(replicas, start=1):
-            groups = [ranks for ranks in _alike(job, one.sbp) if len(table[ranks, number].unique()) > 1]
-            message = _search(job, one, groups) if groups else None
+        for number, replica in enumerate(replicas, start=1):
+            groups = [ranks for ranks in _replica_groups(job, replica.sbp) if len(table[ranks, number].unique()) > 1]
+            message = _search(job, replica, groups) if groups else None
             if message is not None:
                 raise ReplicaError(
                     f"ranks differ before {doing}, first in {message}\n"
-                    "What they hold alike must be equal bit by bit: memory of one of them is at fault, or something "
-                    "outside the graph changed it on one of them. Go on from a checkpoint."
+                    "Replicas must be equal bit by bit: one rank has faulty memory, or code outside of the graph "
+                    "changed its replica. Continue from a checkpoint."
                 )
 
 
-def _hashes(tensors: Sequence[TensorOrExtent]) -> list[int]:
-    """One transfer from each device."""
-    found = [hash_bits(in_memory(one)) for one in tensors]
+def _hashes(parts: Sequence[TensorOrExtent]) -> list[int]:
+    """Return the hash of each part, with one transfer from each device."""
+    hashes = [hash_bits(in_memory(part)) for part in parts]
     by_device: dict[torch.device, list[int]] = {}
-    for number, one in enumerate(found):
-        by_device.setdefault(one.device, []).append(number)
-    numbers: dict[int, int] = {}
-    for members in by_device.values():
-        numbers |= zip(members, torch.stack([found[number] for number in members]).tolist(), strict=True)
-    return [numbers[number] for number in range(len(found))]
+    for index, value in enumerate(hashes):
+        by_device.setdefault(value.device, []).append(index)
+    on_host: dict[int, int] = {}
+    for indices in by_device.values():
+        on_host |= zip(indices, torch.stack([hashes[index] for index in indices]).tolist(), strict=True)
+    return [on_host[index] for index in range(len(hashes))]
 
 
-def _alike(job: Job, sbp: NdSbp) -> Iterator[list[int]]:
-    """The groups of ranks that hold the same part, of two ranks or more."""
+def _replica_groups(job: Job, sbp: NdSbp) -> Iterator[list[int]]:
+    """Return the groups of two or more ranks that have the same part of a tensor placed ``sbp``."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(job.size):
-        place = _position(job, rank)
-        key = tuple(at for at, one in zip(place, sbp, strict=True) if isinstance(one, Split))
-        groups.setdefault(key, []).append(rank)
+        position = _position(job, rank)
+        part = tuple(index for index, entry in zip(position, sbp, strict=True) if isinstance(entry, Split))
+        groups.setdefault(part, []).append(rank)
     return (ranks for ranks in groups.values() if len(ranks) > 1)
 
 
 def _position(job: Job, rank: int) -> tuple[int, ...]:
-    """The place of a rank in the mesh."""
+    """Return the position of a rank on the mesh."""
     return tuple((torch.tensor(job.grid, device="cpu") == rank).nonzero()[0].tolist())
 
 
-def _search(job: Job, one: Replica, groups: Sequence[Sequence[int]]) -> str | None:
-    """The first element in which one of the groups differs, in words; None if only padding does. A collective."""
-    tensor = in_memory(one.held)
-    mine, size = bytes_of(tensor), tensor.element_size()
-    places = [_namer(one, tensor, replace(job.mesh, position=_position(job, ranks[0]))) for ranks in groups]
-    for start in range(0, len(mine), _CHUNK):
-        chunk = mine[start : start + _CHUNK].cpu()
-        everybodys = torch.empty(job.size * len(chunk), dtype=torch.uint8, device="cpu")
-        _torch.all_gather(everybodys, chunk.contiguous(), job.control)
-        table = everybodys.view(job.size, -1)
-        for ranks, name in zip(groups, places, strict=True):
+def _search(job: Job, replica: Replica, groups: Sequence[Sequence[int]]) -> str | None:
+    """Return a description of the first element that differs within a group. A collective.
+
+    None if only padding differs.
+    """
+    tensor = in_memory(replica.part)
+    content, size = bytes_of(tensor), tensor.element_size()
+    namers = [_namer(replica, tensor, replace(job.mesh, position=_position(job, ranks[0]))) for ranks in groups]
+    for start in range(0, len(content), _CHUNK):
+        chunk = content[start : start + _CHUNK].cpu()
+        received = torch.empty(job.size * len(chunk), dtype=torch.uint8, device="cpu")
+        _torch.all_gather(received, chunk.contiguous(), job.control)
+        table = received.view(job.size, -1)  # [ranks, bytes]
+        for ranks, name_of in zip(groups, namers, strict=True):
             differing = (table[list(ranks)] != table[ranks[0]]).any(0).nonzero().flatten()
             for element in torch.unique_consecutive(differing // size).tolist():
-                found = name(start // size + element)
-                if found is not None:
+                name = name_of(start // size + element)
+                if name is not None:
                     bits = table[:, element * size : (element + 1) * size]
-                    return "\n  ".join([f"{found}:", *_values(bits, ranks, tensor.dtype)])
+                    return "\n  ".join([f"{name}:", *_values(bits, ranks, tensor.dtype)])
     return None
 
 
-def _namer(one: Replica, tensor: Tensor, mesh: Mesh) -> Callable[[int], str | None]:
-    """What names an element of a rank's part, by its number; None in padding."""
+def _namer(replica: Replica, tensor: Tensor, mesh: Mesh) -> Callable[[int], str | None]:
+    """Return a function that returns the name of an element of a rank's part, by its index; None for padding."""
     shape = tuple(tensor.shape)
-    if one.layout is None:
-        return lambda element: element_name(one.name, unravel(element, shape))
-    rows, width = one.layout.rows, shape[-1]
-    parts = list(spans(one.layout, mesh))
+    if replica.layout is None:
+        return lambda element: element_name(replica.name, unravel(element, shape))
+    rows, width = replica.layout.rows, shape[-1]
+    slot_spans = list(spans(replica.layout, mesh))
 
     def name(element: int) -> str | None:
-        row, at = divmod(element, width)
-        for part in parts:
-            if (part.row or 0) == row and part.start <= at < part.stop:
-                place = part.element(at - part.start, rows)
-                # State may be laid out as its parameter is, or in ways of its own.
-                return element_name(part.slot.name + one.name, place)
+        row, column = divmod(element, width)
+        for span in slot_spans:
+            if (span.row or 0) == row and span.start <= column < span.stop:
+                return element_name(span.slot.name + replica.name, span.element(column - span.start, rows))
         return None
 
     return name
 
 
 def _values(bits: Tensor, ranks: Sequence[int], dtype: torch.dtype) -> Iterator[str]:
-    """Which of the ranks have which value."""
+    """Yield a line for each value of an element, with the ranks that have it.
+
+    Args:
+        bits: the bytes of the element on each rank [ranks, element size].
+    """
     by_bits = sorted((tuple(bits[rank].tolist()), rank) for rank in ranks)
-    held = [(key, [rank for _, rank in group]) for key, group in itertools.groupby(by_bits, lambda pair: pair[0])]
-    for key, those in sorted(held, key=lambda pair: pair[1]):
+    groups = [(key, [rank for _, rank in pairs]) for key, pairs in itertools.groupby(by_bits, lambda pair: pair[0])]
+    for key, same in sorted(groups, key=lambda group: group[1]):
         value = torch.tensor(key, dtype=torch.uint8, device="cpu").view(dtype)[0]
         plain = value.float() if value.is_floating_point() and value.element_size() == 1 else value
         number = "".join(f"{byte:02x}" for byte in reversed(key))
-        named = ", ".join(map(str, those))
-        yield f"rank{'s' if len(those) > 1 else ''} {named}: {plain.item()} (bits 0x{number})"
+        yield f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}: {plain.item()} (bits 0x{number})"
 
 
 def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Replica]:
-    """What several ranks hold alike, in the same order on all: parameters, optimizer state, buffers."""
-    everywhere = all_broadcast(mesh.dims)
-    found: list[Replica] = []
+    """Return the parameters, optimizer state and buffers of which several ranks have the same part, in equal order."""
+    whole = all_broadcast(mesh.dims)
+    replicas: list[Replica] = []
     for store in stores_of(members.parameters.values()):
-        found.append(Replica("", store.flat, store.layout.sbp, store.layout))
-        for name, held in store.state.items():
+        replicas.append(Replica("", store.flat, store.layout.sbp, store.layout))
+        for name, part in store.state.items():
             layout = store.layouts.get(name)
-            about = store.layout.slots[0].name + "." + name if layout is None else "." + name
-            found.append(Replica(about, held, everywhere if layout is None else layout.sbp, layout))
+            suffix = store.layout.slots[0].name + "." + name if layout is None else "." + name
+            replicas.append(Replica(suffix, part, whole if layout is None else layout.sbp, layout))
     for name, parameter in members.parameters.items():
         if store_of(parameter) is None:
-            found.append(Replica(name, parameter.detach(), everywhere))
+            replicas.append(Replica(name, parameter.detach(), whole))
     names = members.names()
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             for name, value in plain_state(optimizer, parameter).items():
                 if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                    found.append(Replica(f"{names[id(parameter)]}.{name}", value, everywhere))
-    found += [Replica(name, buffer, everywhere) for name, buffer in members.buffers.items()]
-    return [one for one in found if any(size > 1 for size in _copies(one.sbp, mesh))]
+                    replicas.append(Replica(f"{names[id(parameter)]}.{name}", value, whole))
+    replicas += [Replica(name, buffer, whole) for name, buffer in members.buffers.items()]
+    return [replica for replica in replicas if any(size > 1 for size in _copies(replica.sbp, mesh))]
 
 
 def _copies(sbp: NdSbp, mesh: Mesh) -> Iterator[int]:
-    return (size for one, size in zip(sbp, mesh.shape, strict=True) if not isinstance(one, Split))
+    return (size for entry, size in zip(sbp, mesh.shape, strict=True) if not isinstance(entry, Split))
 
 
 def host_facts(
@@ -194,26 +200,29 @@ def host_facts(
     schedulers: Sequence[LRScheduler | None],
     scaler: GradScaler | None,
 ) -> dict[str, str]:
-    """What must be equal on the host, by name: counts, hyperparameters, the state of schedulers and of the scaler."""
-    found = dict(counts)
+    """Return what must be equal on the host, as text by name.
+
+    That is the ``counts``, hyperparameters, and the state of schedulers and of the scaler.
+    """
+    facts = dict(counts)
     for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
-        about = f"{type(optimizer).__name__}{f' {number}' if len(optimizers) > 1 else ''}"
+        name = f"{type(optimizer).__name__}{f' {number}' if len(optimizers) > 1 else ''}"
         for index, group in enumerate(optimizer.param_groups):
-            found |= {f"{key} of group {index} of {about}": _words(v) for key, v in group.items() if key != "params"}
+            facts |= {f"{key} of group {index} of {name}": _text(v) for key, v in group.items() if key != "params"}
         if scheduler is not None:
             states = scheduler.state_dict().items()
-            found |= {f"{key} of {type(scheduler).__name__} of {about}": _words(value) for key, value in states}
+            facts |= {f"{key} of {type(scheduler).__name__} of {name}": _text(value) for key, value in states}
     if scaler is not None:
-        found |= {f"{key} of {type(scaler).__name__}": _words(value) for key, value in scaler.state_dict().items()}
-    return found
+        facts |= {f"{key} of {type(scaler).__name__}": _text(value) for key, value in scaler.state_dict().items()}
+    return facts
 
 
-def _words(value: Any) -> str:
-    """A value in words that are equal on all ranks for equal ones; of an object no more than its class."""
+def _text(value: Any) -> str:
+    """Return text that is equal on all ranks for equal values; for an object only its class."""
     if isinstance(value, Tensor):
         return str(value.tolist()) if value.numel() <= 16 else f"bits {int(hash_bits(value)):#x}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_words(key)}: {_words(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(key)}: {_text(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_words, value)) + "]"
+        return "[" + ", ".join(map(_text, value)) + "]"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__

@@ -1,4 +1,4 @@
-"""A graph's state under the names that the plain module and optimizer would use, whole on every rank."""
+"""A graph's state dict: whole tensors under the names that the plain module and optimizer use."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ from zerograph.runtime.state import (
     store_of,
     stores_of,
 )
-from zerograph.state.loadable import check_optimizer_state, taken
-from zerograph.state.validate import check_scheduler
+from zerograph.state.hyperparameter_checks import check_scheduler
+from zerograph.state.optimizer_checks import check_optimizer_state, convert_state
 
 
 def modules_state(members: Members) -> dict[str, dict[str, Any]]:
-    """What ``state_dict()`` of each module would be on one device, copied. A collective."""
+    """Return what ``state_dict()`` of each module would be on one device, in copies. A collective."""
     whole = _whole_parameters(members) | {name: buffer.clone() for name, buffer in members.buffers.items()}
     with _torch.with_tensors(members.root, _with_aliases(members, whole)):
         return {name: module.state_dict() for name, module in members.root.named_children()}
 
 
 def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """What ``load_state_dict()`` of each module, strictly, would make of parameters and buffers, whole, by name.
+    """Return the whole parameters and buffers that a strict ``load_state_dict()`` of each module would load, by name.
+
+    Args:
+        states: the state of each module, by attribute. A module without state, such as a loss, may be left out.
 
     Raises:
-        ConfigError: other modules, names or shapes.
+        ConfigError: the modules, names or shapes are not those of the graph.
     """
-    # Modules without parameters and buffers have no state: a loss function, say, which need not be mentioned.
     children = dict(members.root.named_children())
-    mine = {name: bool(module.state_dict(keep_vars=True)) for name, module in children.items()}
+    has_state = {name: bool(module.state_dict(keep_vars=True)) for name, module in children.items()}
     _check_names(
         "modules",
-        [name for name, has in mine.items() if has],
-        [name for name, state in states.items() if state or mine.get(name, True)],
+        [name for name, has in has_state.items() if has],
+        [name for name, state in states.items() if state or has_state.get(name, True)],
     )
     with torch.no_grad():
         whole: dict[str, Tensor] = {
@@ -64,7 +66,7 @@ def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:
-    """Put what :func:`read_modules` returned wherever parameters and buffers live. No collective."""
+    """Copy the tensors that :func:`read_modules` returned to the parameters and buffers. Not a collective."""
     with torch.no_grad():
         for name, buffer in members.buffers.items():
             buffer.copy_(whole[name])
@@ -76,7 +78,7 @@ def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` would be on one device. A collective."""
+    """Return what ``optimizer.state_dict()`` would be on one device. A collective."""
     parameters = list(parameters_of(optimizer))
     states: dict[int, Mapping[str, Tensor]] = {}
     for store in stores_of(parameters):
@@ -84,11 +86,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             states |= {id(p): state for p, state in zip(store.parameters, plain_states(store), strict=True)}
     for parameter in parameters:
         if id(parameter) not in states:
-            held = plain_state(optimizer, parameter)
             states[id(parameter)] = {
-                # What it made for a global tensor is one too.
+                # The state of a global tensor is global too.
                 name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-                for name, value in held.items()
+                for name, value in plain_state(optimizer, parameter).items()
             }
     numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}
     return {
@@ -98,7 +99,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as its ``state_dict()`` has them: with the numbers of their parameters."""
+    """Return the optimizer's groups as in its ``state_dict()``: with numbers in place of parameters."""
     groups, start = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(start, start + len(group["params"])))
@@ -110,12 +111,10 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def check_state(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[LRScheduler | None], state: Any
 ) -> None:
-    """Raise if what a graph's ``load_state_dict()`` was given is no state of it, nor a part of one.
-
-    Modules are checked as they are read.
+    """Check that a graph's ``load_state_dict()`` can load ``state``. :func:`read_modules` checks the modules.
 
     Raises:
-        ConfigError: something is of another type, belongs to nothing, or does not fit the optimizers or schedulers.
+        ConfigError: an entry has the wrong type or an unknown name, or does not fit the optimizers or schedulers.
     """
     kinds: dict[str, Any] = {
         "modules": Mapping,
@@ -134,14 +133,14 @@ def check_state(
         )
     for key, value in state.items():
         if not isinstance(value, kinds[key]) or isinstance(value, (str, bool)):
-            wanted = "a list with one for each optimizer" if kinds[key] is Sequence else "what state_dict() has there"
-            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}\nGive {wanted}.")
+            expected = "a list with one for each optimizer" if kinds[key] is Sequence else "what state_dict() has there"
+            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}\nGive {expected}.")
     if state.get("steps_done", 0) < 0:
         raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
-    for name, one in state.get("modules", {}).items():
-        if not isinstance(one, Mapping):
+    for name, module_state in state.get("modules", {}).items():
+        if not isinstance(module_state, Mapping):
             raise ConfigError(
-                f"not a state of a graph: that of the module {name!r:.60} is of the type {type(one).__name__}\n"
+                f"not a state of a graph: module {name!r:.60} has a state of the type {type(module_state).__name__}\n"
                 'The state of a plain module goes under its attribute: {"modules": {"model": state}}.'
             )
     for key in ("optimizers", "lr_schedulers"):
@@ -157,60 +156,63 @@ def check_state(
 
 
 def _is_random(state: Mapping[str, Any]) -> bool:
-    """Whether random numbers can follow from it: from a seed, or None, and a count."""
+    """Return True if the state has a valid seed, or None, and a valid count."""
     seed, passes = state.get("seed", ""), state.get("passes")
     return (seed is None or type(seed) is int) and type(passes) is int and 0 <= passes < 2**63
 
 
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Take the hyperparameters of saved groups. What these lack stays, where the class does not choose it."""
-    made, _ = taken(optimizer, groups, {})
-    _update_groups(optimizer, made)
+    """Load the hyperparameters of saved groups. A hyperparameter that is missing keeps its value or gets a default."""
+    converted, _ = convert_state(optimizer, groups, {})
+    _update_groups(optimizer, converted)
 
 
-def _update_groups(optimizer: torch.optim.Optimizer, made: Sequence[Mapping[str, Any]]) -> None:
-    for group, one in zip(optimizer.param_groups, made, strict=True):
-        group.update(one)
+def _update_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for own, loaded in zip(optimizer.param_groups, groups, strict=True):
+        own.update(loaded)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)``, into wherever its state lives. A collective."""
+    """Load a plain optimizer's state into the stores of its parameters, or into the optimizer. A collective."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = list(parameters_of(optimizer))
-    given = {p: state.get("state", {}).get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
-    groups, made = taken(optimizer, state["param_groups"], given)
-    held = {id(parameter): made.get(parameter, {}) for parameter in parameters}
+    saved = {p: state.get("state", {}).get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
+    groups, converted = convert_state(optimizer, state["param_groups"], saved)
+    entries = {id(parameter): converted.get(parameter, {}) for parameter in parameters}
     _update_groups(optimizer, groups)
-    # What no step has trained yet has no state: its optimizer keeps it.
+    # A provisional store has no optimizer state: the optimizer keeps it.
     for store in stores_of(parameters):
         if store.is_provisional:
             continue
-        entries = [held.get(id(parameter), {}) for parameter in store.parameters]
-        states = [{name: value for name, value in one.items() if value is not None} for one in entries]
+        states = [
+            {name: value for name, value in entries.get(id(parameter), {}).items() if value is not None}
+            for parameter in store.parameters
+        ]
         if store.optimizer is optimizer and _fits(store, states):
             load_states(store, states)
         else:
             release(store)
     for parameter in parameters:
-        if (found := store_of(parameter)) is None or found.is_provisional:
+        if (own_store := store_of(parameter)) is None or own_store.is_provisional:
             optimizer.state.pop(parameter, None)
-            if held[id(parameter)]:
+            if entries[id(parameter)]:
                 optimizer.state[parameter] = {
                     name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in held[id(parameter)].items()
+                    for name, value in entries[id(parameter)].items()
                 }
 
 
 def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the bucket can hold these: its own entries for all its parameters, and the same step counts."""
+    """Return True if the store can hold these states: all have its entries, or none has any, and equal step counts."""
     scalars = [name for name in store.specs if name not in store.layouts]
-    alike = {
+    counts = {
         tuple(float(state[name]) for name in scalars) if set(store.specs) == set(state) else None for state in states
     }
-    return len(alike) == 1 and (None not in alike or not any(states))
+    return len(counts) == 1 and (None not in counts or not any(states))
 
 
 def _whole_parameters(members: Members) -> dict[str, Tensor]:
+    """Return copies of all parameters, whole, by name. A collective."""
     whole = {name: p.detach().clone() for name, p in members.parameters.items() if store_of(p) is None}
     for store in stores_of(members.parameters.values()):
         whole |= dict(zip(_names(members, store.parameters), plain_parameters(store), strict=True))
@@ -223,10 +225,10 @@ def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:
 
 
 def _with_aliases(members: Members, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    inside = {name: tensor for name, tensor in tensors.items() if not name.startswith("elsewhere")}
-    return inside | {alias: tensors[name] for alias, name in members.aliases.items()}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("elsewhere")}
+    return own | {alias: tensors[name] for alias, name in members.aliases.items()}
 
 
-def _check_names(what: str, mine: Sequence[str], theirs: Sequence[str]) -> None:
-    if sorted(mine) != sorted(theirs):
-        raise ConfigError(f"the graph has the {what} {', '.join(mine)}; the loaded state is of {', '.join(theirs)}")
+def _check_names(what: str, own: Sequence[str], loaded: Sequence[str]) -> None:
+    if sorted(own) != sorted(loaded):
+        raise ConfigError(f"the graph has the {what} {', '.join(own)}; the loaded state is of {', '.join(loaded)}")

@@ -1,4 +1,4 @@
-"""The state of training: counted, given out whole, taken back, written and read: asked of the graph itself."""
+"""The methods of a graph that return, load, save and restore its training state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ R = TypeVar("R")
 
 
 def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Tell the other ranks when a method is interrupted in which they wait for this one."""
+    """Return a decorator that tells the other ranks, which wait for this one, when the method is interrupted.
+
+    Args:
+        doing: names the method's work in messages.
+    """
 
     def wrapped(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
@@ -49,13 +53,13 @@ def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Stateful:
-    """The part of :class:`zerograph.ZeroGraph` that keeps what training needs to go on, wherever it is held."""
+    """The part of :class:`zerograph.ZeroGraph` that reads and writes its training state."""
 
     config: Config
     steps_done: int
     _optimizers: list[torch.optim.Optimizer]
     _schedulers: list[LRScheduler | None]
-    # What the random numbers follow from, where config.seed does not say, and forward passes made so far.
+    # The seed of random numbers if config.seed is None, and the number of forward passes and skipped steps.
     _seed: int | None
     _passes_done: int
     _saver: Saver
@@ -70,9 +74,9 @@ class Stateful:
         raise NotImplementedError
 
     def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank holds in memory between steps, not those in files.
+        """Return the bytes of parameters and optimizer state that this rank has in memory between steps.
 
-        The memory that stages 1 and 2 gather parameters into is there between steps, too.
+        State in files does not count. The gather buffers of stages 1 and 2 do.
         """
         plain = [parameter for parameter in self._members().parameters.values() if store_of(parameter) is None]
         return stored_bytes(self._stores()) + sum(map(nbytes, plain))
@@ -80,22 +84,23 @@ class Stateful:
     @one_thread("state_dict()")
     @interruptible("reading the state")
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, in whole tensors: ``modules`` by attribute, ``optimizers``, ``lr_schedulers``,
-        ``grad_scaler``.
+        """Return all of the training state, in whole tensors. A collective: every rank calls it and gets all of it.
 
-        Each of these is what ``state_dict()`` of the plain module, optimizer and scheduler would be; ``random`` is what
-        the random numbers of the next step follow from. Every rank must call it, and gets all of it.
+        Returns:
+            ``modules`` by attribute, ``optimizers``, ``lr_schedulers`` and ``grad_scaler``, each as ``state_dict()`` of
+            the plain module, optimizer, scheduler and scaler would return it; ``steps_done``; and ``random``, which
+            determines the random numbers of the next step.
 
         Raises:
-            RankMismatchError: the other ranks are about to do something else.
+            RankMismatchError: the other ranks call something else.
         """
-        self._check_closed()
-        held = [layout for store in self._stores() for layout in (store.layout, *store.layouts.values())]
-        self._agree_to_gather("taking a state_dict()", held)
+        self._check_resharded()
+        layouts = [layout for store in self._stores() for layout in (store.layout, *store.layouts.values())]
+        self._agree_to_gather("taking a state_dict()", layouts)
         return {
             "modules": state_dict.modules_state(self._adopted()),
             "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
-            "lr_schedulers": [None if one is None else one.state_dict() for one in self._schedulers],
+            "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in self._schedulers],
             "steps_done": self.steps_done,
             "grad_scaler": None if self.config.scaler is None else self.config.scaler.state_dict(),
             "random": {
@@ -107,22 +112,23 @@ class Stateful:
     @one_thread("load_state_dict()")
     @interruptible("loading a state")
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, on any number of ranks. Every rank must call it.
+        """Load a state that :meth:`state_dict` returned, on any number of ranks. A collective: every rank calls it.
 
-        The random numbers go on as well, unless ``config.seed`` asks for others. What is left out stays as it is, so
+        Random numbers continue too, unless ``config.seed`` sets others. Entries that are left out stay as they are. So
         states of the plain module and optimizer load too, before and after the first call::
 
             step.load_state_dict({"modules": {"model": torch.load("model.pt")}})
             step.load_state_dict({"modules": {"model": ...}, "optimizers": [torch.load("optimizer.pt")]})
 
-        Under ``"modules"`` there must be each that has parameters or buffers, under ``"optimizers"`` and
-        ``"lr_schedulers"`` one for each optimizer (None for a scheduler: it stays as it is).
+        Args:
+            state: ``"modules"`` needs every module with parameters or buffers; ``"optimizers"`` and
+                ``"lr_schedulers"`` one entry for each optimizer. A scheduler whose entry is None stays as it is.
 
         Raises:
-            ConfigError: the state does not fit; nothing is changed then, on any rank.
-            RankMismatchError: it does not fit on another rank, or ranks have states of other counts.
+            ConfigError: the state does not fit. Nothing is changed, on any rank.
+            RankMismatchError: the state does not fit on another rank, or counts differ between ranks.
         """
-        self._check_closed()
+        self._check_resharded()
         problem: BaseException | None = None
         whole: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
@@ -146,30 +152,32 @@ class Stateful:
         self.steps_done = state.get("steps_done", self.steps_done)
         if self.config.scaler is not None and state.get("grad_scaler") is not None:
             self.config.scaler.load_state_dict(state["grad_scaler"])
-        # States of version 0.1 say nothing of random numbers.
+        # States of version 0.1 have no random numbers.
         if "random" in state:
             self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]
 
     @one_thread("save()")
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int | None = None) -> None:
-        """Write a checkpoint: each rank its part, in parallel. Every rank must call it, with a folder that all share.
+        """Write a checkpoint, each rank its part in parallel. A collective: every rank calls it, with a shared folder.
 
-        It has what training needs to go on, on any number of ranks and at any stage: parameters, buffers, the
-        optimizers' state and hyperparameters, schedulers, loss scale, counts, and the state of torch's random
-        generators of each rank. Until all of it is on the disk, what ``path`` held before is what it holds.
+        A checkpoint has all that training needs to continue, on any number of ranks and at any stage: parameters,
+        buffers, the optimizers' state and hyperparameters, schedulers, loss scale, counts, and the state of torch's
+        random generators on each rank. A checkpoint that was in ``path`` stays valid until the new one is complete.
 
         Args:
-            path: the folder. With ``keep`` it holds checkpoints, ``step-00000010`` for instance, and a file ``latest``.
-            asynchronous: return once everything is copied, and write while training goes on; the next save, or
-                :meth:`wait_for_save`, waits for it and raises what went wrong.
-            keep: how many checkpoints to keep in ``path``, those saved last, whatever the clock says.
+            path: the folder of the checkpoint. With ``keep`` it is a folder of checkpoints, such as ``step-00000010``,
+                with a file ``latest``.
+            asynchronous: return once everything is copied, and write in the background. The next save, or
+                :meth:`wait_for_save`, waits for the end and raises its error.
+            keep: number of checkpoints to keep in ``path``: those saved last, in order of saving, not of time stamps.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, another job saves into ``path``, or ``path`` is a
-                checkpoint and is to hold some, or the other way round. What was there is still there.
+            CheckpointError: on every rank: the checkpoint cannot be written, another job saves into ``path``, or
+                ``path`` is a checkpoint although ``keep`` is set, or a folder of checkpoints although it is not. What
+                was in ``path`` is unchanged.
             ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
         """
-        self._check_closed()
+        self._check_resharded()
         parts = self._parts()
         self._saver.save(
             self._join(),
@@ -181,7 +189,7 @@ class Stateful:
         )
 
     def wait_for_save(self) -> None:
-        """Until a checkpoint that is written in the background is whole.
+        """Wait until the checkpoint that is written in the background is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -191,18 +199,19 @@ class Stateful:
     @one_thread("load()")
     @interruptible("loading a checkpoint")
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint that :meth:`save` wrote, or from the latest in a folder of them. Every rank calls it.
+        """Load a checkpoint that :meth:`save` wrote. A collective: every rank calls it.
 
-        If the file ``latest`` names a checkpoint that is not there, it is the newest whole one, with a warning.
+        If the graph is compiled, each rank reads its shards only. Otherwise parameters and state are whole until it is.
 
-        Compile the graph before, and each rank reads only what it is to hold; else parameters and state are whole until
-        it is compiled.
+        Args:
+            path: a checkpoint, or a folder of checkpoints: then the one that the file ``latest`` names. If that is
+                missing, the newest complete checkpoint is loaded, with a warning.
 
         Raises:
-            CheckpointError: there is none, or a file is missing or damaged.
-            ConfigError: it is of another model or of other optimizers. Nothing is changed then, on any rank.
+            CheckpointError: there is no checkpoint, or a file is missing or damaged.
+            ConfigError: the checkpoint is of another model or of other optimizers. Nothing is changed, on any rank.
         """
-        self._check_closed()
+        self._check_resharded()
         self._saver.wait()
         counts = checkpoint.restore(self._join(), path, self._parts())
         self.steps_done, self._passes_done, self._seed = counts
@@ -217,32 +226,31 @@ class Stateful:
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """The graph's modules with whole parameters, to be used eagerly; changes made inside are kept.
+        """Make the parameters of the graph's modules whole inside the context, for eager use. Keep changes made inside.
 
-        Every rank must enter it, and make the same changes.
+        A collective: every rank enters it, and makes the same changes.
 
         Raises:
-            RankMismatchError: the other ranks are about to do something else.
+            RankMismatchError: the other ranks call something else.
         """
         with one_thread("full_parameters()"):
-            stores = self._stores(self._adopted())
-            opened = [store for store in stores if not store.is_unsharded]
-            self._agree_to_gather("entering full_parameters()", [store.layout for store in opened])
-            for store in opened:
+            sharded = [store for store in self._stores(self._adopted()) if not store.is_unsharded]
+            self._agree_to_gather("entering full_parameters()", [store.layout for store in sharded])
+            for store in sharded:
                 unshard(store)
         try:
             yield
         finally:
             with one_thread("the end of full_parameters()", collective=False):
-                for store in opened:
+                for store in sharded:
                     reshard(store)
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
-        """Raise on every rank if some ranks gather what is split and others do not."""
+        """If any bucket is split, check that all ranks are about to gather it."""
         if not all(layout.is_whole for layout in layouts):
             agree(self._join(), doing, 0, dict)
 
-    def _check_closed(self) -> None:
+    def _check_resharded(self) -> None:
         if any(store.is_unsharded for store in self._stores()):
             raise InputError("state_dict() and load_state_dict() do not work inside full_parameters(): leave it first")
 
@@ -253,5 +261,5 @@ class Stateful:
             store.check_aliases()
 
     def _stores(self, members: Members | None = None) -> list[Store]:
-        """The distinct stores of the graph's parameters, in the same order on all ranks."""
+        """Return the distinct stores of the graph's parameters, in the same order on all ranks."""
         return stores_of((members or self._members()).parameters.values())

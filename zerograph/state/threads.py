@@ -1,4 +1,4 @@
-"""Let one thread at a time use the graphs of a process, among several ranks only where the order is certain."""
+"""A lock that lets one thread at a time use the graphs of a process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from zerograph.errors import InputError
 
 @dataclass
 class _Turn:
-    """The thread whose turn it is.
+    """The lock, and the thread that holds it.
 
     Attributes:
-        calls: what it has called, outermost first.
-        collective: whether any of these calls exchanges with other ranks.
-        refused: the message of a call that was refused since the last step, of which other ranks know nothing yet.
+        lock: the lock.
+        thread: name of the thread.
+        calls: its calls, outermost first.
+        collective: number of these calls that may exchange data with other ranks.
+        refused: the message of a call that was refused since the last step; other ranks have not seen it yet.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -29,26 +31,26 @@ class _Turn:
     refused: str | None = None
 
 
-# Tracing replaces functions of torch, and graphs share parameters and the job: one turn for all graphs of a process.
+# Tracing replaces functions of torch, and graphs share parameters and the job: so one lock serves all graphs.
 _turn = _Turn()
 
 
 @contextlib.contextmanager
 def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
-    """Let one thread of the process in at a time; another one waits, and the same one may enter again.
+    """Hold the lock inside the context. Another thread waits; the same thread may enter again.
 
-    Among several ranks waiting could not be right for two calls that both exchange with other ranks: on each rank
-    another thread might come first, and their exchanges would meet.
+    In a job of several ranks a collective call does not wait for another one: the threads could run in another order on
+    another rank, and exchange data with the wrong call.
 
     Args:
-        call: what is called, for messages.
-        collective: it may exchange with other ranks.
+        call: name of the call in messages.
+        collective: the call may exchange data with other ranks.
 
     Raises:
-        InputError: another thread is inside, among several ranks, and both calls are collective.
+        InputError: another thread is inside, the job has several ranks, and both calls are collective.
     """
     if not _turn.lock.acquire(blocking=False):
-        # A list that another thread may empty meanwhile.
+        # The other thread may empty the list meanwhile.
         others = _turn.calls[:1]
         if collective and others and _turn.collective and _several_ranks():
             _turn.refused = (
@@ -72,10 +74,10 @@ def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
 
 
 def check_refused() -> None:
-    """Raise if a call of another thread was refused: the ranks that wait for that call learn of it by the next one.
+    """Raise if a call of another thread was refused since the last check, so that the ranks that wait for it fail too.
 
     Raises:
-        InputError: once for each refusal or several of them.
+        InputError: with the message of the last refusal.
     """
     message, _turn.refused = _turn.refused, None
     if message is not None:

@@ -12,7 +12,7 @@ from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.state.checkpoint.written import Written
-from zerograph.state.validate import check_scheduler
+from zerograph.state.hyperparameter_checks import check_scheduler
 
 
 def check_fits(found: Written, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None) -> None:

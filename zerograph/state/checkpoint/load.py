@@ -27,8 +27,8 @@ from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import folder_of, raise_interrupt
-from zerograph.state.loadable import check_entries, check_groups
-from zerograph.state.validate import check_hyperparameters
+from zerograph.state.hyperparameter_checks import check_hyperparameters
+from zerograph.state.optimizer_checks import check_entries, check_groups
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
