@@ -380,7 +380,7 @@ def differing(
 def explained(job: Job, doing: str) -> Iterator[None]:
     """A failed exchange outside the graph, as an error that says what it was for, and which rank is lost."""
     job.check_alive()
-    with job.signs.interruptible(doing), job.signs.busy(doing):
+    with job.signs.busy(doing), job.signs.interruptible(doing):
         try:
             yield
         except ZeroGraphError:
@@ -393,7 +393,7 @@ def explained(job: Job, doing: str) -> Iterator[None]:
 def noted(job: Job, doing: str) -> Iterator[None]:
     """What this rank alone fails with inside, ``doing`` something, the others are told of when they miss it."""
     job.signs.forget()
-    with job.signs.interruptible(doing), job.signs.busy(doing):
+    with job.signs.busy(doing), job.signs.interruptible(doing):
         try:
             yield
         except (CommunicationError, RankMismatchError):
@@ -413,12 +413,22 @@ def communication_error(job: Job, doing: str, error: BaseException) -> Communica
 
 def _lost(signs: Signs, doing: str, timeout: float, error: BaseException) -> str:
     """The message; those that will ask this rank later are told of it as well."""
+    own = signs.own_failure()
     answers = signs.ask()
-    lost = answers.lost()
+    lost = () if own is not None else answers.lost()
     head = f"rank {signs.rank} of {signs.size} lost {ranks_named(lost) if lost else 'the others'} while {doing}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     signs.note(CommunicationError(head), lost)
-    return "\n".join([head, f"  {first}", *(f"  {line}" for line in answers.told()), _advice(lost, timeout)])
+    lines = [head, f"  {first}", *(f"  {line}" for line in answers.told())]
+    if own is None:
+        return "\n".join([*lines, _advice(lost, timeout)])
+    return "\n".join(
+        [
+            *lines,
+            f"This rank broke off before, {own.doing}: {own.failed}. The others have missed it since: start the job "
+            "anew, from the last checkpoint.",
+        ]
+    )
 
 
 def _advice(lost: Sequence[int], timeout: float) -> str:

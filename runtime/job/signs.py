@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from zerograph.errors import CommunicationError
+
 # Seconds between two looks, for up to a thousand ranks: one store answers them all.
 _INTERVAL = 0.5
 # Looks that a rank may miss until it counts as silent: a loaded machine is not a dead one.
@@ -164,10 +166,14 @@ class Signs:
                 self._behind = f"outside of the graph, behind {doing}"
 
     def note(self, error: BaseException, lost: Sequence[int] = ()) -> None:
-        """Leave word of what this rank failed with: the others may only see that it is no longer there."""
+        """Leave word of what this rank failed with: the others may only see that it is no longer there.
+
+        What made this rank break off stays its word: the loss of others may follow from it.
+        """
         first = (str(error).strip().splitlines() or [""])[0]
-        self._noted = Sign(self._now(), f"{type(error).__name__}: {first}".removesuffix(": "), tuple(lost))
-        self._post(self._noted)
+        if self.own_failure() is None or not isinstance(error, CommunicationError):
+            self._noted = Sign(self._now(), f"{type(error).__name__}: {first}".removesuffix(": "), tuple(lost))
+            self._post(self._noted)
         if self.broke_off:
             self._in_time(lambda: self.store.set(f"broke off/{self.rank}", str(self.agreed)), self._interval * 2)
             if not isinstance(error, Exception):
@@ -195,17 +201,22 @@ class Signs:
         """Tell the others, once, that this rank goes no further with what it was ``doing``."""
         if not vars(interrupt).get(_TOLD):
             mark_told(interrupt)
-            self.broke_off = self.broke_off or f"{doing}, interrupted"
+            self.broke_off = self.broke_off or f"{doing}, interrupted by {type(interrupt).__name__}"
             self.note(interrupt)
 
     def resume(self) -> None:
         """Go on after a step that broke off at the same place on all ranks, which have agreed to."""
         self._in_time(lambda: self.store.delete_key("interrupted"), self._interval * 2)
         self.broke_off = ""
+        self.forget()
+
+    def own_failure(self) -> Sign | None:
+        """Return what this rank, and no other, made break off; None: nothing, or it has lost others."""
+        return self._noted if self.broke_off and self._noted is not None and not self._noted.lost else None
 
     def forget(self) -> None:
-        """What was noted is over: this rank goes on."""
-        if self._noted is not None:
+        """Forget what was noted before this rank went on. What it broke off with stays until all have agreed."""
+        if self._noted is not None and not self.broke_off:
             self._noted = None
             self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
 
