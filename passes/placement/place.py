@@ -99,7 +99,10 @@ def _output_sbps(problem: PlacementProblem, context: Context) -> dict[TensorId, 
 
 
 def _sink_below_loop(problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
-    """Compute nodes that feed no gradient once, on whole tensors, where an operand is complete only after the loop."""
+    """Compute nodes once, on whole tensors, where an operand is complete only after the loop.
+
+    Nodes that feed a gradient are left alone if they read parts of the batch: the backward pass would follow them.
+    """
     trains: set[fx.Node] = set()
     for node in reversed(problem.graph.nodes):
         reduces = node.target is boxing and meta(node)["tensor"].kind == "gradient"
@@ -110,10 +113,11 @@ def _sink_below_loop(problem: PlacementProblem, free: dict[fx.Node, tuple[Signat
         if node not in problem.signature:
             continue
         signature = problem.signature[node]
-        operands = zip(problem.inputs(node), signature.inputs, strict=True)
+        operands = list(zip(problem.inputs(node), signature.inputs, strict=True))
         if any(_is_late(problem, tensor, need, late) for tensor, need in operands):
             late.add(node)
-            if node in free and node not in trains:
+            reads_parts = any(isinstance(need, Split) for _, need in operands)
+            if node in free and not (node in trains and reads_parts):
                 problem.choose(node, rules.all_broadcast(node))
 
 
