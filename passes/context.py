@@ -30,6 +30,7 @@ class BucketUpdate:
         first: whether this is the first update, so that the state is new.
         numbers: name of the graph input of each hyperparameter (learning rate, ...), by its name in the programs.
         layouts: layout of each 1-D entry of the optimizer state, by name; see :class:`zerograph.runtime.state.Store`.
+        unused: layout of each 1-D entry that another update of the optimizer reads, and this one does not.
         optimizer: name of the optimizer in the graph, ``"optimizer0"``.
     """
 
@@ -37,6 +38,7 @@ class BucketUpdate:
     first: bool
     numbers: Mapping[str, str]
     layouts: Mapping[str, Bucket]
+    unused: Mapping[str, Bucket]
     optimizer: str
 
     def found_inf_of(self, found_infs: Mapping[str, fx.Node]) -> fx.Node | None:
@@ -204,12 +206,16 @@ class Context:
             buckets=tuple(map(_whole_in_time, self.buckets)),
             updates={
                 name: replace(
-                    update, layouts={entry: _whole_in_time(layout) for entry, layout in update.layouts.items()}
+                    update, layouts=_all_whole_in_time(update.layouts), unused=_all_whole_in_time(update.unused)
                 )
                 for name, update in self.updates.items()
             },
             batch=replace(self.batch, inputs=inputs),
         )
+
+
+def _all_whole_in_time(layouts: Mapping[str, Bucket]) -> dict[str, Bucket]:
+    return {entry: _whole_in_time(layout) for entry, layout in layouts.items()}
 
 
 def _whole_in_time(bucket: Bucket) -> Bucket:

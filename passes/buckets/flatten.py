@@ -41,8 +41,12 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):
         with graph.inserting_before(graph.output_node()):
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
-        update = _emit_owner_update if gradient.bucket.one_by_one else _emit_update
-        update(graph, gradient.bucket, gradient.flat, final, context.updates[gradient.bucket.name])
+        bucket, update = gradient.bucket, context.updates[gradient.bucket.name]
+        (_emit_owner_update if bucket.one_by_one else _emit_update)(graph, bucket, gradient.flat, final, update)
+        if bucket.storage.state is None:
+            # Nothing reads them, but they take memory.
+            for name, layout in update.unused.items():
+                _input(graph, Role("state", f"{bucket.name}.{name}"), layout.shape, layout.dtype, layout.storage_device)
     drop_unread_edits(graph)
     named = {node_role.name: node for node in placeholders(graph, "parameter") if (node_role := role(node))}
     for bucket in context.buckets:

@@ -179,7 +179,8 @@ def _input_sbp(node: fx.Node, context: Context) -> NdSbp:
     if node_role.kind in ("bucket", "state") and node.meta["val"].dim():
         name, _, state = node_role.name.partition(".")
         if state:
-            return context.updates[name].layouts[state].sbp
+            update = context.updates[name]
+            return (update.layouts.get(state) or update.unused[state]).sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
     return all_broadcast(context.mesh.dims)
 

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import zerograph as zg
-from tests.faults.ranks import note_time, noted_time, run
-from tests.faults.tally import Tally
+from tests.faults.lost_ranks import note_time, noted_time, run
+from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.job.messages import Notes
 from zerograph.runtime.wire import collectives

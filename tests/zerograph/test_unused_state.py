@@ -93,6 +93,27 @@ def test_split_state_that_an_update_does_not_use_is_there_again_later(pool: Pool
     check("momentum", states)
 
 
+def predicted_state(stage: int, micro_batches: int) -> list[int]:
+    """Return the predicted bytes of optimizer state at the peak of a step with momentum, and of one without."""
+    step = step_of(sgd(momentum=0.9), stage)
+    step.config.gradient_accumulation_steps = micro_batches
+    step.config.shard_min_size = 1
+    predicted = []
+    for x, momentum in zip(inputs([8] * 2), (0.9, 0.0), strict=True):
+        change(step._optimizers[0], {"momentum": momentum})
+        step(part(x))
+        predicted.append(step.memory.kinds["optimizer state"])
+    return predicted
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 1), (1, 2), (3, 1)])
+def test_state_that_an_update_does_not_use_counts_in_the_predicted_peak(
+    pool: Pool, stage: int, micro_batches: int
+) -> None:
+    # Half of 44 parameters in fp64, and the learning rate.
+    assert pool.run(2, predicted_state, stage, micro_batches) == [[44 * 8 // 2 + 8] * 2] * 2
+
+
 def test_switching_between_updates_moves_no_state() -> None:
     _, serials = trained("amsgrad", 1)
     assert len(set(serials)) == 1

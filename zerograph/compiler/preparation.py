@@ -207,5 +207,6 @@ def _bucket_update(planned: Planned) -> BucketUpdate:
         planned.fresh and planned.first_differs,
         planned.updates[0].numbers(),
         {name: layout for name, layout in planned.layouts.items() if name in entries},
+        {name: layout for name, layout in planned.layouts.items() if name not in entries},
         planned.updates[0].optimizer_name,
     )
