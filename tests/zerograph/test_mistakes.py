@@ -199,7 +199,7 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (lambda g: g.load_state_dict(3), zg.ConfigError, "not a state of a graph: it has 3; a state has modules"),
     (lambda g: g.load_state_dict({}), zg.ConfigError, "it has nothing; a state has modules"),
     (changed(modules=3), zg.ConfigError, "modules are 3"),
-    (changed(modules={"model": 3}), zg.ConfigError, "the module 'model' is of the type int"),
+    (changed(modules={"model": 3}), zg.ConfigError, "module 'model' has a state of the type int"),
     (changed(modules={"head": {}}), zg.ConfigError, "has the modules model; the loaded state is of head"),
     (changed(modules={"model": {"weight": X, "bias": X}}), zg.ConfigError, "'model' does not fit the module"),
     (changed(optimizers=[]), zg.ConfigError, "has 1 optimizers, the state 0"),
