@@ -4,21 +4,18 @@
 ``registry``        the table: ``rule`` adds to it, ``signatures_of`` reads it
 ``register_rule``   rules that users register
 ``discover``        signatures of an operator without a rule, found by running it
-``pointwise``, ``matmul``, ``linalg``, ``reduction``, ``shape``, ``movement``, ``indexing``, ``nn``, ``spatial``,
-``attention``, ``loss``, ``random``   the rules, one line per operator
+``pointwise``, ``matmul``, ``reduction``, ``shape``, ``movement``, ``indexing``, ``nn``, ``spatial``, ``loss``
+                  the rules, one line per operator
 """
 
 from zerograph.ir.sbp import Signature
 from zerograph.passes.rules import (
-    attention,
     indexing,
-    linalg,
     loss,
     matmul,
     movement,
     nn,
     pointwise,
-    random,
     reduction,
     shape,
     spatial,
@@ -37,16 +34,13 @@ __all__ = [
     "Signature",
     "all_broadcast",
     "arguments",
-    "attention",
     "indexing",
-    "linalg",
     "loss",
     "matmul",
     "movement",
     "nn",
     "output_values",
     "pointwise",
-    "random",
     "reduction",
     "rule",
     "rule_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, added, letters, rule, together, whole
+from zerograph.passes.rules.registry import Operands, added, dim_names, rule, together, whole
 
 aten = torch.ops.aten
 
@@ -12,7 +12,7 @@ rule(aten.embedding.default, "v! c, ... -> ... c", linear=(0,))
 
 
 def _embedding_backward(operands: Operands) -> str:
-    # Scaled by how often a token occurs in the batch, the parts do not add up to the whole.
+    # If gradients are scaled by the frequency of a token in the batch, parts do not add up to the whole.
     index = "...!" if operands["scale_grad_by_freq"] else "..."
     return f"{index} c, {index} -> v! c"
 
@@ -24,7 +24,7 @@ def _gathered(operands: Operands) -> str:
     source, index = operands.inputs
     dim = operands["dim"] % source.dim()
     same = [a == b for a, b in zip(source.shape, index.shape, strict=True)]
-    return f"{_line('s', dim, same)}, {_line('i', dim, same)} -> {_line('i', dim, same)}"
+    return f"{_factors('s', dim, same)}, {_factors('i', dim, same)} -> {_factors('i', dim, same)}"
 
 
 def _scattered(operands: Operands) -> str:
@@ -32,12 +32,12 @@ def _scattered(operands: Operands) -> str:
     dim = operands["dim"] % source.dim()
     others = operands.inputs[1:]
     same = [all(a == v.shape[i] for v in others) for i, a in enumerate(source.shape)]
-    rest = ", ".join(_line("i", dim, same) for _ in others)
-    return f"{_line('s', dim, same)}, {rest} -> {_line('s', dim, same)}"
+    other_factors = ", ".join(_factors("i", dim, same) for _ in others)
+    return f"{_factors('s', dim, same)}, {other_factors} -> {_factors('s', dim, same)}"
 
 
-def _line(prefix: str, dim: int, same: list[bool]) -> str:
-    """Dimensions that all operands walk together are factors; the indexed one, and cut ones, stay whole."""
+def _factors(prefix: str, dim: int, same: list[bool]) -> str:
+    """Return the factors of an operand: dimensions of equal sizes are shared, the indexed one and others stay whole."""
     return " ".join(f"d{i}" if i != dim and equal else f"{prefix}{i}!" for i, equal in enumerate(same))
 
 
@@ -49,14 +49,14 @@ rule(aten.scatter_reduce.two, _scattered)
 
 
 def _scatter_added(operands: Operands) -> str:
-    """What is added may come in parts: those of the indexed dimension add up to the whole."""
+    """Return a notation in which the indexed dimension of the added values can be split: parts add up to the whole."""
     source, index, values = operands.inputs
     dim = operands["dim"] % source.dim() if source.dim() else 0
     same = [size == index.shape[i] == values.shape[i] for i, size in enumerate(source.shape)]
-    line, inner = _line("s", dim, same), _line("i", dim, same)
+    source_factors, index_factors = _factors("s", dim, same), _factors("i", dim, same)
     if index.shape == values.shape:
-        inner = inner.replace(f"i{dim}!", f"i{dim}")
-    return f"{added(operands, line)}, {inner}, {inner} -> {line}"
+        index_factors = index_factors.replace(f"i{dim}!", f"i{dim}")
+    return f"{added(operands, source_factors)}, {index_factors}, {index_factors} -> {source_factors}"
 
 
 def _index_selected(operands: Operands) -> str:
@@ -73,19 +73,20 @@ rule(aten.index_select.default, _index_selected, linear=(0,))
 def _index_added(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank if rank else 0
-    line = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
+    source_factors = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
     values = " ".join("picked" if i == dim else f"d{i}" for i in range(operands.inputs[2].dim()))
-    return f"{added(operands, line)}, {'picked' if operands.inputs[1].dim() else ''}, {values} -> {line}"
+    index = "picked" if operands.inputs[1].dim() else ""
+    return f"{added(operands, source_factors)}, {index}, {values} -> {source_factors}"
 
 
 def _index_written(operands: Operands) -> str:
-    """Rows that are written stay together: of two with one index only one counts."""
+    """Return a notation in which written rows stay together: of two rows with one index only one counts."""
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank if rank else 0
-    line = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
+    source_factors = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
     index = "picked!" if operands.inputs[1].dim() else ""
     values = " ".join("picked!" if i == dim else f"d{i}" for i in range(operands.inputs[-1].dim()))
-    return ", ".join([line, index, values][: len(operands.inputs)]) + f" -> {line}"
+    return ", ".join([source_factors, index, values][: len(operands.inputs)]) + f" -> {source_factors}"
 
 
 rule(aten.index_add.default, _index_added, linear=together(0, 2))
@@ -109,24 +110,28 @@ def _put(operands: Operands) -> str:
     names = result.split()[-values:] if values else []
     if operands["accumulate"]:
         return f"{added(operands, source)}, {', '.join(indices)}, {' '.join(names)} -> {source}"
-    # Of a split index each rank would keep the old value where the others put the new one.
+    # With a split index each rank would keep the old value where another rank writes the new one.
     indices = [_unsplittable(index) for index in indices]
     names = [_unsplittable(name) if name.startswith("i") else name for name in names]
     return f"{source}, {', '.join(indices)}, {' '.join(names)} -> {source}"
 
 
 def _advanced(operands: Operands) -> tuple[str, list[str], str]:
-    """``x[i, :, j]``: what ``x``, each index and the result walk; dimensions that are looked up in stay whole."""
-    names = letters(operands.inputs[0].dim())
-    asked = [at for at, index in enumerate(operands["indices"]) if index is not None]
-    indices = operands.inputs[1 : 1 + len(asked)]
+    """Return the factors of ``x``, of each index and of the result of ``x[i, :, j]``; indexed dimensions stay whole."""
+    names = dim_names(operands.inputs[0].dim())
+    indexed = [dim for dim, index in enumerate(operands["indices"]) if index is not None]
+    indices = operands.inputs[1 : 1 + len(indexed)]
     rank = max(index.dim() for index in indices)
-    walked = [f"i{at}" for at in range(rank)]
-    rest = [name for at, name in enumerate(names) if at not in asked]
-    # Indices of dimensions side by side leave theirs in that place, others in front.
-    start = asked[0] if asked == list(range(asked[0], asked[-1] + 1)) else 0
-    source = " ".join(f"v{at}!" if at in asked else name for at, name in enumerate(names))
-    return source, [" ".join(walked[rank - i.dim() :]) for i in indices], " ".join(rest[:start] + walked + rest[start:])
+    index_names = [f"i{dim}" for dim in range(rank)]
+    others = [name for dim, name in enumerate(names) if dim not in indexed]
+    # The dimensions of adjacent indices replace them in place; otherwise they come first.
+    start = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    source = " ".join(f"v{dim}!" if dim in indexed else name for dim, name in enumerate(names))
+    return (
+        source,
+        [" ".join(index_names[rank - i.dim() :]) for i in indices],
+        " ".join(others[:start] + index_names + others[start:]),
+    )
 
 
 def _by_mask(operands: Operands) -> bool:
@@ -134,12 +139,12 @@ def _by_mask(operands: Operands) -> bool:
 
 
 def _put_where(operands: Operands) -> str:
-    """One value wherever a mask says so; of several, where one goes depends on the whole mask."""
+    """Return the notation of writing under a mask. Several values depend on the whole mask, one value does not."""
     source, *masks, values = operands.inputs
     if len(masks) > 1 or values.numel() > 1:
         return whole(operands)
-    start = next(at for at, index in enumerate(operands["indices"]) if index is not None)
-    names = letters(source.dim())
+    start = next(dim for dim, index in enumerate(operands["indices"]) if index is not None)
+    names = dim_names(source.dim())
     mask, value = names[start : start + masks[0].dim()], ["1"] * values.dim()
     return f"{' '.join(names)}, {' '.join(mask)}, {' '.join(value)} -> {' '.join(names)}"
 

@@ -1,6 +1,6 @@
 """Losses that are kernels of their own: one number per sample, from that sample alone.
 
-Those that reduce over the batch are decomposed into one without reduction and a sum, so that means divide by the
+A loss that reduces over the batch is decomposed into one without reduction and a sum, so that means divide by the
 global count; see ``zerograph/capture/decompositions.py``.
 """
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _by_sample(inputs: list[str], outputs: str) -> Callable[[Operands], str]:
-    """``inputs`` in the notation for batches; a weight, the last of them, may be absent."""
+    """Return a notation for batches; the last of ``inputs``, a weight, may be absent."""
 
     def notation(operands: Operands) -> str:
         batched = all(value.dim() for value in operands.inputs) and operands["reduction"] == 0
@@ -36,7 +36,7 @@ rule(aten.multilabel_margin_loss_backward.default, _by_sample(["n", "n c!", "n c
 
 
 def _ctc(operands: Operands, inputs: tuple[Tensor, ...], gradient: str, result: str) -> str:
-    """Targets in one row per sample; those laid end to end are whole, and with them all."""
+    """Return the notation of CTC loss. Targets with a row per sample can be split, concatenated ones cannot."""
     if inputs[1].dim() != 2:
         return whole(operands)
     return f"{gradient}t! n c!, n s!, n, n -> {result}"

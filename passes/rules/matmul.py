@@ -1,11 +1,11 @@
-"""Matrix products and convolutions."""
+"""Matrix products, convolutions and linear algebra on batches of matrices."""
 
 from __future__ import annotations
 
 import torch
 
 from zerograph.passes.rules.factors import Linear
-from zerograph.passes.rules.registry import Operands, added, rule, together
+from zerograph.passes.rules.registry import Operands, added, leading, rule, together
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def _addr(operands: Operands) -> str:
 
 
 def _trilinear(operands: Operands) -> str:
-    """Three operands, each lacking the dimensions that it is expanded by; their product, summed over some."""
+    """Return the notation of a product of three operands, each without its expanded dimensions, summed over some."""
     lines = []
     expanded = (operands["expand1"], operands["expand2"], operands["expand3"])
     rank = operands.inputs[0].dim() + len(expanded[0])
@@ -46,7 +46,7 @@ def _trilinear(operands: Operands) -> str:
 
 
 def _product_added(operands: Operands) -> Linear:
-    """In the summand together with either factor."""
+    """Return the linearity of a sum and a product: in the summand together with either factor."""
     return together(0, 1)(operands) + together(0, 2)(operands)
 
 
@@ -69,12 +69,33 @@ def _convolution_backward(operands: Operands) -> str:
     window = "".join(f" w{i}!" for i in range(operands.inputs[1].dim() - 2))
     weight = "".join(f" k{i}!" for i in range(operands.inputs[1].dim() - 2))
     result = "".join(f" o{i}!" for i in range(operands.inputs[1].dim() - 2))
-    asked = operands["output_mask"]
+    mask = operands["output_mask"]
     outputs = [f"n ci!{window}", f"a! b!{weight}", "co!"]
     return f"n co!{result}, n ci!{window}, a! b!{weight} -> " + ", ".join(
-        text for text, wanted in zip(outputs, asked, strict=True) if wanted
+        text for text, is_output in zip(outputs, mask, strict=True) if is_output
     )
 
 
 rule(aten.convolution.default, _convolution)
 rule(aten.convolution_backward.default, _convolution_backward, linear=(0,))
+
+# Decompositions of the last two dimensions, and operators on them.
+for _operator in (
+    aten._linalg_det.default,
+    aten._linalg_eigh.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+    aten._linalg_svd.default,
+    aten.cholesky_inverse.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_qr.default,
+    aten.linalg_solve_triangular.default,
+):
+    rule(_operator, leading(lambda operands: operands.inputs[0].dim() - 2))
+
+rule(aten._cdist_forward.default, "... p m!, ... r m! -> ... p r")
+rule(aten._cdist_backward.default, "... p r, ... p m!, ... r m!, ... p r -> ... p m!", linear=(0,))

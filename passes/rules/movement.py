@@ -1,4 +1,4 @@
-"""Operators that repeat, roll, window or embed elements along some dimensions and leave the others alone."""
+"""Operators that repeat, roll, window or embed elements along some dimensions and keep the others."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule, together
-from zerograph.passes.rules.registry import letters as _letters
+from zerograph.passes.rules.registry import Operands, dim_names, rule, together
 
 aten = torch.ops.aten
 
 
 def _keeping(touched: Callable[[Operands], set[int]]) -> Callable[[Operands], str]:
-    """Operators that keep every dimension in its place and mix elements along those that are ``touched`` only."""
+    """Return the notation of operators that mix elements along the ``touched`` dimensions and keep all others."""
 
     def notation(operands: Operands) -> str:
         rank = operands.inputs[0].dim()
         mixed = {dim % rank for dim in touched(operands)} if rank else set()
         lines = [
-            " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(_letters(rank)))
+            " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(dim_names(rank)))
             for number in range(len(operands.inputs) + len(operands.outputs))
         ]
         return ", ".join(lines[: len(operands.inputs)]) + " -> " + ", ".join(lines[len(operands.inputs) :])
@@ -42,7 +41,7 @@ for _operator in (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.de
 def _unfolded(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dimension"] % rank if rank else 0
-    letters = _letters(rank)
+    letters = dim_names(rank)
     left = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
     right = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
     return f"{left} -> {right} size!"
@@ -51,7 +50,7 @@ def _unfolded(operands: Operands) -> str:
 def _folded(operands: Operands) -> str:
     rank = operands.outputs[0].dim()
     dim = operands["dim"] % rank if rank else 0
-    letters = _letters(rank)
+    letters = dim_names(rank)
     left = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
     right = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
     return f"{left} size! -> {right}"
@@ -78,8 +77,10 @@ def _onto_diagonal(operands: Operands) -> str:
 
 def _matrix_and_diagonal(operands: Operands, rank: int) -> tuple[str, str]:
     matrix = {operands["dim1"] % rank, operands["dim2"] % rank}
-    kept = [name for i, name in enumerate(_letters(rank)) if i not in matrix]
-    return " ".join(f"{n}!" if i in matrix else n for i, n in enumerate(_letters(rank))), " ".join([*kept, "diagonal!"])
+    others = [name for i, name in enumerate(dim_names(rank)) if i not in matrix]
+    return " ".join(f"{n}!" if i in matrix else n for i, n in enumerate(dim_names(rank))), " ".join(
+        [*others, "diagonal!"]
+    )
 
 
 rule(aten.diagonal.default, _diagonal, linear=(0,))
@@ -91,7 +92,7 @@ rule(aten.trace.default, "i! j! -> ", linear=(0,))
 
 
 def _turned(operands: Operands) -> str:
-    letters = _letters(operands.inputs[0].dim())
+    letters = dim_names(operands.inputs[0].dim())
     first, second = (dim % len(letters) for dim in operands["dims"])
     left = [f"{name}!" if i in (first, second) else name for i, name in enumerate(letters)]
     right = list(left)

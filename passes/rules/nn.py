@@ -1,4 +1,4 @@
-"""Normalisation and attention."""
+"""Normalization and attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _layer_norm_backward(operands: Operands) -> str:
     ones = " ".join(["1"] * len(operands["normalized_shape"]))
     parameters = [norm] * (len(operands.inputs) - 4)
     inputs = [f"... {norm}", f"... {norm}", f"... {ones}", f"... {ones}", *parameters]
-    asked = operands["output_mask"]
-    outputs = [text for text, wanted in zip([f"... {norm}", norm, norm], asked, strict=True) if wanted]
+    mask = operands["output_mask"]
+    outputs = [text for text, is_output in zip([f"... {norm}", norm, norm], mask, strict=True) if is_output]
     return ", ".join(inputs) + " -> " + ", ".join(outputs)
 
 
@@ -35,23 +35,23 @@ rule(aten.native_layer_norm_backward.default, _layer_norm_backward, linear=(0,))
 
 
 def _group_norm(operands: Operands) -> str:
-    rest = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
+    window = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
     parameters = "".join(", c!" for _ in operands.inputs[1:])
-    return f"n c!{rest}{parameters} -> n c!{rest}, n g!, n g!"
+    return f"n c!{window}{parameters} -> n c!{window}, n g!, n g!"
 
 
 def _group_norm_backward(operands: Operands) -> str:
-    rest = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
+    window = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
     weight = "".join(", c!" for _ in operands.inputs[4:])
-    outputs = [f"n c!{rest}", "c!", "c!"]
-    wanted = [text for text, asked in zip(outputs, operands["output_mask"], strict=True) if asked]
-    return f"n c!{rest}, n c!{rest}, n g!, n g!{weight} -> " + ", ".join(wanted)
+    outputs = [f"n c!{window}", "c!", "c!"]
+    present = [text for text, is_output in zip(outputs, operands["output_mask"], strict=True) if is_output]
+    return f"n c!{window}, n c!{window}, n g!, n g!{weight} -> " + ", ".join(present)
 
 
 rule(aten.native_group_norm.default, _group_norm)
 rule(aten.native_group_norm_backward.default, _group_norm_backward, linear=(0,))
 
-# Scaled dot product attention: batch and heads are free, positions and channels are not.
+# Scaled dot product attention: batch and heads can be split, positions and channels cannot.
 rule(
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     lambda operands: "b h q! d!, b h k! d!, b h k! e!" + _mask(operands, 3) + " -> b h q! e!, b h q!",
@@ -70,3 +70,29 @@ def _mask(operands: Operands, position: int) -> str:
     if len(operands.inputs) <= position:
         return ""
     return ", " + {2: "q! k!", 4: "b h q! k!"}[operands.inputs[position].dim()]
+
+
+def _attention(operands: Operands) -> str:
+    """Return the notation of attention on accelerators: batch and heads can be split, positions and channels cannot.
+
+    Queries, keys, values, masks and results have four dimensions, their log-sum-exp three or four. The state of a
+    random generator is whole. Heads that several queries share are not split.
+    """
+    values = (*operands.inputs, *operands.outputs)
+    shared = len({value.shape[1] for value in values if value.dim() == 4 and value.shape[1] != 1}) > 1
+    operand_texts = []
+    for number, value in enumerate(values):
+        heads = f"h{number}!" if shared else "h"
+        own = [f"v{number}x{i}!" for i in range(value.dim())]
+        operand_texts.append(" ".join(["b", heads, *own[2:]] if value.dim() in (3, 4) else own))
+    inputs = len(operands.inputs)
+    return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
+
+
+for _forward, _backward in (
+    (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
+    (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+    (aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward),
+):
+    rule(_forward.default, _attention)
+    rule(_backward.default, _attention, linear=(0,))

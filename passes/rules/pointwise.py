@@ -1,4 +1,4 @@
-"""Pointwise operators: the family has a rule by its tag; here stand those that let a partial sum pass."""
+"""Pointwise operators. The family has a rule by its tag; these are the ones that are linear, or have no tag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ rule(aten.lerp.Scalar, pointwise, linear=together(0, 1))
 rule(aten.masked_fill.Scalar, pointwise, linear=lambda operands: () if operands["value"] else (0,))
 rule(aten.masked_fill.Tensor, pointwise, linear=lambda operands: (0,) if operands.zero[2] else ())
 
-# Linear in each operand for itself.
+# Linear in each operand by itself.
 rule(aten.mul.Tensor, pointwise, linear=(0, 1))
 rule(aten.mul.Scalar, pointwise, linear=(0,))
 rule(aten.div.Tensor, pointwise, linear=(0,))
@@ -44,18 +44,18 @@ rule(aten.lerp.Tensor, pointwise, linear=together(0, 1))
 rule(aten.addcmul.default, pointwise, linear=lambda operands: together(0, 1)(operands) + together(0, 2)(operands))
 rule(aten.addcdiv.default, pointwise, linear=together(0, 1))
 
-# Of the family, though nobody tagged them; the first is tagged from torch 2.12 on.
+# Pointwise, but without the tag; the first one has it from torch 2.12 on.
 rule(aten.leaky_relu.default, pointwise)
 rule(aten.hardswish.default, pointwise)
 rule(aten._prelu_kernel.default, pointwise)
 rule(aten.bucketize.Tensor, "..., s! -> ...")
 
-# Copies: tagged as nothing, but they touch each element alone.
+# Copies, which have no tag.
 rule(aten.clone.default, pointwise, linear=(0,))
 rule(aten.detach.default, pointwise, linear=(0,))
 rule(aten.alias.default, pointwise, linear=(0,))
 rule(aten.lift_fresh_copy.default, pointwise, linear=(0,))
-# State that an optimizer begins with: nobody's values, and zeros sum up to zeros.
+# Initial state of an optimizer: values are not read, and zeros add up to zeros.
 rule(aten.zeros_like.default, pointwise, linear=(0,))
 rule(aten.ones_like.default, pointwise)
 rule(aten.full_like.default, pointwise)
@@ -66,7 +66,7 @@ rule(aten.copy_.default, "..., ... -> ...")
 
 
 def _linear_cast(operands: Operands) -> Linear:
-    """A cast distributes over a sum, up to rounding; to an integer or bool it does not."""
+    """Return the linearity of a cast: it distributes over a sum, up to rounding, unless it is to an integer or bool."""
     return (0,) if operands.outputs[0].is_floating_point() or operands.outputs[0].is_complex() else ()
 
 
@@ -74,7 +74,7 @@ rule(aten._to_copy.default, pointwise, linear=_linear_cast)
 
 
 def _log_sigmoid(operands: Operands) -> str:
-    """The second output is scratch memory, which only the CPU's kernel uses."""
+    """Return the notation of log-sigmoid, whose second output is scratch memory that only the CPU kernel uses."""
     buffer = operands.outputs[1] if len(operands.outputs) == 2 else operands.inputs[2]
     used = "..." if buffer.shape == operands.inputs[0].shape else " ".join(f"b{i}!" for i in range(buffer.dim()))
     return f"... -> ..., {used}" if len(operands.outputs) == 2 else f"..., ..., {used} -> ..."

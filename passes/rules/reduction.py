@@ -1,4 +1,4 @@
-"""Reductions: a sum over a split factor is a partial sum, anything else needs the factor whole."""
+"""Reductions: a sum over a split factor is a partial sum, any other reduction needs the factor whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule
-from zerograph.passes.rules.registry import letters as _letters
+from zerograph.passes.rules.registry import Operands, dim_names, rule
 
 aten = torch.ops.aten
 
@@ -23,7 +22,7 @@ def _reduced_dims(operands: Operands, argument: str) -> set[int]:
 def _reduce(splittable: bool, argument: str = "dim") -> Callable[[Operands], str]:
     def notation(operands: Operands) -> str:
         reduced = _reduced_dims(operands, argument)
-        letters = _letters(operands.inputs[0].dim())
+        letters = dim_names(operands.inputs[0].dim())
         source = " ".join(name if splittable or i not in reduced else f"{name}!" for i, name in enumerate(letters))
         if operands.arguments.get("keepdim"):
             result = " ".join("1" if i in reduced else name for i, name in enumerate(letters))
@@ -62,13 +61,13 @@ for _operator in (
     rule(_operator, _reduce(False))
 
 
-def along(argument: str = "dim", operands_with_dim: int = 1) -> Callable[[Operands], str]:
-    """Operators that run along one dimension and keep the shape: softmax, cumsum, sort."""
+def along(argument: str = "dim") -> Callable[[Operands], str]:
+    """Return the notation of operators that run along one dimension and keep the shape: softmax, cumsum, sort."""
 
     def notation(operands: Operands) -> str:
         rank = operands.inputs[0].dim()
         dim = operands[argument] % rank if rank else 0
-        text = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(_letters(rank)))
+        text = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(dim_names(rank)))
         inputs = [text if value.dim() == rank else "" for value in operands.inputs]
         return ", ".join(inputs) + " -> " + ", ".join([text] * len(operands.outputs))
 
@@ -100,30 +99,30 @@ rule(aten.topk.default, lambda operands: _resized(operands))
 def _flip(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     flipped = {dim % rank for dim in operands["dims"]}
-    text = " ".join(f"{name}!" if i in flipped else name for i, name in enumerate(_letters(rank)))
+    text = " ".join(f"{name}!" if i in flipped else name for i, name in enumerate(dim_names(rank)))
     return f"{text} -> {text}"
 
 
 def _resized(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank
-    source = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(_letters(rank)))
-    result = " ".join("k!" if i == dim else name for i, name in enumerate(_letters(rank)))
+    source = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(dim_names(rank)))
+    result = " ".join("k!" if i == dim else name for i, name in enumerate(dim_names(rank)))
     return f"{source} -> {result}, {result}"
 
 
 def _counted(operands: Operands) -> str:
-    """Counts add up over the parts, unless the bins span from the smallest value to the largest."""
+    """Return the notation of a histogram: counts of parts add up if the range of the bins is fixed."""
     fixed = operands["min"] != operands["max"]
-    source = " ".join(name if fixed else f"{name}!" for name in _letters(operands.inputs[0].dim()))
+    source = " ".join(name if fixed else f"{name}!" for name in dim_names(operands.inputs[0].dim()))
     return f"{source} -> bins!"
 
 
 def _renormed(operands: Operands) -> str:
-    """Each slice along the dimension has its own norm."""
+    """Return the notation of an operator with one norm per slice along the dimension."""
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank
-    text = " ".join(name if i == dim else f"{name}!" for i, name in enumerate(_letters(rank)))
+    text = " ".join(name if i == dim else f"{name}!" for i, name in enumerate(dim_names(rank)))
     return f"{text} -> {text}"
 
 

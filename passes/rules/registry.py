@@ -100,7 +100,7 @@ def together(first: int, second: int) -> Callable[[Operands], Linear]:
     return linear
 
 
-def letters(rank: int) -> list[str]:
+def dim_names(rank: int) -> list[str]:
     """Return one factor name for each dimension of an operand."""
     return [f"d{i}" for i in range(rank)]
 
@@ -112,7 +112,7 @@ def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
         shared, operand_texts = count(operands), []
         for number, value in enumerate((*operands.inputs, *operands.outputs)):
             own = [f"v{number}x{i}!" for i in range(value.dim() - shared)]
-            operand_texts.append(" ".join([*letters(min(shared, value.dim())), *own]))
+            operand_texts.append(" ".join([*dim_names(min(shared, value.dim())), *own]))
         inputs = len(operands.inputs)
         return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
 

@@ -1,4 +1,4 @@
-"""Operators that move elements without computing: views, joins, cuts, factories."""
+"""Operators that move elements without computing: views, concatenation, slices, constants and random numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, rule, together, whole
-from zerograph.passes.rules.registry import letters as _letters
+from zerograph.ir.random import uniform
+from zerograph.passes.rules.registry import Operands, dim_names, rule, together, whole
 
 aten = torch.ops.aten
 
 
 def _mapped(choose: Callable[[Operands, list[str]], Sequence[str]]) -> Callable[[Operands], str]:
-    """The input has one letter per dimension; ``choose`` says what letters the output has."""
+    """Return a notation with one letter per input dimension; ``choose`` returns the letters of the output."""
 
     def notation(operands: Operands) -> str:
-        letters = _letters(operands.inputs[0].dim())
+        letters = dim_names(operands.inputs[0].dim())
         result = choose(operands, letters)
         return " ".join(letters) + " -> " + " ".join(name.rstrip("!") for name in result)
 
@@ -33,15 +33,15 @@ def _swapped(operands: Operands, letters: list[str]) -> list[str]:
 
 
 def _unsqueezed(operands: Operands, letters: list[str]) -> list[str]:
-    at = operands["dim"] % (len(letters) + 1)
-    return [*letters[:at], "1", *letters[at:]]
+    dim = operands["dim"] % (len(letters) + 1)
+    return [*letters[:dim], "1", *letters[dim:]]
 
 
 def _squeezed(operands: Operands, letters: list[str]) -> list[str]:
     shape, rank = operands.inputs[0].shape, len(letters)
     dims = operands.arguments.get("dim")
-    asked = range(rank) if dims is None else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
-    return [name for i, name in enumerate(letters) if not (i in asked and shape[i] == 1)]
+    squeezed = range(rank) if dims is None else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+    return [name for i, name in enumerate(letters) if not (i in squeezed and shape[i] == 1)]
 
 
 rule(aten.t.default, _mapped(lambda operands, letters: letters[::-1]), linear=(0,))
@@ -59,9 +59,9 @@ def _reshaped(operands: Operands) -> str:
 
 
 def _common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[str, str]:
-    """Both shapes as products of the same factors: ``(64, 8)`` to ``(4, 16, 8)`` is ``(a b) c -> a b c``.
+    """Return both shapes as products of the same factors: ``(64, 8)`` to ``(4, 16, 8)`` is ``(a b) c -> a b c``.
 
-    Where sizes do not divide one another, their greatest common divisor is a factor and the rest is not split.
+    Where sizes do not divide one another, their greatest common divisor is a factor. What remains is not split.
     """
     if math.prod(source) == 0:
         return " ".join(f"s{i}!" for i in range(len(source))), " ".join(f"t{i}!" for i in range(len(target)))
@@ -91,11 +91,11 @@ def _common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[str, 
     return _grouped(left, source, "x"), _grouped(right, target, "y")
 
 
-def _grouped(factors: list[list[str]], shape: Sequence[int], rest: str) -> str:
+def _grouped(factors: list[list[str]], shape: Sequence[int], prefix: str) -> str:
     text = []
     for index, (names, size) in enumerate(zip(factors, shape, strict=True)):
-        left_over = size // math.prod(int(name.split(":")[1]) for name in names)
-        parts = [*names, *([f"{rest}{index}:{left_over}!"] if left_over > 1 else [])]
+        remainder = size // math.prod(int(name.split(":")[1]) for name in names)
+        parts = [*names, *([f"{prefix}{index}:{remainder}!"] if remainder > 1 else [])]
         text.append("1" if not parts else parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")")
     return " ".join(text)
 
@@ -109,13 +109,13 @@ rule(aten.as_strided.default, whole)
 def _expanded(operands: Operands) -> str:
     source, target = operands.inputs[0].shape, operands.outputs[0].shape
     new = len(target) - len(source)
-    letters = _letters(len(target))
+    letters = dim_names(len(target))
     return (
         " ".join("1" if size == 1 else letters[new + i] for i, size in enumerate(source)) + " -> " + " ".join(letters)
     )
 
 
-# Linear, but a sum is cheaper to make before it is expanded.
+# Linear, but a sum is cheaper to reduce before it is expanded.
 rule(
     aten.expand.default,
     _expanded,
@@ -124,12 +124,12 @@ rule(
 
 
 def cut(argument: str = "dim") -> Callable[[Operands], str]:
-    """Operators that take a part along one dimension; a part that is the whole leaves it splittable."""
+    """Return the notation of operators that take a part along one dimension; taking all of it leaves it splittable."""
 
     def notation(operands: Operands) -> str:
         source = operands.inputs[0].shape
         dim = operands[argument] % len(source)
-        letters = _letters(len(source))
+        letters = dim_names(len(source))
         whole = all(v.dim() == len(source) and v.shape[dim] == source[dim] for v in operands.outputs)
         if whole:
             text = " ".join(letters)
@@ -137,8 +137,8 @@ def cut(argument: str = "dim") -> Callable[[Operands], str]:
         before = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
         after = []
         for index, output in enumerate(operands.outputs):
-            kept = [] if output.dim() < len(source) else [f"part{index}!"]
-            after.append(" ".join([*letters[:dim], *kept, *letters[dim + 1 :]]))
+            part = [] if output.dim() < len(source) else [f"part{index}!"]
+            after.append(" ".join([*letters[:dim], *part, *letters[dim + 1 :]]))
         return f"{before} -> " + ", ".join(after)
 
     return notation
@@ -162,10 +162,10 @@ for _operator in (
 def _joined(operands: Operands) -> str:
     rank = operands.outputs[0].dim()
     dim = operands["dim"] % rank
-    letters = _letters(rank)
+    letters = dim_names(rank)
     inputs = []
     for index, value in enumerate(operands.inputs):
-        # An empty 1-D tensor is legal in cat() beside tensors of any rank.
+        # cat() accepts an empty 1-D tensor beside tensors of any rank.
         names = [f"in{index}!" if i == dim else name for i, name in enumerate(letters)]
         inputs.append(" ".join(names) if value.dim() == rank else "empty!")
     return ", ".join(inputs) + " -> " + " ".join("all!" if i == dim else name for i, name in enumerate(letters))
@@ -174,12 +174,12 @@ def _joined(operands: Operands) -> str:
 def _stacked(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % (rank + 1)
-    letters = _letters(rank)
+    letters = dim_names(rank)
     inputs = ", ".join([" ".join(letters)] * len(operands.inputs))
     return inputs + " -> " + " ".join([*letters[:dim], "new!", *letters[dim:]])
 
 
-# A part that takes another's place: the transposes of slice and select write it into zeros.
+# Operators that replace a part; the transposes of slice and select write it into zeros.
 rule(aten.slice_scatter.default, lambda operands: _replaced(operands), linear=together(0, 1))
 rule(aten.select_scatter.default, lambda operands: _replaced(operands), linear=together(0, 1))
 
@@ -187,9 +187,9 @@ rule(aten.select_scatter.default, lambda operands: _replaced(operands), linear=t
 def _replaced(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank
-    whole = " ".join("all!" if i == dim else name for i, name in enumerate(_letters(rank)))
+    whole = " ".join("all!" if i == dim else name for i, name in enumerate(dim_names(rank)))
     part = ["part!"] if operands.inputs[1].dim() == rank else []
-    return f"{whole}, {' '.join([*_letters(rank)[:dim], *part, *_letters(rank)[dim + 1 :]])} -> {whole}"
+    return f"{whole}, {' '.join([*dim_names(rank)[:dim], *part, *dim_names(rank)[dim + 1 :]])} -> {whole}"
 
 
 rule(aten.cat.default, _joined, linear="all")
@@ -199,8 +199,8 @@ rule(aten.stack.default, _stacked, linear="all")
 def _padded(operands: Operands) -> str:
     rank, pad = operands.inputs[0].dim(), operands["pad"]
     changed = {rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k] or pad[2 * k + 1]}
-    source = " ".join(f"{name}!" if i in changed else name for i, name in enumerate(_letters(rank)))
-    result = " ".join(f"padded{i}!" if i in changed else name for i, name in enumerate(_letters(rank)))
+    source = " ".join(f"{name}!" if i in changed else name for i, name in enumerate(dim_names(rank)))
+    result = " ".join(f"padded{i}!" if i in changed else name for i, name in enumerate(dim_names(rank)))
     return f"{source} -> {result}"
 
 
@@ -210,22 +210,24 @@ rule(aten.triu.default, lambda operands: _but_last_two(operands), linear=(0,))
 
 
 def _but_last_two(operands: Operands) -> str:
-    letters = _letters(operands.inputs[0].dim())
+    letters = dim_names(operands.inputs[0].dim())
     text = " ".join([*letters[:-2], *(f"{name}!" for name in letters[-2:])])
     return f"{text} -> {text}"
 
 
-# Constant tensors: any piece of them looks like any other.
+# Constant tensors: all pieces are equal.
 def _filled(operands: Operands) -> str:
-    return "-> " + " ".join(_letters(operands.outputs[0].dim()))
+    return "-> " + " ".join(dim_names(operands.outputs[0].dim()))
 
 
 rule(aten.full.default, _filled)
 rule(aten.zeros.default, _filled)
 rule(aten.ones.default, _filled)
 rule(aten.scalar_tensor.default, _filled)
+# Each random number follows from its position in the global tensor.
+rule(uniform, _filled)
 
-# Tables of positions: each piece differs, so they are made whole.
+# Tables of positions: pieces differ, so they are computed whole.
 for _operator in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m):
     rule(_operator, whole)
 rule(aten.linspace.default, whole)

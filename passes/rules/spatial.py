@@ -1,4 +1,4 @@
-"""Images and the like: pooling, resampling, padding, sampling. Each sample, and mostly each channel, for itself."""
+"""Pooling, resampling, padding and sampling of images. Samples, and mostly channels, are independent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def _each(operators: tuple[Any, ...], trailing: int, *, linear: bool) -> None:
-    """Rules for operators that mix elements along the last ``trailing`` dimensions of their first operand only."""
+    """Add a rule to operators that mix elements along the last ``trailing`` dimensions of their first operand only."""
     for operator in operators:
         rule(operator, leading(lambda operands: operands.inputs[0].dim() - trailing), linear=(0,) if linear else ())
 
@@ -58,7 +58,7 @@ _each(
     linear=True,
 )
 
-# Always a sample and a channel dimension, then those that are resampled.
+# A batch and a channel dimension, then the resampled ones.
 RESAMPLING = (
     (aten.upsample_nearest1d.default, aten.upsample_nearest1d_backward.default),
     (aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact1d_backward.default),
@@ -81,7 +81,7 @@ _each((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), 3, linear=True
 rule(aten.channel_shuffle.default, "n c! ... -> n c! ...", linear=(0,))
 
 
-# Windows in a row are columns: samples are free where there are several.
+# Windows as columns: the batch dimension, if there is one, can be split.
 def _samples(rank: int) -> Any:
     return leading(lambda operands: operands.inputs[0].dim() - rank)
 
@@ -89,7 +89,7 @@ def _samples(rank: int) -> Any:
 rule(aten.im2col.default, _samples(3), linear=(0,))
 rule(aten.col2im.default, _samples(2), linear=(0,))
 
-# Each point of the grid reads the image for itself; the image's gradient is the sum over the points.
+# Points of the grid are independent; the gradient of the image is the sum over them.
 rule(aten.grid_sampler_2d.default, "n c h! w!, n i j xy! -> n c i j", linear=(0,))
 rule(aten.grid_sampler_3d.default, "n c d! h! w!, n i j k xyz! -> n c i j k", linear=(0,))
 rule(
