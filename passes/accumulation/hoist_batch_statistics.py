@@ -47,11 +47,13 @@ def _check_gradients(graph: fx.Graph, context: Context) -> None:
         if "gradient" not in joined.meta or meta(joined)["sbp"][-1] != broadcast:
             continue
         sources = ancestors([joined])
-        sums = any((change := time_boxing(one, context)) and change.source[-1] == partial_sum for one in sources)
+        sums = any((change := time_boxing(node, context)) and change.source[-1] == partial_sum for node in sources)
         model_nodes = sources - batch_only
-        fed = [one for one in graph.nodes if one in model_nodes and not batch_only.isdisjoint(one.all_input_nodes)]
-        if fed and not sums and any(_is_batch_input(one) for one in sources):
-            _refuse(fed[0], model_nodes, context)
+        entries = [
+            node for node in graph.nodes if node in model_nodes and not batch_only.isdisjoint(node.all_input_nodes)
+        ]
+        if entries and not sums and any(_is_batch_input(node) for node in sources):
+            _refuse(entries[0], model_nodes, context)
 
 
 def _is_batch_input(node: fx.Node) -> bool:

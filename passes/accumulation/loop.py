@@ -134,7 +134,7 @@ class _Body:
         recomputed: nodes of the outer graph that are outside the loop, and that the body copies.
         graph: the graph of the body.
         results: placeholders for the tensors into which the body writes its results.
-        turn: placeholder for the number of the micro-batch.
+        micro_batch: placeholder for the number of the micro-batch.
     """
 
     outer: fx.Graph
@@ -145,7 +145,7 @@ class _Body:
     recomputed: set[fx.Node] = field(default_factory=set)
     graph: fx.Graph = field(default_factory=fx.Graph)
     results: list[fx.Node] = field(default_factory=list)
-    turn: fx.Node = field(init=False)
+    micro_batch: fx.Node = field(init=False)
     _visited: dict[fx.Node, None] = field(default_factory=dict)
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _from_buckets: dict[fx.Node, bool] = field(default_factory=dict)
@@ -187,8 +187,8 @@ class _Body:
         for placeholder, node in zip(self.results, leaving, strict=True):
             copy_placement(placeholder, node)
             meta(placeholder).update({"role": Role("result", placeholder.name), "val": _result_value(self.outer, node)})
-        self.turn = self.graph.placeholder("micro_batch")
-        meta(self.turn).update(
+        self.micro_batch = self.graph.placeholder("micro_batch")
+        meta(self.micro_batch).update(
             {
                 "role": Role("micro_batch", "micro_batch"),
                 "val": fake(self.outer, (), torch.int64, torch.device("cpu")),
@@ -204,7 +204,7 @@ class _Body:
         copy = self.graph.node_copy(node, self._copies.__getitem__)
         if "draw_dim" in node.meta:
             assert copy.target is uniform
-            copy.args = (*copy.args, self.turn, meta(copy).pop("draw_dim"))
+            copy.args = (*copy.args, self.micro_batch, meta(copy).pop("draw_dim"))
             # The signature is that of the operator without the number of the micro-batch.
             meta(copy).pop("signature", None)
         self._copies[node] = copy
@@ -216,9 +216,9 @@ class _Body:
         assert along is None or isinstance(along, int)
         part = self._copies[source]
         if along is None:
-            emit(self.graph, accumulate, (buffer, part, self.turn), origin(node))
+            emit(self.graph, accumulate, (buffer, part, self.micro_batch), origin(node))
         else:
-            emit(self.graph, collect, (buffer, part, self.turn, along), origin(node))
+            emit(self.graph, collect, (buffer, part, self.micro_batch, along), origin(node))
         value: Tensor = buffer.meta["val"]
         return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node))
 

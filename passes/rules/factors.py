@@ -101,7 +101,7 @@ def mismatch(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -
     """Describe what is wrong with a notation for operands of these shapes; return an empty text if nothing is."""
     left, arrow, right = notation.partition("->")
     if not arrow or "->" in right:
-        return "one arrow '->' stands between inputs and outputs"
+        return "it needs one arrow '->' between inputs and outputs"
     shapes, operands = (*inputs, *outputs), []
     for text, operand_shapes, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
         parts = _commas(text, len(operand_shapes))

@@ -74,13 +74,13 @@ def _register(operator: _torch.OpOverload, notation: Notation, linear: Linearity
 
 def _check(operator: _torch.OpOverload, notation: str, linear: Linearity) -> None:
     """Check what does not depend on shapes."""
-    types = [str(one.type) for one in _torch.schema_arguments(operator)]
+    types = [str(argument.type) for argument in _torch.schema_arguments(operator)]
     tensors = [kind for kind in types if "Tensor" in kind]
     if any("List" in kind for kind in tensors):
         raise ConfigError(f"{operator} takes a list of tensors: decorate a function, which sees how many there are")
     left, arrow, right = notation.partition("->")
     if not arrow or "->" in right:
-        raise ConfigError(f"the rule {notation!r} of {operator}: one arrow '->' stands between inputs and outputs")
+        raise ConfigError(f"the rule {notation!r} of {operator} needs one arrow '->' between inputs and outputs")
     for text, expected, kind in ((left, len(tensors), "inputs"), (right, len(_torch.returns(operator)), "outputs")):
         count = len(text.split(",")) if expected or text.strip() else 0
         if count != expected:
