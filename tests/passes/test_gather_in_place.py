@@ -188,7 +188,7 @@ def read_late(graph: fx.Graph, gathered: fx.Node) -> None:
 
 
 @pytest.mark.parametrize("change", [given, read_late])
-def test_what_is_read_behind_its_update_has_no_room(change: Callable[[fx.Graph, fx.Node], None]) -> None:
+def test_what_is_read_behind_its_update_has_no_gather_buffer(change: Callable[[fx.Graph, fx.Node], None]) -> None:
     before, after = rooms_beside(change)
     assert after == before - 1 > 0
 
@@ -288,13 +288,13 @@ def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> N
 
 def buffers_with(stage: int, **options: Any) -> int:
     """Count the gather buffers of a prepared step."""
-    return len(placeholders(Case("gpt", stage, **SMALL, **options).prepared().graph.graph, "room"))
+    return len(placeholders(Case("gpt", stage, **SMALL, **options).prepared().graph.graph, "gather_buffer"))
 
 
 @pytest.mark.parametrize(
     ("stage", "options"), [(3, {}), (2, {"memory_budget": "1GiB"}), (2, {"amp_dtype": torch.bfloat16})]
 )
-def test_what_comes_and_goes_or_is_cast_has_no_room(stage: int, options: dict[str, Any]) -> None:
+def test_what_comes_and_goes_or_is_cast_has_no_gather_buffer(stage: int, options: dict[str, Any]) -> None:
     if options.get("amp_dtype"):
         # What is computed with in fp32 anyway, scales of norms, may have one.
         assert buffers_with(stage, **options) < buffers_with(stage)
