@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import PlainRun
+from tests.harness import LossStep, PlainRun
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from tests.zerograph import test_local as routing
@@ -151,8 +151,9 @@ def test_packed_outputs_have_an_entry_for_each_micro_batch(pool: Pool) -> None:
 
 
 def routed(micro_batches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    step = routing.Step(routing.Model(routing.as_region).double(), 0)
-    step.config.gradient_accumulation_steps = micro_batches
+    model = routing.Model(routing.as_region).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = LossStep(model, optimizer, gradient_accumulation_steps=micro_batches)
     losses = [step(part(x.double())) for x in routing.data()]
     return losses, step.state_dict()["modules"]["model"]
 
