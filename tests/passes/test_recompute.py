@@ -155,7 +155,7 @@ def test_deep_models_keep_little_more_than_what_enters_them() -> None:
     inputs, one_block = 6 * 16 * 12 * 32 * 4, plain.kinds["activations"] / 6
     assert memory.kinds["activations"] < inputs + 2.5 * one_block
     assert "6 blocks: " in repr(ways.step)
-    assert "made again" in repr(ways.step)
+    assert "are recomputed" in repr(ways.step)
 
 
 def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:

@@ -11,10 +11,10 @@ from zerograph.ir.metadata import meta, origin
 
 
 def made_again(whole: Profile, blocks: Sequence[str]) -> str:
-    """The share of the activations that backward makes again, in words; empty where it makes none.
+    """The share of the activations that backward recomputes, in words; empty if it recomputes none.
 
     Args:
-        blocks: module paths of the blocks that the model repeats, of which those are counted that are made again.
+        blocks: module paths of the blocks that the model repeats, of which the recomputed ones are counted.
     """
     made = kept = 0
     where: set[str] = set()
@@ -29,7 +29,7 @@ def made_again(whole: Profile, blocks: Sequence[str]) -> str:
     if not made:
         return ""
     counted = sum(any(f"{one}.".startswith(f"{block}.") for one in where) for block in blocks)
-    share = f"{made / (made + kept):.0%} of the activations that backward reads are made again"
+    share = f"{made / (made + kept):.0%} of the activations that backward reads are recomputed"
     sizes = f"{show_bytes(made)}; {show_bytes(kept)} are kept"
     return f"{f'{counted} blocks: ' if counted else ''}{share} ({sizes})"
 

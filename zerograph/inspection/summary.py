@@ -92,7 +92,7 @@ class Summary:
         sent: by phase and kind.
         memory: the predicted peak.
         at_rest: bytes between steps, by kind.
-        recompute: what backward makes again, in words; empty where it makes nothing again.
+        recompute: activations that backward recomputes, in words; empty if there are none.
         warnings: what was said while it was compiled.
     """
 

@@ -142,7 +142,7 @@ class PlanData:
     def mfu(self) -> float | None:
         """Model-flops utilisation: the products of the model, nothing recomputed, as a share of the data sheet's peak.
 
-        The scores of attention that its backward makes again do not count.
+        The scores of attention that its backward recomputes do not count.
         """
         if self.peak_rate is None or not self.time.seconds:
             return None

@@ -1,4 +1,4 @@
-"""The fastest way to train that fits: stages, meshes and places of rest, each with as little given up as it needs.
+"""The fastest way to train that fits: stages, meshes and places of rest, each with as few trade-offs as it needs.
 
 A *family* is a stage on a mesh with what rests elsewhere. What is cheap to know comes first: from the layout what each
 family holds whatever it does, then all of them as they are, then those that did not fit with less memory for more time.
@@ -79,7 +79,7 @@ class _Place:
     """What rests where.
 
     Attributes:
-        name: as it is given up.
+        name: the trade-off, for messages.
         stages: at which it can.
     """
 
@@ -175,7 +175,7 @@ class _Trying:
         return False
 
     def as_it_is(self, family: _Family) -> bool:
-        """Compile it with nothing more given up; whether that does not fit, but something else of it may."""
+        """Compile it without further trade-offs; whether that does not fit, but something else of it may."""
         if family.place.name and (nearer := self._fits_nearer(family)) is not None:
             self._note(family, f"not needed: fits {nearer}")
             return False
@@ -206,7 +206,7 @@ class _Trying:
         """Whether it cannot be faster than what was found: less memory takes no less computing."""
         least = time.compute + time.updating
         if least >= self.fastest:
-            self._note(family, f"slower: computes for {show_seconds(least)} with nothing more given up", given_up)
+            self._note(family, f"slower: computes for {show_seconds(least)} without further trade-offs", given_up)
         return least >= self.fastest
 
     def _settles(self, family: _Family, given_up: str, more: Mapping[str, Any], *, last: bool = False) -> bool:
@@ -285,7 +285,7 @@ def _about(family: _Family) -> tuple[tuple[int, ...], str, str]:
 
 
 def _ways(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is given up, from the least on."""
+    """Iterate over trade-offs for memory, the cheapest first."""
     saving = {"recompute": "auto", "memory_budget": limit}
     yield "recompute", saving
     count = samples(batch)

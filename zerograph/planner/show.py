@@ -102,7 +102,7 @@ def _speed(plan: PlanData) -> str:
 
 def candidates(tried: Sequence[Candidate]) -> Table:
     """Return a table of what a search tried, and why each was not chosen."""
-    table = Table("stage", "mesh", "given up", "peak", "time", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table("stage", "mesh", "trade-offs", "peak", "time", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
     for one in tried:
         peak = "" if one.plan is None else show_bytes(one.plan.memory.peak)
         seconds = "" if one.plan is None else show_seconds(one.plan.time.seconds)

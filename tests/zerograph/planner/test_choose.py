@@ -112,5 +112,5 @@ def test_before_the_first_call_nothing_is_chosen() -> None:
     step = Wide()
     step.config.enable_zero(True, stage="auto")
     assert "to be chosen" in repr(step)
-    with pytest.raises(zg.ConfigError, match="the first call of the graph decides"):
+    with pytest.raises(zg.ConfigError, match="the first call of the graph chooses the stage"):
         step.config.policy  # noqa: B018

@@ -168,7 +168,7 @@ def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
     context, last = step.context, step.passes[-1].graph.graph
     nodes = Nodes()
     reader = _Reader(nodes, context)
-    # The graph that runs is read itself, not made again: memory and times are predicted for its nodes.
+    # The graph that runs is read itself, not rebuilt: memory and times are predicted for its nodes.
     *earlier, ran = step.passes
     passes = [
         Pass(record.name, record.summary, record.seconds, reader.read(sequence(module.graph)))

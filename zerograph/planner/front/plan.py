@@ -45,8 +45,8 @@ def plan(
             a forward pass.
         world_size: the number of ranks, in a line. ``mesh`` instead gives the shape of a grid, the last dimension of
             which is closest in the network: ZeRO splits along it.
-        stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with as much given up
-            for memory as it needs (see :mod:`zerograph.planner.search`); None: as the graph's configuration says.
+        stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with as few
+            trade-offs for memory as it needs (see :mod:`zerograph.planner.search`); None: that of the configuration.
         device: a machine that is built in, a YAML file, or a :class:`Machine`.
         loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
         fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory that ``device`` has.
