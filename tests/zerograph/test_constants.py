@@ -92,7 +92,7 @@ def test_one_that_changes_in_every_step_is_named() -> None:
     step, (x,) = Step(model()), inputs([8])
     for number in range(7):
         step(x, mask=None, how={"power": 1.0 + number / 8, "name": "mean"})
-    with pytest.warns(UserWarning, match=r"for the 8th time .* has changed: input how\['power'\]\n.*into a tensor"):
+    with pytest.warns(UserWarning, match=r"for the 8th time .* has changed: input how\['power'\]\n.*as a tensor"):
         step(x, mask=None, how={"power": 3.0, "name": "mean"})
 
 

@@ -383,7 +383,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nested": (nested, zg.ConfigError, "inside of sharded_init"),
     "lazy": (lazy, zg.ConfigError, "lazy module"),
     "in build()": (lambda: InBuild()(torch.ones(2, 3)), zg.ConfigError, "inside of build"),
-    "a graph called": (called_inside, zg.InputError, "no values yet"),
+    "a graph called": (called_inside, zg.InputError, "no values there yet"),
     "shared memory": (saved_inside, zg.CaptureError, "share_memory_"),
     "a collective": (sent_inside, zg.CaptureError, "other ranks"),
     "sparse": (lambda: split(lambda: nn.ParameterList([torch.eye(3).to_sparse()])), zg.CaptureError, "sparse_coo"),
