@@ -21,7 +21,7 @@ from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
-from zerograph.runtime.job.process_group import Job, communication_error, noted
+from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.reduce_overhead import reduce_overhead
 from zerograph.runtime.state import Store, TensorOrExtent, in_memory
 
@@ -72,7 +72,7 @@ class Executor:
             CommunicationError: a collective failed; the message names it.
             OperatorError: an operator failed on this rank; the message names it with the user's line.
         """
-        with noted(self.job, doing), self._marking_break(doing):
+        with reporting_failures(self.job, doing), self._marking_break(doing):
             for name, tensor in self.numbers.items():
                 tensor.fill_(numbers[name])
             self.seed.fill_(seed)
@@ -101,17 +101,16 @@ class Executor:
                 explanation = self._explain(error, doing)
                 if isinstance(explanation, CommunicationError):
                     # Each rank may have left another part of the exchange undone.
-                    self.job.signs.broke_off += f", rank {self.job.rank}"
+                    self.job.liveness.mark_own_break()
                 raise explanation from error
 
     @contextlib.contextmanager
     def _marking_break(self, doing: str) -> Iterator[None]:
-        """Note where the step broke off, unless an inner context did: outside, the error may have become another."""
+        """Note where the step broke off. Inner contexts come first: outside, the error may have become another."""
         try:
             yield
         except BaseException as error:
-            if not self.job.signs.broke_off:
-                self.job.signs.broke_off = f"{doing}, at {_break_point(error.__traceback__)}"
+            self.job.liveness.mark_break(f"{doing}, at {_break_point(error.__traceback__)}")
             raise
 
     def _explain(self, error: Exception, doing: str) -> ZeroGraphError:

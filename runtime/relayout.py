@@ -17,7 +17,8 @@ from zerograph.ir.buckets import Bucket, Parameter, Slot, plan_buckets, to_rows
 from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.update_program import StateSpec
-from zerograph.runtime.job.process_group import Job, broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, write
 from zerograph.runtime.parameters import show

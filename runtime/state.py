@@ -21,7 +21,8 @@ from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.ir.mesh import local_part
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
-from zerograph.runtime.job.process_group import Job, gather_whole
+from zerograph.runtime.job.exchange import gather_whole
+from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
 from zerograph.runtime.parameters import hide, show

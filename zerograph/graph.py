@@ -37,7 +37,8 @@ from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.optim import hyperparameters, refuse_unsupported
 from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_after
 from zerograph.runtime.executor import Executor
-from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks, join
+from zerograph.runtime.job.exchange import broadcast_number
+from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
 from zerograph.state.nonfinite_error import nonfinite_error
@@ -369,7 +370,7 @@ class ZeroGraph(Inspected, Stateful):
         self._recompiles.count((batch.kind(), self.config.key()), members, texts, self._doing())
         step = self._compiler.compile(job, members, batch, key[0], self._doing())
         if self._seed is None:
-            self._seed = first_ranks(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
+            self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
         # Steps bound to dissolved stores would keep their memory.
         self._steps = {
             k: s for k, s in self._steps.items() if not any(store.is_released for store in s.stores.values())

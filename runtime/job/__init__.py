@@ -1,1 +1,1 @@
-"""The ranks of a job: process groups, agreement, liveness."""
+"""Ranks of a job: process groups, agreement before each action, liveness."""

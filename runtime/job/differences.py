@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from zerograph.runtime.job.signs import ranks_named
+from zerograph.runtime.job.liveness import name_ranks
 
 DOING = "what they are about to do"
 BROKE_OFF = "where the step before broke off"
@@ -33,7 +33,7 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
         for rank, rank_facts in enumerate(facts):
             values.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
-            lines = "\n".join(f"  {ranks_named(ranks)}: {value}" for value, ranks in values.items())
+            lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in values.items())
             advice = _ADVICE.get(key, _rows_advice(key, values))
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."

@@ -1,4 +1,4 @@
-"""The processes of a job: joining it, leaving it, and agreeing with the others before anything happens."""
+"""Join a job, leave it, and agree with its other ranks before each action."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from torch.distributed.rendezvous import rendezvous
 from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, Split
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import check_launch, local_rank, number_of
+from zerograph.runtime.job.liveness import Liveness, mark_reported, name_ranks, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
-from zerograph.runtime.job.signs import Signs, mark_told, ranks_named, signs_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,117 +35,125 @@ class Job:
     """The ranks that run a step together.
 
     Attributes:
-        rank, size: this process among them, and how many there are.
-        grid: their numbers as a nested list, one level for each mesh dimension.
-        mesh: the same as this rank sees it.
-        lines: for each mesh dimension the group of the ranks that differ from this one there only: the groups of
-            the step's own collectives, on the model's device.
-        data: the group of all, on the model's device.
-        control: a group on CPU, over gloo, for what ranks tell each other outside the graph.
-        notes: what the ranks compare before each step; over ``control`` until mailboxes are known.
-        world: the default process group that both were made from.
-        timeout: seconds until a collective without answer is an error.
-        signs: what the ranks tell each other when one has failed.
+        rank, size: this rank, and the number of ranks.
+        grid: all ranks as a nested list, one level for each mesh dimension.
+        mesh: the mesh, with this rank's position in it.
+        groups: for each mesh dimension the process group of the ranks that differ from this one only there. The step's
+            collectives use them, on the model's device.
+        data: the group of all ranks, on the model's device.
+        control: the group of all ranks on CPU, over gloo, for exchanges outside the graph.
+        notes: the comparison before each step; over ``control`` until mailboxes are found.
+        world: the default process group when the job was created.
+        timeout: seconds until a collective without an answer is an error.
+        liveness: this rank's part in finding out which rank has failed.
     """
 
     rank: int
     size: int
     grid: Any
     mesh: Mesh
-    lines: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]
     data: dist.ProcessGroup
     control: dist.ProcessGroup
     notes: Notes
     world: dist.ProcessGroup
     timeout: float
-    signs: Signs
+    liveness: Liveness
 
     def check_alive(self) -> None:
-        """Raise if the process group has been destroyed since, or is that of the process that forked this one.
+        """Check that the job's process group still exists and that this process is not a forked child.
 
         Raises:
-            CommunicationError: it has, or it is.
+            CommunicationError: the group has been destroyed, or this process was forked from a rank.
         """
         fork.refuse()
         if not dist.is_initialized() or dist.group.WORLD is not self.world:
             raise CommunicationError(
-                "the process group of this graph is gone: somebody called destroy_process_group()\n"
+                "the process group of this graph is gone: destroy_process_group() was called\n"
                 "Build the graph again after initialising a new one, or destroy it only when training has ended."
             )
 
 
-# Groups cost sockets and threads: all graphs of a process share them, as long as the world lives.
+# By timeout and grid. Groups cost sockets and threads: all graphs of a process share them while the world exists.
 _jobs: dict[tuple[float, str], Job] = {}
-# So do those of placements: by device type and ranks, each with its world.
+# By device type and ranks, each with its world.
 _meshes: dict[tuple[str, str], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
-    """The job of all ranks, in a line or as ``placement`` arranges them. Every rank must call it.
+    """Return the job of all ranks; initialise the process group if needed. Every rank must call it.
 
-    Initialises the process group if nobody has.
+    Args:
+        timeout: seconds until a collective without an answer is an error.
+        placement: the mesh; None: one dimension of all ranks.
 
     Raises:
-        PlacementError: the placement leaves ranks out, or has them in another than ascending order somewhere.
+        PlacementError: the placement leaves ranks out, or they do not ascend along a dimension.
         CommunicationError: the launcher's environment is incomplete, or the other ranks do not answer.
-        RankMismatchError: ranks run other versions of torch, zerograph or Python.
+        RankMismatchError: ranks run different versions of torch, zerograph or Python.
     """
     world = _world()
-    everybody = torch.arange(dist.get_world_size(), device="cpu")
-    grid = everybody if placement is None else placement.mesh.cpu()
-    _check_grid(grid, everybody)
+    all_ranks = torch.arange(dist.get_world_size(), device="cpu")
+    grid = all_ranks if placement is None else placement.mesh.cpu()
+    _check_grid(grid, all_ranks)
     key = timeout, str(grid.tolist())
-    found = _jobs.get(key)
-    if found is None:
-        known = next(iter(_jobs.values()), None)
-        found = _made(timeout, grid, world, signs_of(world) if known is None else known.signs)
-        if known is None:
+    if key not in _jobs:
+        earlier = next(iter(_jobs.values()), None)
+        job = _create_job(timeout, grid, world, start_liveness(world) if earlier is None else earlier.liveness)
+        if earlier is None:
             facts = _versions()
-            agree(found, "working together", digest(facts), lambda: facts)
-        _jobs[key] = found
-    return found
+            agree(job, "working together", digest(facts), lambda: facts)
+        _jobs[key] = job
+    return _jobs[key]
 
 
 def _world() -> dist.ProcessGroup:
-    """The default process group. Groups of another one, which is gone, would keep their threads awake: let go of."""
+    """Return the default process group. Drop the groups of a destroyed one, whose threads would go on."""
     initialise()
     fork.refuse()
     world = dist.group.WORLD
     assert world is not None
     if any(job.world is not world for job in _jobs.values()):
         _jobs.clear()
-    if any(one is not world for one, _ in _meshes.values()):
+    if any(mesh_world is not world for mesh_world, _ in _meshes.values()):
         _meshes.clear()
     return world
 
 
-def _made(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, signs: Signs) -> Job:
+def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, liveness: Liveness) -> Job:
+    """Create the job's process groups. A collective.
+
+    Args:
+        grid: the ranks, one dimension for each mesh dimension.
+    """
     limit = timedelta(seconds=timeout)
     try:
         data = dist.new_group(timeout=limit)
         control = dist.new_group(timeout=limit, backend=_control_backend(data))
-        lines = (data,) if grid.dim() == 1 else _lines(grid, limit)
+        groups = (data,) if grid.dim() == 1 else _groups(grid, limit)
     except RuntimeError as error:
-        raise CommunicationError(_lost(signs, "making process groups", timeout, error)) from error
-    # Weakly: groups that are gone shall take their threads along.
-    groups = [weakref.ref(group) for group in (data, control, *lines)]
-    before, notes = signs.hang_up, Notes(control)
-    notes_here = weakref.ref(notes)
+        raise CommunicationError(_lost_message(liveness, "creating process groups", timeout, error)) from error
+    notes = Notes(control)
+    # Weak references: the threads of a destroyed group must end.
+    group_references = [weakref.ref(group) for group in (data, control, *groups)]
+    notes_reference, hang_up_before = weakref.ref(notes), liveness.hang_up
 
     def hang_up_all() -> None:
-        before()
-        if (open_notes := notes_here()) is not None:
+        hang_up_before()
+        if (open_notes := notes_reference()) is not None:
             open_notes.hang_up()
-        for group in groups:
+        for group in group_references:
             hang_up(group())
 
-    signs.hang_up = hang_up_all
-    mesh = Mesh(tuple(grid.shape), _position(grid), tuple(line.group_name for line in lines))
-    return Job(signs.rank, signs.size, grid.tolist(), mesh, lines, data, control, notes, world, timeout, signs)
+    liveness.hang_up = hang_up_all
+    mesh = Mesh(tuple(grid.shape), _position(grid), tuple(group.group_name for group in groups))
+    return Job(
+        liveness.rank, liveness.size, grid.tolist(), mesh, groups, data, control, notes, world, timeout, liveness
+    )
 
 
 def _versions() -> dict[str, str]:
-    """What may give other numbers, or another order of the user's batches, where ranks have it differently."""
+    """Return the versions that change numbers, or the order of the user's batches, if ranks differ in them."""
     return {
         "the version of zerograph": importlib.metadata.version("zerograph"),
         "the version of torch": torch.__version__,
@@ -155,18 +162,18 @@ def _versions() -> dict[str, str]:
 
 
 def _control_backend(data: dist.ProcessGroup) -> str:
-    """Gloo, whatever the data goes over; but of simulated ranks none but this one is there to answer.
+    """Return gloo, or "fake" if the ranks are simulated.
 
-    Simulated: torch's backend "fake", or one whose name begins so. Every rank says there what this one says, so all
-    agree.
+    Ranks are simulated by torch's backend "fake", or one whose name begins so. Only this rank exists, and the others
+    count as agreeing with it.
     """
     return "fake" if dist.get_backend(data).startswith("fake") else "gloo"
 
 
-def _check_grid(grid: torch.Tensor, everybody: torch.Tensor) -> None:
-    if not torch.equal(grid.flatten().sort().values, everybody):
+def _check_grid(grid: torch.Tensor, all_ranks: torch.Tensor) -> None:
+    if not torch.equal(grid.flatten().sort().values, all_ranks):
         raise PlacementError(
-            f"the placement has the ranks {grid.tolist()}, the job 0 to {len(everybody) - 1}\n"
+            f"the placement has the ranks {grid.tolist()}, the job 0 to {len(all_ranks) - 1}\n"
             "A step runs on all of them."
         )
     for dim in range(grid.dim()):
@@ -177,12 +184,13 @@ def _check_grid(grid: torch.Tensor, everybody: torch.Tensor) -> None:
 
 
 def _position(grid: torch.Tensor) -> tuple[int, ...]:
-    found: list[int] = (grid == dist.get_rank()).nonzero()[0].tolist()
-    return tuple(found)
+    """Return this rank's coordinates in the grid."""
+    position: list[int] = (grid == dist.get_rank()).nonzero()[0].tolist()
+    return tuple(position)
 
 
-def _lines(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ...]:
-    """Every rank makes every group, in the same order, and keeps its own."""
+def _groups(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ...]:
+    """Create the groups of all ranks along each mesh dimension, in the same order on each, and return this rank's."""
     own = []
     for dim in range(grid.dim()):
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
@@ -193,7 +201,7 @@ def _lines(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ...
 
 
 def initialise() -> None:
-    """Initialise the default process group, from torchrun's environment or for this process alone, if nobody has.
+    """Initialise the default process group if there is none, from torchrun's environment or for this process alone.
 
     Raises:
         CommunicationError: the launcher's environment is incomplete, or the rendezvous failed.
@@ -205,51 +213,55 @@ def initialise() -> None:
         dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
     else:
         check_launch()
-        # Several ranks on a machine with fewer GPUs may still train on its CPU.
+        # Ranks may outnumber GPUs: a job may train on the CPU.
         if local_rank() < torch.cuda.device_count():
             torch.cuda.set_device(local_rank())
-        _keep_inside()
+        _listen_on_loopback()
         _init_from_environment(backend)
     atexit.register(_leave)
 
 
-def _keep_inside() -> None:
-    """A job that meets at this machine's own address is of this machine: gloo listens nowhere else then.
+def _listen_on_loopback() -> None:
+    """Let gloo listen on the loopback interface only, if the job's address is this machine's own.
 
-    Left alone it listens where the host's name leads, whatever the launcher was told. (The store that ranks meet at is
-    torchrun's, and listens on all addresses.)
+    By default gloo listens on the address of the host's name, whatever the launcher was told. (The store of the
+    rendezvous is torchrun's, and listens on all addresses.)
     """
     address = os.environ["MASTER_ADDR"]
     if address == "localhost" or address == "::1" or address.startswith("127."):
-        inside = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        if inside is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", inside)
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _init_from_environment(backend: str) -> None:
-    """As torch does; but of a job that torchrun has restarted on one machine under keys of its own.
+    """Initialise as torch does, but under keys of its own if torchrun has restarted the job on one machine.
 
-    There the store still has those of the ranks that are gone (rendezvous backend static, the default), and a rank may
-    find the address of a dead one. With several machines the counts of restarts may differ, and the store is a new one.
+    With torchrun's default rendezvous (static) the store still has the keys of the ranks before the restart, and a rank
+    may connect to the address of a dead one. With several machines the counts of restarts may differ, but the store is
+    a new one.
     """
     attempt = number_of("TORCHELASTIC_RESTART_COUNT", 0)
     if not attempt or number_of("LOCAL_WORLD_SIZE", 0) != number_of("WORLD_SIZE", least=1):
         dist.init_process_group(backend, init_method="env://")
         return
     store, rank, size = next(rendezvous("env://"))
-    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    own_keys = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
 
 
 def connect(rank: int, world_size: int, address: str, backend: str | None, local_rank: int | None) -> None:
-    """Initialise the default process group as this rank of so many, which meet at ``address`` (``tcp://host:port``).
+    """Initialise the default process group without a launcher's environment.
 
     Args:
-        backend: what tensors travel over; None: NCCL where there is a GPU, and gloo.
-        local_rank: the GPU to use, of those of this machine; None: the rank's number modulo how many there are.
+        rank: this process's rank.
+        world_size: the number of ranks.
+        address: of the rendezvous, ``tcp://host:port``.
+        backend: of torch.distributed; None: NCCL for GPUs, if there are any, and gloo for the CPU.
+        local_rank: the index of the GPU to use; None: the rank modulo the number of GPUs.
 
     Raises:
-        CommunicationError: this process is another rank already, the backend is not there, or the rendezvous failed.
+        CommunicationError: this process is another rank already, the backend is missing, or the rendezvous failed.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -274,7 +286,7 @@ def connect(rank: int, world_size: int, address: str, backend: str | None, local
 
 
 def _leave() -> None:
-    """What we initialised we end: a process that exits with a group alive is warned by torch."""
+    """Destroy the process group that this module initialised; torch warns if a process exits with one."""
     if fork.is_child():
         return
     _jobs.clear()
@@ -284,25 +296,29 @@ def _leave() -> None:
 
 
 def rank() -> int:
-    """This process's rank, from 0; joins the job if need be."""
+    """Return this process's rank, from 0; initialise the process group if needed."""
     initialise()
     return dist.get_rank()
 
 
 def world_size() -> int:
-    """How many ranks the job has; joins it if need be."""
+    """Return the number of ranks; initialise the process group if needed."""
     initialise()
     return dist.get_world_size()
 
 
 def mesh(device_type: str) -> DeviceMesh:
-    """The placement of all ranks on a type of device, over the default process group."""
+    """Return the mesh of all ranks on a type of device, over the default process group."""
     initialise()
     return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
 
 
 def mesh_of(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
-    """The placement of these ranks, as they are arranged, on a type of device; made once. A collective of all ranks."""
+    """Return the mesh of the ranks on a type of device, created once. Every rank of the job must call it.
+
+    Args:
+        ranks: an integer tensor in the shape of the mesh.
+    """
     world = _world()
     key = device_type, str(ranks.tolist())
     if key not in _meshes:
@@ -311,23 +327,24 @@ def mesh_of(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
 
 
 def digest(value: object) -> int:
-    """A number that is equal on all ranks for equal values (Python's own ``hash`` of a string is not)."""
+    """Return a 64-bit hash of ``repr(value)``, equal on all ranks, unlike Python's own ``hash`` of a string."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
 
 
 def agree(
     job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
 ) -> None:
-    """Return if all ranks come with the same number and none with a problem; else raise on every one of them.
+    """Check that the number is equal on all ranks and that none has a problem; else raise on every rank.
 
     Args:
+        job: the ranks.
         doing: what the ranks are about to do, for messages: ``"step 3"``.
-        number: digest of all that must be equal.
-        facts: the same in words, by name and in order; asked for only where ranks differ.
-        problem: what went wrong on this rank; an interrupt too, which the others would else wait for.
+        number: a digest of everything that must be equal.
+        facts: returns the same in words, by name and in order; called only if ranks differ.
+        problem: an error or interrupt of this rank, which the other ranks would else wait for.
 
     Raises:
-        RankMismatchError: ranks differ (names the first fact that does), or another rank has a problem.
+        RankMismatchError: ranks differ (the message names the first fact that does), or another rank has a problem.
         CommunicationError: a rank did not answer.
         BaseException: this rank's own ``problem``.
     """
@@ -338,49 +355,62 @@ def agree(
 def differing(
     job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
 ) -> list[dict[str, str]] | None:
-    """As :func:`agree`, but returns every rank's facts where the numbers differ; None: they do not."""
+    """Compare as :func:`agree` does.
+
+    Returns:
+        Every rank's facts if the numbers differ, else None.
+
+    Raises:
+        RankMismatchError: another rank has a problem.
+        CommunicationError: a rank did not answer.
+        BaseException: this rank's own ``problem``.
+    """
     if job.size == 1:
         if problem is not None:
             raise problem
         return None
-    # Ranks at different steps may have all else in common. And where one broke off alone, what another sends next would
-    # be taken for what it has not sent yet.
-    broke_off = job.signs.broke_off
+    # Ranks at different steps may be equal in all else. And if one broke off alone, its next message would be taken for
+    # the one that it has not sent.
+    broke_off = job.liveness.broke_off
     number ^= digest((doing, broke_off))
-    # Counted as soon as this rank takes part: all ranks do, whatever comes of it.
-    job.signs.agreed += 1
+    # Counted before the comparison, which may fail: all ranks count it.
+    job.liveness.agreed += 1
     try:
-        with explained(job, f"comparing notes before {doing}"):
+        with explaining_failures(job, f"comparing notes before {doing}"):
             equal, problems = job.notes.compare(number, problem is not None)
             if equal and not problems:
                 if broke_off:
-                    job.signs.resume()
+                    job.liveness.resume()
                 return None
             reports: list[Any] = [None] * job.size
-            shown = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
-            told = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
-            dist.all_gather_object(reports, (shown, told), group=job.control)
+            problem_text = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
+            named_facts = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
+            dist.all_gather_object(reports, (problem_text, named_facts), group=job.control)
     except CommunicationError as error:
-        # An interrupt is what the user has asked for, whatever the other ranks do.
+        # The user asked for the interrupt, whatever the other ranks do.
         if problem is not None and not isinstance(problem, Exception):
             raise problem from error
         raise
     if problem is not None:
         if not isinstance(problem, Exception):
-            mark_told(problem)
+            mark_reported(problem)
         raise problem
-    failed = {index: report for index, (report, _) in enumerate(reports) if report is not None}
-    if failed:
-        first = min(failed)
-        raise RankMismatchError(f"{ranks_named(failed)} failed before {doing}:\n  {failed[first]}\nNo rank went on.")
-    return [report for _, report in reports]
+    problems_by_rank = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
+    if problems_by_rank:
+        first = problems_by_rank[min(problems_by_rank)]
+        raise RankMismatchError(f"{name_ranks(problems_by_rank)} failed before {doing}:\n  {first}\nNo rank went on.")
+    return [named_facts for _, named_facts in reports]
 
 
 @contextlib.contextmanager
-def explained(job: Job, doing: str) -> Iterator[None]:
-    """A failed exchange outside the graph, as an error that says what it was for, and which rank is lost."""
+def explaining_failures(job: Job, doing: str) -> Iterator[None]:
+    """Turn a failed exchange inside the context into an error that says what it was for and which rank is lost.
+
+    Raises:
+        CommunicationError: the exchange failed.
+    """
     job.check_alive()
-    with job.signs.busy(doing), job.signs.interruptible(doing):
+    with job.liveness.busy(doing), job.liveness.interruptible(doing):
         try:
             yield
         except ZeroGraphError:
@@ -390,36 +420,39 @@ def explained(job: Job, doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(job: Job, doing: str) -> Iterator[None]:
-    """What this rank alone fails with inside, ``doing`` something, the others are told of when they miss it."""
-    job.signs.forget()
-    with job.signs.busy(doing), job.signs.interruptible(doing):
+def reporting_failures(job: Job, doing: str) -> Iterator[None]:
+    """Publish an exception raised inside, so that ranks that wait for this one can report its cause."""
+    job.liveness.forget()
+    with job.liveness.busy(doing), job.liveness.interruptible(doing):
         try:
             yield
         except (CommunicationError, RankMismatchError):
             raise
         except Exception as error:
-            job.signs.note(error)
+            job.liveness.report_failure(error)
             raise
 
 
 def communication_error(job: Job, doing: str, error: BaseException) -> CommunicationError:
-    """``error``, raised by a collective on this rank while ``doing`` something, in the user's terms.
+    """Return the error of a failed collective in the user's terms. Asking the other ranks takes some seconds.
 
-    Asks the others who is lost, which takes some seconds.
+    Args:
+        job: the ranks.
+        doing: what this rank was doing.
+        error: what the collective raised.
     """
-    return CommunicationError(_lost(job.signs, doing, job.timeout, error))
+    return CommunicationError(_lost_message(job.liveness, doing, job.timeout, error))
 
 
-def _lost(signs: Signs, doing: str, timeout: float, error: BaseException) -> str:
-    """The message; those that will ask this rank later are told of it as well."""
-    own = signs.own_failure()
-    answers = signs.ask()
+def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseException) -> str:
+    """Ask the other ranks and return the message that says which are lost; publish it for ranks that ask later."""
+    own = liveness.own_failure()
+    answers = liveness.ask()
     lost = () if own is not None else answers.lost()
-    head = f"rank {signs.rank} of {signs.size} lost {ranks_named(lost) if lost else 'the others'} while {doing}"
+    head = f"rank {liveness.rank} of {liveness.size} lost {name_ranks(lost) if lost else 'the others'} while {doing}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    signs.note(CommunicationError(head), lost)
-    lines = [head, f"  {first}", *(f"  {line}" for line in answers.told())]
+    liveness.report_failure(CommunicationError(head), lost)
+    lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines())]
     if own is None:
         return "\n".join([*lines, _advice(lost, timeout)])
     return "\n".join(
@@ -434,52 +467,8 @@ def _lost(signs: Signs, doing: str, timeout: float, error: BaseException) -> str
 def _advice(lost: Sequence[int], timeout: float) -> str:
     limit = f"(config.timeout is {timeout:g} seconds)"
     if lost:
-        return f"Look at the output of {ranks_named(lost)} for the cause {limit}."
+        return f"Look at the output of {name_ranks(lost)} for the cause {limit}."
     return (
         f"Another rank has died, stalls, or runs something else, or the network to it is cut {limit}. "
         "Look at the other ranks' output; the first to fail is the cause."
     )
-
-
-def first_ranks(job: Job, number: int) -> int:
-    """Rank 0's ``number`` (of 64 bits), on every rank."""
-    if job.size == 1:
-        return number
-    shared = torch.tensor([number], device="cpu")
-    with explained(job, "taking over rank 0's seed"):
-        dist.broadcast(shared, group_src=0, group=job.control)
-    return int(shared)
-
-
-def first_ranks_notes(job: Job, notes: Sequence[torch.Tensor], what: str) -> None:
-    """Every rank's small tensors on the CPU become rank 0's, in place; ``what`` they are, for messages."""
-    if job.size == 1:
-        return
-    with explained(job, f"taking over rank 0's {what}"):
-        for note in notes:
-            dist.broadcast(note, group_src=0, group=job.control)
-
-
-def gather_whole(job: Job, part: torch.Tensor, sbp: NdSbp) -> torch.Tensor:
-    """The whole of a tensor of which each rank holds a part, on every rank, in memory of its own."""
-    whole = part
-    for dim in reversed(range(job.mesh.dims)):
-        one, ranks = sbp[dim], job.mesh.shape[dim]
-        if isinstance(one, Split) and ranks > 1:
-            parts = torch.empty((ranks, *whole.shape), dtype=part.dtype, device=part.device)
-            with explained(job, "gathering state outside a step"):
-                _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.lines[dim])
-            whole = parts.flatten(0, 1) if one.dim == 0 else torch.cat(list(parts), one.dim)
-    return part.clone() if whole is part else whole
-
-
-def broadcast_from_first(job: Job, tensors: list[torch.Tensor]) -> None:
-    """Every rank's tensors become rank 0's, in place."""
-    if job.size == 1:
-        return
-    with explained(job, "taking over rank 0's parameters and buffers"):
-        for tensor in tensors:
-            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(whole, group_src=0, group=job.data)
-            if whole is not tensor:
-                tensor.copy_(whole)

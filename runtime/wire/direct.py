@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zerograph.errors import ConfigError
-from zerograph.runtime.job.process_group import Job, explained
+from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import cross_memory
 from zerograph.runtime.wire.peer import Peer
 
@@ -111,7 +111,7 @@ def everywhere(job: Job) -> bool:
 def _host_groups(job: Job) -> _HostGroups:
     if job not in _by_job:
         _check_variable()
-        with explained(job, "finding out which ranks share a host"):
+        with explaining_failures(job, "finding out which ranks share a host"):
             _by_job[job] = _connect(job)
         for name, group in zip(job.mesh.groups, _by_job[job].groups, strict=True):
             # A destroyed world may have had a group of this name.
@@ -135,12 +135,12 @@ def _connect(job: Job) -> _HostGroups:
     ranks_by_host = _ranks_by_host(_share(job, _host()))
     host_ranks = next(ranks for ranks in ranks_by_host if job.rank in ranks)
     peers = {
-        rank: Peer(rank, job.timeout, functools.partial(job.signs.failed, rank))
+        rank: Peer(rank, job.timeout, functools.partial(job.liveness.failed, rank))
         for rank in host_ranks
         if rank != job.rank
     }
     reached = _reach(job, peers)
-    job.signs.ended |= {rank: peers[rank].has_ended for rank in reached[job.rank]}
+    job.liveness.ended |= {rank: peers[rank].has_ended for rank in reached[job.rank]}
 
     def connected(ranks: Sequence[int]) -> bool:
         return all(reached[rank] >= set(ranks) - {rank} for rank in ranks)
@@ -149,7 +149,7 @@ def _connect(job: Job) -> _HostGroups:
         HostGroup(ranks.index(job.rank), tuple(peers.get(rank) for rank in ranks))
         if len(ranks) > 1 and connected(ranks)
         else None
-        for ranks in map(dist.get_process_group_ranks, job.lines)
+        for ranks in map(dist.get_process_group_ranks, job.groups)
     )
     grid = torch.tensor(job.grid, device="cpu")
     # Of all ranks: a row along each mesh dimension.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zerograph._torch import OpOverload
 from zerograph.base import cache
-from zerograph.runtime.job.process_group import Job, explained
+from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
 c10d = torch.ops._c10d_functional
@@ -52,12 +52,12 @@ def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
     Raises:
         CommunicationError: measuring failed.
     """
-    if job.size == 1 or any(group.name() != "gloo" for group in job.lines):
+    if job.size == 1 or any(group.name() != "gloo" for group in job.groups):
         return {}
     # All ranks' groups count: if hosts have differently shaped parts of the mesh, other ranks have other groups.
     if direct.everywhere(job):
         return _ALWAYS | _DIRECT | _MEASURED
-    with explained(job, "measuring the wire"):
+    with explaining_failures(job, "measuring the wire"):
         kinds = _faster_kinds(job)
     return _ALWAYS | {kind: _MEASURED[kind] for kind in kinds}
 

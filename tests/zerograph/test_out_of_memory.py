@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.pool import Pool
-from zerograph.runtime.job.process_group import join, noted
+from zerograph.runtime.job.process_group import join, reporting_failures
 
 WIDTH, LAYERS, MANY = 1024, 16, 40
 LAYER = 4 * WIDTH**2
@@ -190,7 +190,7 @@ def noted_without_threads() -> str:
     job = join(60.0)
     with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         try:
-            with noted(job, "training"):
+            with reporting_failures(job, "training"):
                 raise MemoryError("nothing is left")
         except (MemoryError, RuntimeError) as error:
             return str(error)

@@ -49,7 +49,8 @@ from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.executor import Lookup, bind, with_low_overhead
 from zerograph.runtime.heap import keep_freed
-from zerograph.runtime.job.process_group import Job, agree, broadcast_from_first, digest, noted
+from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
 from zerograph.runtime.relayout import create_store, move, release
 from zerograph.runtime.state import Extents, Store, store_of, stores_of
 from zerograph.runtime.wire import selection
@@ -103,9 +104,9 @@ class Compiler:
         exchanges = selection.select_exchanges(job)
         comparison = compare_inputs(job, batch, doing)
         try:
-            with job.signs.busy(f"tracing and rewriting {doing}"):
+            with job.liveness.busy(f"tracing and rewriting {doing}"):
                 prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, comparison)
-            with job.signs.busy(f"compiling {doing} with the backend"):
+            with job.liveness.busy(f"compiling {doing} with the backend"):
                 backend, function = self._run_backend(members, prepared.graph)
             places = reserve_files(prepared.layout, job.mesh, job.rank)
         except BaseException as error:
@@ -113,7 +114,7 @@ class Compiler:
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: numbered(lines), problem)
         assert prepared is not None
-        with noted(job, f"laying out parameters for {doing}"):
+        with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
         return self._bind(job, members, prepared, backend, function, stores)
 

@@ -22,8 +22,8 @@ from zerograph.base.source import raising_line
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError, ZeroGraphError
 from zerograph.ir.sbp import NdSbp, Split, show
-from zerograph.runtime.job.process_group import Job, explained
-from zerograph.runtime.job.signs import ranks_named
+from zerograph.runtime.job.liveness import name_ranks
+from zerograph.runtime.job.process_group import Job, explaining_failures
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compare_inputs(job: Job, batch: Batch, doing: str) -> Comparison:
     numbers = [[values.digest, int(values.constant), values.lowest, values.highest] for values in own]
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)  # [inputs * 4]
     received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
-    with explained(job, f"comparing the inputs of {doing}"):
+    with explaining_failures(job, f"comparing the inputs of {doing}"):
         _torch.all_gather(received, sent, job.control)
     rows: list[list[list[int]]] = received.view(job.size, len(own), 4).tolist()
     values = [[Values(digest, bool(constant), low, high) for digest, constant, low, high in row] for row in rows]
@@ -182,7 +182,7 @@ def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None
         if len({comparison.values[rank][number].digest for rank in ranks}) == 1:
             continue
         name, tensor, sbp = batch.names[number], batch.tensors[number], batch.sbp[number]
-        head = f"{name} of shape {tuple(tensor.shape)} is {show(sbp)}, but differs between {ranks_named(ranks)}"
+        head = f"{name} of shape {tuple(tensor.shape)} is {show(sbp)}, but differs between {name_ranks(ranks)}"
         if tensor.dim():
             raise InputError(f"{head}\nPass the same tensor on these ranks, or let the graph split it.")
         raise InputError(

@@ -48,7 +48,7 @@ def choose(
     problem: BaseException | None = None
     chosen: dict[str, Any] = {}
     try:
-        with job.signs.busy(f"choosing a stage for {doing}"):
+        with job.liveness.busy(f"choosing a stage for {doing}"):
             found = _found(graph, job, members(), Call(tuple(args), dict(kwargs)))
         assert found.best is not None
         chosen = _chosen(found.best)

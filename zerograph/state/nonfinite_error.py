@@ -15,7 +15,7 @@ from zerograph.ir.metadata import Role
 from zerograph.ir.step_graph import output_with_role
 from zerograph.runtime.executor import bind
 from zerograph.runtime.find_nonfinite import Cause, NonFiniteSearch
-from zerograph.runtime.job.process_group import explained as exchange_explained
+from zerograph.runtime.job.process_group import explaining_failures
 
 # The last pass whose graph is functional: no memory is written twice, and no state is read from files.
 _LAST = "loop"
@@ -47,7 +47,7 @@ def nonfinite_error(
     causes: list[tuple[Cause, str] | None] = [own]
     if job.size > 1:
         causes = [None] * job.size
-        with exchange_explained(job, f"telling what of {doing} is not finite"):
+        with explaining_failures(job, f"telling what of {doing} is not finite"):
             dist.all_gather_object(causes, own, group=job.control)
     return NonFiniteError(_message(causes, doing, step.context.batch.micro_batches))
 

@@ -22,7 +22,7 @@ from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.differences import first_difference
-from zerograph.runtime.job.process_group import Job, digest, explained
+from zerograph.runtime.job.process_group import Job, digest, explaining_failures
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
@@ -66,7 +66,7 @@ def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str
     hashes = [digest(host), *_hashes([replica.part for replica in replicas])]
     sent = torch.tensor(hashes, dtype=torch.int64, device="cpu")
     received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
-    with explained(job, f"comparing what all ranks hold before {doing}"):
+    with explaining_failures(job, f"comparing what all ranks hold before {doing}"):
         _torch.all_gather(received, sent, job.control)
         table = received.view(job.size, -1)  # [ranks, 1 + replicas]
         if bool((table[:, 0] != table[0, 0]).any()):

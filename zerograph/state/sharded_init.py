@@ -17,7 +17,8 @@ from zerograph.config import Config
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.sbp import NdSbp, Split, broadcast
-from zerograph.runtime.job.process_group import Job, agree, digest, first_ranks_notes, join
+from zerograph.runtime.job.exchange import broadcast_small
+from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.parameters import hollow_out
 from zerograph.runtime.relayout import create_provisional_store, split_part
 from zerograph.runtime.state import store_of
@@ -95,7 +96,7 @@ def _first_ranks_generators(job: Job) -> Generators:
     if torch.cuda.is_available():
         # Also if the model is to be made on the CPU: that is known only later, when this rank cannot ask the others.
         found.number(default_generator(torch.device("cuda")))
-    first_ranks_notes(job, [one.entry for one in found.watched], "random numbers")
+    broadcast_small(job, [one.entry for one in found.watched], "random numbers")
     return found
 
 

@@ -44,7 +44,7 @@ def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except BaseException as error:
                 job: Job | None = vars(args[0]).get("_job")
                 if job is not None:
-                    job.signs.tell_interrupt(error, doing)
+                    job.liveness.report_interrupt(error, doing)
                 raise
 
         return run

@@ -20,7 +20,8 @@ from zerograph.graph import ZeroGraph
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.runtime.job.differences import first_difference
-from zerograph.runtime.job.process_group import agree, differing, digest, gather_whole, mesh
+from zerograph.runtime.job.exchange import gather_whole
+from zerograph.runtime.job.process_group import agree, differing, digest, mesh
 
 # Ranks compare tensors of at most this many elements before each step; larger ones are assumed to be equal.
 _FEW = 4096

@@ -21,7 +21,7 @@ from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Chunk, Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
 from zerograph.runtime.checkpoint.storage import Reader
-from zerograph.runtime.job.process_group import Job, agree, digest, explained
+from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
@@ -242,7 +242,7 @@ def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool)
 
 def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
     alone = job.size == 1
-    with explained(job, "loading a checkpoint"), warnings.catch_warnings():
+    with explaining_failures(job, "loading a checkpoint"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         group: dist.ProcessGroup | None = None if alone else job.control
         try:

@@ -27,8 +27,8 @@ from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, lock
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
 from zerograph.runtime.checkpoint.storage import Writer
-from zerograph.runtime.job.process_group import Job, agree, digest, explained, noted
-from zerograph.runtime.job.signs import mark_told
+from zerograph.runtime.job.liveness import mark_reported
+from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures, reporting_failures
 from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, tidy
 
 
@@ -88,10 +88,10 @@ class Saver:
         root = target if keep is None else target.parent
         begun = _Begun(target, root, keep)
         with self._undisturbed(job, begun):
-            with explained(job, "beginning to save a checkpoint"), _own_exchange():
+            with explaining_failures(job, "beginning to save a checkpoint"), _own_exchange():
                 begun.begin(job, self._group, self._numbers.get(root))
             begun.writer = Writer(target, begun.data, begun.numbered(document), job.rank, begun.tidy)
-            with noted(job, "saving a checkpoint"), _own_exchange():
+            with reporting_failures(job, "saving a checkpoint"), _own_exchange():
                 kept = _copied(pieces) if asynchronous else pieces
             if asynchronous:
                 self._thread = threading.Thread(
@@ -147,14 +147,14 @@ class Saver:
             if begun is not None:
                 begun.fail(job)
             if not isinstance(error, Exception):
-                job.signs.note(error)
+                job.liveness.report_failure(error)
             raise
 
     def _renew_group(self, job: Job) -> None:
         """Make the group of saves if some rank has none: it ended after an interrupted save."""
         if job.size == 1:
             return
-        with explained(job, "beginning to save a checkpoint"):
+        with explaining_failures(job, "beginning to save a checkpoint"):
             mine = torch.tensor([self._group is not None and self._world is job.world], device="cpu").int()
             everybodys = torch.empty(job.size, dtype=mine.dtype, device="cpu")
             _torch.all_gather(everybodys, mine, job.control)
@@ -291,7 +291,7 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         CheckpointError: a rank could not; the same on all.
         BaseException: what interrupted this rank, as it is (Ctrl-C, ``sys.exit``).
     """
-    with explained(job, "saving a checkpoint"), _own_exchange(), warnings.catch_warnings():
+    with explaining_failures(job, "saving a checkpoint"), _own_exchange(), warnings.catch_warnings():
         # Without a group torch warns that there is one process, which is so.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -320,7 +320,7 @@ def _own_exchange() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        mark_told(error)
+        mark_reported(error)
         raise
 
 

@@ -1,0 +1,463 @@
+"""Liveness: ranks report what they do, so that the error of a failed collective can name the rank at fault.
+
+A failed collective knows an address at best. So each process has a thread that checks twice a second whether a rank has
+sent an inquiry; nothing else happens without failures. A rank whose collective fails inquires: living ranks answer with
+what they are doing, failed ranks have left a report, and a silent rank is dead or stopped. All messages go through the
+store of the rendezvous, over a connection of its own. Every wait for the store is limited: it may be gone with the rank
+that hosts it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zerograph.errors import CommunicationError
+
+# Seconds between two checks, for up to a thousand ranks: one store answers all of them.
+_INTERVAL = 0.5
+# Checks that a rank may miss until it counts as silent: a loaded machine is not a dead one.
+_MISSED_CHECKS = 6
+
+# Lines of a message for the other ranks' answers.
+_MAX_LINES = 8
+
+# Attribute of an interrupt that has been reported to the other ranks.
+_REPORTED = "_zerograph_reported"
+
+_ENDED = "its process has ended, without an error"
+
+# Inquiries between two checks that are answered.
+_MAX_INQUIRIES = 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's report on itself.
+
+    Attributes:
+        doing: what it is doing, or was doing when it failed.
+        failed: its error, in one line; None if it has not failed.
+        lost: the ranks that it lost, if that was the error.
+    """
+
+    doing: str
+    failed: str | None = None
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to a rank's inquiry.
+
+    Attributes:
+        rank: the rank that inquired.
+        doing: what it was doing.
+        reports: by rank.
+        silent: ranks without a report.
+        reached: the store answered.
+        store_rank: if it did not, the rank whose process hosts the store; None if that is the launcher's.
+        ended: ranks without a report whose process is known to have ended.
+    """
+
+    rank: int
+    doing: str
+    reports: Mapping[int, Report]
+    silent: tuple[int, ...] = ()
+    reached: bool = True
+    store_rank: int | None = None
+    ended: tuple[int, ...] = ()
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks at fault, as far as they can be known.
+
+        These are the ranks that failed by themselves, are silent or have ended; else those that other ranks lost; else
+        the host of the unreachable store; else the ranks that do something else.
+        """
+        reports = self.reports
+        failed = {rank for rank, report in reports.items() if report.failed is not None and not report.lost}
+        lost_by_others = {rank for report in reports.values() for rank in report.lost} - {self.rank}
+        store_host = set() if self.store_rank is None or self.store_rank in reports else {self.store_rank}
+        diverged = {rank for rank, report in reports.items() if report.failed is None and report.doing != self.doing}
+        return tuple(sorted(failed | set(self.silent) | set(self.ended) or lost_by_others or store_host or diverged))
+
+    def lines(self) -> list[str]:
+        """Return the answers as lines of a message: ended and silent ranks first, equal reports together."""
+        lines = []
+        if self.ended:
+            lines.append(f"{name_ranks(self.ended)}: its process has ended without a report: killed, or out of memory")
+        if self.silent:
+            lines.append(
+                f"{name_ranks(self.silent)}: no sign of life: died, is stopped, is held up in native code, or the "
+                "network to it is cut"
+            )
+        if not self.reached:
+            host = "the launcher hosts" if self.store_rank is None else f"rank {self.store_rank} hosts"
+            lines.append(
+                f"the store of the rendezvous, which {host}, does not answer: its process has ended, or the network to "
+                "it is cut"
+            )
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, report in self.reports.items():
+            text = f"alive, {report.doing}" if report.failed is None else f"failed, {report.doing}: {report.failed}"
+            ranks_by_text.setdefault(text, []).append(rank)
+        lines += [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        return lines if len(lines) <= _MAX_LINES else [*lines[:_MAX_LINES], f"... and {len(lines) - _MAX_LINES} more"]
+
+
+@dataclass(eq=False)
+class Liveness:
+    """Reports and inquiries of this rank; see the module.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        store: the store of the rendezvous; None for a single or simulated ranks, and after the store is gone.
+        store_rank: the rank whose process hosts the store; None if no rank's does.
+        agreed: the number of agreements of all ranks so far.
+        broke_off: where this rank broke off a step, so that some of its exchanges may be unfinished; empty if it did
+            not.
+        ended: by rank of this host, a function that returns whether its process has ended.
+        hang_up: closes this rank's connections, which ends all waiting exchanges on both sides.
+    """
+
+    rank: int
+    size: int
+    store: Any = None
+    store_rank: int | None = None
+    agreed: int = 0
+    broke_off: str = ""
+    ended: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    hang_up: Callable[[], None] = lambda: None
+    _doing: dict[int, str] = field(default_factory=dict)
+    _idle: str = "outside of the graph, which has done nothing yet"
+    _failure: Report | None = None
+    _store_is_gone: bool = False
+    # Ranks to look up at the next check, and by rank the agreement after which it broke off.
+    _suspects: set[int] = field(default_factory=set)
+    _broken_off: dict[int, int] = field(default_factory=dict)
+    _answered: int = 0
+    _answered_at: float = -math.inf
+    _store_host_report: Report | None = None
+    _blocked_at: int | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+    _process: int = field(default_factory=os.getpid)
+
+    @contextlib.contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Answer inquiries with ``doing`` while this thread is inside the context."""
+        thread = threading.get_ident()
+        before = self._doing.get(thread)
+        self._doing[thread] = doing
+        try:
+            yield
+        finally:
+            if before is not None:
+                self._doing[thread] = before
+            else:
+                self._doing.pop(thread, None)
+                self._idle = f"outside of the graph, after {doing}"
+
+    def report_failure(self, error: BaseException, lost: Sequence[int] = ()) -> None:
+        """Publish the error of this rank, for ranks that miss it.
+
+        The error that made this rank break off stays published: the loss of others may follow from it.
+
+        Args:
+            error: the error.
+            lost: the ranks that this one lost, if that is the error.
+        """
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        if self.own_failure() is None or not isinstance(error, CommunicationError):
+            self._failure = Report(self._now(), f"{type(error).__name__}: {first_line}".removesuffix(": "), tuple(lost))
+            self._post(self._failure)
+        if self.broke_off:
+            self._in_time(lambda: self.store.set(f"broke off/{self.rank}", str(self.agreed)), self._interval * 2)
+            if not isinstance(error, Exception):
+                self._in_time(lambda: self.store.set("interrupted", str(self.agreed)), self._interval * 2)
+        if self.store_rank == self.rank:
+            # The store may end with this process in a moment: make all ranks check, and find the report.
+            self._in_time(lambda: self.store.add("asked", 1), self._interval)
+            time.sleep(2 * self._interval)
+
+    @contextlib.contextmanager
+    def interruptible(self, doing: str) -> Iterator[None]:
+        """Report an interrupt inside (a ``BaseException`` that is not an ``Exception``) to the other ranks.
+
+        They notice at once if this process ends. If it catches the interrupt they would wait until the timeout.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.report_interrupt(error, doing)
+            raise
+
+    def report_interrupt(self, interrupt: BaseException, doing: str) -> None:
+        """Report, once, that an interrupt ended what this rank was doing."""
+        if not vars(interrupt).get(_REPORTED):
+            mark_reported(interrupt)
+            self.mark_break(f"{doing}, interrupted by {type(interrupt).__name__}")
+            self.report_failure(interrupt)
+
+    def mark_break(self, place: str) -> None:
+        """Note where this rank broke off. The first place counts until ranks :meth:`resume`."""
+        self.broke_off = self.broke_off or place
+
+    def mark_own_break(self) -> None:
+        """Make the place of the break differ from that of every other rank, so that they cannot resume."""
+        self.broke_off += f", rank {self.rank}"
+
+    def resume(self) -> None:
+        """Go on after a step that broke off at the same place on all ranks, which have agreed on that."""
+        self._in_time(lambda: self.store.delete_key("interrupted"), self._interval * 2)
+        self.broke_off = ""
+        self.forget()
+
+    def own_failure(self) -> Report | None:
+        """Return the error that made this rank break off; None if there is none, or if it lost other ranks."""
+        return self._failure if self.broke_off and self._failure is not None and not self._failure.lost else None
+
+    def forget(self) -> None:
+        """Withdraw the report of an earlier error. If this rank broke off, it stays until all ranks have agreed."""
+        if self._failure is not None and not self.broke_off:
+            self._failure = None
+            self._in_time(lambda: self.store.delete_key(f"last/{self.rank}"), self._interval * 2)
+
+    def failed(self, rank: int) -> bool:
+        """Return whether the rank is known to have broken off after the last agreement.
+
+        The first call only starts a lookup; its result is known after at most two checks.
+        """
+        self._suspects.add(rank)
+        return self._broken_off.get(rank) == self.agreed
+
+    def ask(self) -> Answers:
+        """Inquire what the other ranks are doing. Takes a few seconds at most."""
+        doing = self._now()
+        if self.store is None:
+            return Answers(self.rank, doing, {}, reached=False)
+        answers = self._in_time(lambda: self._ask(doing), (_MISSED_CHECKS + 3) * self._interval)
+        if answers is not None:
+            return answers
+        host = self.store_rank
+        if host is None or host == self.rank:
+            return Answers(self.rank, doing, {}, reached=False)
+        last_report = {} if self._store_host_report is None else {host: self._store_host_report}
+        return Answers(self.rank, doing, last_report, reached=False, store_rank=host)
+
+    def leave(self) -> None:
+        """Report that this process ends, and with which error. The store's host waits until the others have read it."""
+        if self._over.is_set() or self.store is None or os.getpid() != self._process:
+            return
+        self._over.set()
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._failure is None:
+            self.report_failure(error)
+        if self._failure is None:
+            self._post(Report(self._now(), _ENDED))
+            self._in_time(self._say_goodbye, 3 * self._interval)
+        # A store in a file is removed when the last process closes it.
+        self.store = None
+
+    def _end(self) -> None:
+        self._over.set()
+        self.store = None
+
+    @property
+    def _interval(self) -> float:
+        return _INTERVAL * max(1.0, self.size / 1000)
+
+    def _now(self) -> str:
+        """Return what this rank is doing."""
+        doing = list(self._doing.values())
+        return " and ".join(doing) if doing else self._idle
+
+    def _in_time(self, work: Callable[[], T], seconds: float) -> T | None:
+        """Run ``work``, which uses the store, and return its result; None if it fails or takes too many seconds."""
+        results: list[T] = []
+
+        def attempt() -> None:
+            with contextlib.suppress(RuntimeError):
+                results.append(work())
+
+        if self.store is None or self._store_is_gone:
+            return None
+        thread = threading.Thread(target=attempt, name="zerograph liveness, inquiry", daemon=True)
+        # Out of memory no thread can start. That must not hide the out-of-memory error.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            thread.join(seconds)
+        # No further attempts: each would wait, or be logged by torch with its whole stack.
+        self._store_is_gone = not results
+        return results[0] if results else None
+
+    def _post(self, report: Report) -> None:
+        self._in_time(lambda: self.store.set(f"last/{self.rank}", _encode(report)), self._interval * 2)
+
+    def _ask(self, doing: str) -> Answers:
+        store, others = self.store, [rank for rank in range(self.size) if rank != self.rank]
+        # If another rank has inquired just now, the answers to it suffice.
+        number = int(store.get("asked")) if store.check(["asked"]) else 0
+        if number <= self._answered and time.monotonic() - self._answered_at > self._interval * 2:
+            number = store.add("asked", 1)
+        answers = {rank: f"answer/{number}/{rank}" for rank in others}
+        failures = {rank: f"last/{rank}" for rank in others}
+        began = time.monotonic()
+        while True:
+            # A process that ends closes its connections first.
+            gone = {rank for rank, ended in self.ended.items() if ended()}
+            answered = _ranks_with_key(store, answers, others)
+            silent = [rank for rank in others if rank not in answered]
+            # A rank that failed and ended has left a report.
+            failed = _ranks_with_key(store, failures, silent)
+            silent = [rank for rank in silent if rank not in failed]
+            # If the cause is known, wait for the others only as long as a living rank takes.
+            limit = (2 if gone else _MISSED_CHECKS) * self._interval
+            if gone.issuperset(silent) or time.monotonic() - began > limit:
+                break
+            time.sleep(self._interval / 10)
+        keys = {rank: answers[rank] for rank in answered} | {rank: failures[rank] for rank in failed}
+        reports = dict(zip(keys, map(_decode, _values(store, list(keys.values()))), strict=True))
+        ended = tuple(rank for rank in silent if rank in gone)
+        # With an early end of the wait, the others may only have had too little time to answer.
+        quiet = () if ended else tuple(silent)
+        return Answers(self.rank, doing, dict(sorted(reports.items())), quiet, ended=ended)
+
+    def _say_goodbye(self) -> None:
+        """Announce a normal end. The store's host waits until the other ranks have stopped using the store."""
+        if self.store_rank != self.rank:
+            self.store.add("left", 1)
+            return
+        self.store.set("over", "")
+        end = time.monotonic() + 2 * self._interval
+        while time.monotonic() < end and self.store.add("left", 0) < self.size - 1:
+            time.sleep(self._interval / 50)
+
+    def _watch(self, world: Callable[[], object]) -> None:
+        """Answer inquiries of other ranks until the process group is destroyed or this process leaves."""
+        while not self._over.wait(self._interval):
+            if not dist.is_initialized() or dist.group.WORLD is not world():
+                self.store = None
+                return
+            try:
+                self._check(self.store)
+            except RuntimeError:
+                # The store is gone, and with it the rank that hosted it: the next collective fails.
+                self._store_is_gone = True
+                return
+
+    def _check(self, store: Any) -> None:
+        for rank in tuple(self._suspects):
+            self._suspects.discard(rank)
+            if store.check([f"broke off/{rank}"]):
+                self._broken_off[rank] = int(store.get(f"broke off/{rank}"))
+        self._check_interrupt(store)
+        if store.check(["asked"]):
+            number = int(store.get("asked"))
+            # Ranks that inquired at the same moment wait for an answer each.
+            for inquiry in range(max(self._answered, number - _MAX_INQUIRIES) + 1, number + 1):
+                store.set(f"answer/{inquiry}/{self.rank}", _encode(self._failure or Report(self._now())))
+                self._answered, self._answered_at = number, time.monotonic()
+            if self.store_rank not in (None, self.rank) and store.check([f"last/{self.store_rank}"]):
+                self._store_host_report = _decode(store.get(f"last/{self.store_rank}"))
+        if self.store_rank not in (None, self.rank) and store.check(["over"]):
+            self._store_host_report = Report("the end of its process", _ENDED)
+            self._over.set()
+            store.add("left", 1)
+
+    def _check_interrupt(self, store: Any) -> None:
+        """Hang up if this rank still waits in, or before, a step in which another rank was interrupted."""
+        number, waiting = self.agreed, bool(self._doing) and not self.broke_off
+        if waiting and store.check(["interrupted"]) and int(store.get("interrupted")) in (number, number - 1):
+            # At the second check: exchanges without that rank may still complete.
+            if self._blocked_at == number:
+                self.hang_up()
+            self._blocked_at = number
+        else:
+            self._blocked_at = None
+
+
+def mark_reported(interrupt: BaseException) -> None:
+    """Mark an interrupt as reported to the other ranks."""
+    vars(interrupt)[_REPORTED] = True
+
+
+_current: list[Liveness] = []
+
+
+def start_liveness(world: dist.ProcessGroup) -> Liveness:
+    """Start this rank's thread that answers inquiries in the job of a process group, and return its state."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1 or dist.get_backend(world).startswith("fake"):
+        return Liveness(rank, size)
+    store: Any = world.get_group_store()
+    own_keys = dist.PrefixStore("zerograph liveness", store.clone())  # type: ignore[attr-defined]
+    liveness = Liveness(rank, size, own_keys, _store_rank(store))
+    # A weak reference: the thread ends with the group. The store is dropped at once: it may be a file in a folder that
+    # is about to be removed, and torch aborts if the file disappears between its check and its sign-off in it.
+    reference = weakref.ref(world, lambda _: liveness._end())
+    threading.Thread(target=liveness._watch, args=(reference,), name="zerograph liveness", daemon=True).start()
+    if not _current:
+        atexit.register(_leave)
+    _current[:] = [liveness]
+    return liveness
+
+
+def _leave() -> None:
+    for liveness in _current:
+        if dist.is_initialized():
+            liveness.leave()
+
+
+def _store_rank(store: Any) -> int | None:
+    """Return the rank whose process hosts the store; None if the launcher's does, or it is a file."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not is_launchers else None  # type: ignore[attr-defined]
+
+
+def _ranks_with_key(store: Any, keys: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks whose key exists in the store, by bisection: one ``check`` covers many keys."""
+    if not ranks or store.check([keys[rank] for rank in ranks]):
+        return list(ranks)
+    if len(ranks) == 1:
+        return []
+    half = len(ranks) // 2
+    return _ranks_with_key(store, keys, ranks[:half]) + _ranks_with_key(store, keys, ranks[half:])
+
+
+def _values(store: Any, keys: list[str]) -> list[bytes]:
+    if not keys:
+        return []
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def _encode(report: Report) -> str:
+    return json.dumps([report.doing, report.failed, report.lost])
+
+
+def _decode(text: bytes) -> Report:
+    doing, failed, lost = json.loads(text)
+    return Report(doing, failed, tuple(lost))
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 3``, or ``ranks 1, 2, 5``."""
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))
