@@ -28,8 +28,8 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
+from zerograph.inspection.environment import EnvironmentObserver
 from zerograph.inspection.inspected import Inspected
-from zerograph.inspection.observer import EnvironmentObserver
 from zerograph.inspection.trace import Trace
 from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh

@@ -1,8 +1,8 @@
-"""What a user can see of a step, compiled or only prepared: a page, text, diffs, the life of a tensor, exports."""
+"""Views of a compiled or prepared step: a page, text, diffs, the lifetime of a tensor, exports."""
 
 from zerograph.inspection.collectives import Collective
 from zerograph.inspection.diff import Change, Diff, compare
-from zerograph.inspection.life import Event, Life
+from zerograph.inspection.lifetime import Event, Life
 from zerograph.inspection.placements import owners, placements
 from zerograph.inspection.step import Inspection, Prepared, Views
 

@@ -1,4 +1,4 @@
-"""The collectives of a step, and how many there are of each kind."""
+"""The collectives of a step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Collective:
 
     Attributes:
         kind: all-reduce, reduce-scatter, all-gather or all-to-all.
-        bytes: what each rank sends, in bytes (ring algorithms; see :func:`zerograph.ir.sbp.wire_bytes`).
-        tensor_bytes: size of what the ranks that take part hold together: on a mesh of one dimension the whole tensor.
-        tensors: the parameters in the bucket that it moves, or what else it moves.
+        bytes: bytes that each rank sends (ring algorithms; see :func:`zerograph.ir.sbp.wire_bytes`).
+        tensor_bytes: size in bytes of the tensor across the participating ranks: on a mesh of one dimension the whole
+            tensor.
+        tensors: names of the parameters in its bucket, or of another tensor.
         phase: forward, backward or update.
-        mesh_dim: the dimension of the mesh along which it runs.
-        what: ``bucket0``, ``gradient of bucket0``, or what else it moves.
-        node: the node of the emitted graph that starts it.
+        mesh_dim: dimension of the mesh along which it runs.
+        what: ``bucket0``, ``gradient of bucket0``, or another tensor.
+        node: name of the node of the emitted graph that starts it.
     """
 
     kind: str
@@ -41,23 +42,23 @@ class Collective:
 
     @property
     def of(self) -> str:
-        """What it moves, on a line."""
+        """The tensor that it moves, with its parameters, on one line."""
         return self.what if self.tensors == (self.what,) else f"{self.what}: {short(self.tensors)}"
 
 
 def collectives(graph: fx.Graph, buckets: Sequence[Bucket]) -> list[tuple[Collective, int]]:
-    """The collectives of the emitted graph in order, each with how often it runs in a step."""
+    """Return the collectives of the emitted graph in order, each with its number of runs per step."""
     contents = {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in buckets}
     return [(_collective(node, contents), times) for node, times in collective_runs(graph)]
 
 
 def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collective:
-    found: Boxing = meta(node)["boxing"]
-    what = str(found.tensor)
-    tensors = contents.get(found.tensor.name, (what,))
-    return Collective(found.kind, round(found.sent), found.bytes, tensors, found.phase, found.dim, what, node.name)
+    boxing: Boxing = meta(node)["boxing"]
+    what = str(boxing.tensor)
+    tensors = contents.get(boxing.tensor.name, (what,))
+    return Collective(boxing.kind, round(boxing.sent), boxing.bytes, tensors, boxing.phase, boxing.dim, what, node.name)
 
 
 def short(tensors: Sequence[str]) -> str:
-    """``first ... last (12)``."""
+    """Shorten a list of names to ``first ... last (12)``."""
     return tensors[0] if len(tensors) == 1 else f"{tensors[0]} ... {tensors[-1]} ({len(tensors)})"

@@ -1,7 +1,7 @@
-"""What differs between two graph texts, as a unified diff in which lines that only moved say so.
+"""The difference of two graph texts, as a unified diff that marks moved lines.
 
-Lines of a graph's text are unique, or nearly so, which makes comparing them cheap: the longest series of common lines
-in the same order stays (n log n), everything else was removed, added, or is the same line at another place.
+Lines of a graph's text are unique, or nearly so. This makes the comparison cheap: the longest series of common lines in
+the same order is kept (n log n); every other line was removed, added or moved.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Change:
     """One line of a diff.
 
     Attributes:
-        kind: ``"-"`` for one of before, ``"+"`` for one of after, ``" "`` for one of both.
-        old, new: its number in each text, from 1; where a line is not in one of them, that of the line behind it.
-        moved: by how many lines an equal line stands further down (or up, if negative) on the other side; None for a
-            line that has no equal there, or that stays.
+        kind: ``"-"`` for a line of the old text, ``"+"`` for one of the new text, ``" "`` for one of both.
+        old, new: line number in each text, from 1; if a text lacks the line, the number of the line after it.
+        moved: number of lines by which an equal line is further down in the other text (negative: further up); None if
+            there is no equal line, or the line did not move.
     """
 
     kind: Kind
@@ -46,8 +46,8 @@ class Diff:
     ``str()`` is coloured where standard output is a terminal and ``NO_COLOR`` is not set; ``text`` never is.
 
     Attributes:
-        before, after: what the two texts are called.
-        changes: all lines, those of both among them.
+        before, after: titles of the two texts.
+        changes: all lines, unchanged ones included.
     """
 
     before: str
@@ -57,25 +57,25 @@ class Diff:
     @property
     def removed(self) -> int:
         """Return the number of removed lines."""
-        return sum(one.kind == "-" and one.moved is None for one in self.changes)
+        return sum(change.kind == "-" and change.moved is None for change in self.changes)
 
     @property
     def added(self) -> int:
         """Return the number of added lines."""
-        return sum(one.kind == "+" and one.moved is None for one in self.changes)
+        return sum(change.kind == "+" and change.moved is None for change in self.changes)
 
     @property
     def moved(self) -> int:
         """Return the number of moved lines."""
-        return sum(one.kind == "+" and one.moved is not None for one in self.changes)
+        return sum(change.kind == "+" and change.moved is not None for change in self.changes)
 
     def __bool__(self) -> bool:
         """Return True if the texts differ."""
-        return any(one.kind != " " for one in self.changes)
+        return any(change.kind != " " for change in self.changes)
 
     @property
     def summary(self) -> str:
-        """``12 removed, 14 added, 40 moved``, or ``no difference``."""
+        """Text such as ``12 removed, 14 added, 40 moved``, or ``no difference``."""
         if not self:
             return "no difference"
         counts = {"removed": self.removed, "added": self.added, "moved": self.moved}
@@ -92,45 +92,46 @@ class Diff:
     __repr__ = __str__
 
     def coloured(self) -> str:
-        """The unified diff with the escape codes of a terminal."""
-        # Not wide enough for any line to be wrapped: that is the terminal's business.
+        """Return the unified diff with the escape codes of a terminal."""
+        # So wide that rich wraps no line: the terminal does.
         console = Console(force_terminal=True, color_system="standard", width=2**16, highlight=False, no_color=False)
-        with console.capture() as shown:
+        with console.capture() as capture:
             for line, style in self._lines():
                 console.print(Text(line, style=style), soft_wrap=True)
-        return shown.get().rstrip("\n")
+        return capture.get().rstrip("\n")
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        """Each line and its style."""
+        """Yield each line and its style."""
         yield f"--- {self.before}", "bold"
         yield f"+++ {self.after}", "bold"
         yield f"# {self.summary}", "bold"
         for hunk in _hunks(self.changes):
-            old = sum(one.kind != "+" for one in hunk)
-            new = sum(one.kind != "-" for one in hunk)
+            old = sum(change.kind != "+" for change in hunk)
+            new = sum(change.kind != "-" for change in hunk)
             yield f"@@ -{_start(hunk[0].old, old)},{old} +{_start(hunk[0].new, new)},{new} @@", "cyan"
-            for one in hunk:
-                if one.moved is None:
-                    yield f"{one.kind}{one.text}", _STYLES[one.kind]
+            for change in hunk:
+                text = f"{change.kind}{change.text}"
+                if change.moved is None:
+                    yield text, _STYLES[change.kind]
                 else:
-                    yield f"{one.kind}{one.text}  [{_move(one)}]", "dim yellow" if one.kind == "-" else "yellow"
+                    yield f"{text}  [{_move(change)}]", "dim yellow" if change.kind == "-" else "yellow"
 
 
 def in_colour() -> bool:
-    """Whether standard output is a terminal that is to have colours (https://no-color.org)."""
+    """Return True if standard output is a terminal with colours (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def compare(before: Sequence[str], after: Sequence[str], names: tuple[str, str]) -> Diff:
-    """The changes that lead from one text to the other, lines that both have in the same order left alone.
+    """Compare two texts; lines that both have in the same order are unchanged.
 
     Args:
         before, after: lines without line ends.
-        names: what the texts are called.
+        names: titles of the texts.
     """
     old, new = _numbered(before), _numbered(after)
-    place = {line: index for index, line in enumerate(new)}
-    common = [(index, place[line]) for index, line in enumerate(old) if line in place]
+    indices = {line: index for index, line in enumerate(new)}
+    common = [(index, indices[line]) for index, line in enumerate(old) if line in indices]
     kept = _longest_rising(common)
     to = dict(common)
     back = {new_index: old_index for old_index, new_index in common}
@@ -150,36 +151,36 @@ def compare(before: Sequence[str], after: Sequence[str], names: tuple[str, str])
 
 
 def _numbered(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """Each line with how often it stood there before, which makes it unique."""
+    """Make each line unique by the number of its earlier occurrences."""
     seen: dict[str, int] = {}
-    found = []
+    numbered = []
     for line in lines:
         seen[line] = seen.get(line, -1) + 1
-        found.append((line, seen[line]))
-    return found
+        numbered.append((line, seen[line]))
+    return numbered
 
 
 def _longest_rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of pairs with rising first numbers the most whose second numbers rise too."""
-    ends: list[int] = []  # the lowest second number that a series of each length ends with
-    last: list[int] = []  # which pair that is
-    before: list[int] = []  # for each pair the one before it in its series
+    """Return the longest subsequence with rising second numbers; first numbers rise already."""
+    ends: list[int] = []  # lowest last number of a series of each length
+    last: list[int] = []  # index of the pair with that number
+    before: list[int] = []  # for each pair, its predecessor in its series
     for index, (_, second) in enumerate(pairs):
         length = bisect_left(ends, second)
         before.append(last[length - 1] if length else -1)
         ends[length : length + 1] = [second]
         last[length : length + 1] = [index]
-    found: list[tuple[int, int]] = []
-    at = last[-1] if last else -1
-    while at >= 0:
-        found.append(pairs[at])
-        at = before[at]
-    return found[::-1]
+    series: list[tuple[int, int]] = []
+    index = last[-1] if last else -1
+    while index >= 0:
+        series.append(pairs[index])
+        index = before[index]
+    return series[::-1]
 
 
 def _hunks(changes: Sequence[Change]) -> Iterator[Sequence[Change]]:
-    """Changes that lie close together, with some lines of both around them."""
-    changed = [index for index, one in enumerate(changes) if one.kind != " "]
+    """Group nearby changes, with some unchanged lines around them."""
+    changed = [index for index, change in enumerate(changes) if change.kind != " "]
     start = 0
     while start < len(changed):
         end = start
@@ -190,13 +191,12 @@ def _hunks(changes: Sequence[Change]) -> Iterator[Sequence[Change]]:
 
 
 def _start(number: int, count: int) -> int:
-    # As diff has it: of no lines, the one behind which they would stand.
+    # As in diff: an empty hunk has the number of the line before it.
     return number if count else number - 1
 
 
-def _move(one: Change) -> str:
-    assert one.moved is not None
-    if one.kind == "-":
-        where = f"line {one.old + one.moved}"
-        return f"moves to {where}"
-    return f"moved from line {one.new - one.moved}"
+def _move(change: Change) -> str:
+    assert change.moved is not None
+    if change.kind == "-":
+        return f"moves to line {change.old + change.moved}"
+    return f"moved from line {change.new - change.moved}"

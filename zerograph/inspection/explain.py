@@ -1,4 +1,4 @@
-"""The life of one tensor through a step: stored, gathered, used, freed, its gradient made, reduced, and updated."""
+"""Trace one tensor through a step: stored, gathered, used, freed, its gradient computed and reduced, updated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from zerograph._torch import written_arguments
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError
-from zerograph.inspection.life import Event, Life, TensorKind
+from zerograph.inspection.lifetime import Event, Life, TensorKind
 from zerograph.inspection.names import close_to, is_wait, labels, within
-from zerograph.inspection.spots import Spot, Spots
-from zerograph.inspection.summary import rests
+from zerograph.inspection.sequence import NodeSequence, Position
+from zerograph.inspection.summary import offloaded_to
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.buckets import Bucket, Slot
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def explain(step: RewrittenStep, asked: str) -> Life:
-    """The life of the tensor of that name; see :meth:`zerograph.inspection.step.Views.explain`."""
+    """Return the lifetime of the tensor of that name; see :meth:`zerograph.inspection.step.Views.explain`."""
     name = step.aliases.get(asked, asked)
     finder = _Finder(step, asked)
     for bucket in step.context.buckets:
@@ -40,46 +40,45 @@ def explain(step: RewrittenStep, asked: str) -> Life:
                 return finder.state(bucket, slot, entry, node)
     for kind in ("parameter", "buffer", "bucket", "state", "hyperparameter"):
         if (node := finder.placeholder(kind, name)) is not None:
-            return finder.given(node, kind)
+            return finder.whole(node, kind)
     if (node := finder.placeholder("input", name.removeprefix("input"))) is not None:
-        return finder.given(node, "input")
+        return finder.whole(node, "input")
     return finder.computed(name)
 
 
 class _Finder:
-    """Looks one name up in the emitted graph and tells its life."""
+    """Looks one name up in the emitted graph and collects the events of its lifetime."""
 
     def __init__(self, step: RewrittenStep, asked: str) -> None:
         self.step, self.asked = step, asked
         self.graph = step.emitted
-        self.spots = Spots(self.graph)
+        self.sequence = NodeSequence(self.graph)
 
     def placeholder(self, kind: str, name: str) -> fx.Node | None:
         node: fx.Node
         for node in self.graph.find_nodes(op="placeholder"):
-            if (found := role(node)) is not None and (found.kind, found.name) == (kind, name):
+            if (value := role(node)) is not None and (value.kind, value.name) == (kind, name):
                 return node
         return None
-
-    # What is asked for.
 
     def parameter(self, bucket: Bucket, slot: Slot) -> Life:
         flat = self.placeholder("bucket", bucket.name)
         sbp = bucket.sbp_of(slot)
         events = [self._stored(bucket, slot), *self._state(bucket, slot)]
         if flat is not None:
-            events += self._way_to_uses(flat, bucket, slot)
+            events += self._path_to_users(flat, bucket, slot)
         events += self._gradient(bucket, slot)
         if flat is not None:
             events += self._updates(flat, bucket)
-        local = slot.shape if isinstance(sbp[bucket.zero_dim], Split) and slot.split is None else None
+        # A split of the flat bucket does not split the parameter's own dimensions.
+        flat_split = isinstance(sbp[bucket.zero_dim], Split) and slot.split is None
         return Life(
             name=slot.name,
             asked=self.asked,
             kind="parameter",
             dtype=dtype_name(bucket.dtype),
             shape=slot.shape,
-            local=local_shape(slot.shape, sbp, self.step.context.mesh) if local is None else local,
+            local=slot.shape if flat_split else local_shape(slot.shape, sbp, self.step.context.mesh),
             sbp=show(sbp),
             bucket=bucket.name,
             bytes=self._share(bucket, slot),
@@ -92,12 +91,12 @@ class _Finder:
         value: Tensor = node.meta["val"]
         if layout is None:
             shape, sbp = tuple(value.shape), meta(node)["sbp"]
-            count, whose = value.numel() * value.element_size(), "one for the whole bucket"
+            count, scope = value.numel() * value.element_size(), "one for the whole bucket"
         else:
             index = bucket.slots.index(slot)
             shape, sbp = layout.slots[index].shape, layout.sbp_of(layout.slots[index])
-            count, whose = self._share(layout, layout.slots[index]), ""
-        note = ", ".join(filter(None, (f"{bucket.name}.{entry} {show(sbp)}", whose, rests(bucket))))
+            count, scope = self._share(layout, layout.slots[index]), ""
+        note = ", ".join(filter(None, (f"{bucket.name}.{entry} {show(sbp)}", scope, offloaded_to(bucket))))
         events = [Event("stored", bytes=count, note=note), *self._updates(node, bucket)]
         return Life(
             name=f"{slot.name}.{entry}",
@@ -112,68 +111,68 @@ class _Finder:
             events=_in_order(events),
         )
 
-    def given(self, node: fx.Node, kind: str) -> Life:
-        """Anything else that the graph takes whole: inputs, buffers, buckets, parameters in no bucket."""
+    def whole(self, node: fx.Node, kind: str) -> Life:
+        """Return the lifetime of another input of the graph: a batch tensor, buffer, bucket, parameter in no bucket."""
         kinds: dict[str, TensorKind] = {"input": "input", "buffer": "buffer", "parameter": "parameter"}
-        made = Event("stored", bytes=self._bytes(node))
+        first = Event("stored", bytes=self._bytes(node))
         if kind == "input":
-            made = Event("given", phase="call", bytes=self._bytes(node))
+            first = Event("given", phase="call", bytes=self._bytes(node))
         writes = [
             self._event("updated", user, note=operator_name(user))
-            for user in self.spots.readers(node)
+            for user in self.sequence.readers(node)
             if node in written_arguments(user)
         ]
-        return self._life(node, kinds.get(kind, "optimizer state"), [made, *self._uses(node), *writes])
+        return self._life(node, kinds.get(kind, "optimizer state"), [first, *self._uses(node), *writes])
 
     def computed(self, name: str) -> Life:
         node = self._node(name)
-        made = self._event("made", node, note=operator_name(node), count=self._bytes(node))
-        return self._life(node, "value", [made, *self._uses(node)])
+        first = self._event("made", node, note=operator_name(node), count=self._bytes(node))
+        return self._life(node, "value", [first, *self._uses(node)])
 
     def _node(self, name: str) -> fx.Node:
-        """The node of that name, or what a module of that name yields."""
-        names = {one: label for graph in self.spots.graphs for one, label in labels(graph).items()}
-        own = name.rpartition(":")[2]
+        """Return the node of that name, or the output of a module of that name."""
+        names = {node: label for graph in self.sequence.graphs for node, label in labels(graph).items()}
+        node_name = name.rpartition(":")[2]
         for node, label in names.items():
             if node.op != "output" and name in (label, node.name):
                 return node
-        # A node that a pass has put another in the place of is still named so.
+        # The module in a label can differ after a pass; the node's own name stays.
         for node in names:
-            if ":" in name and node.name == own:
+            if ":" in name and node.name == node_name:
                 return node
-        yielded = self._yielded_by(name)
-        if yielded is not None:
-            return yielded
-        raise ConfigError(f"the step has no tensor {name!r}{close_to(name, self._known(names.values()))}\n{_HELP}")
+        output = self._output_of(name)
+        if output is not None:
+            return output
+        raise ConfigError(f"the step has no tensor {name!r}{close_to(name, self._candidates(names.values()))}\n{_HELP}")
 
-    def _known(self, names: Iterable[str]) -> list[str]:
+    def _candidates(self, names: Iterable[str]) -> list[str]:
         slots = [slot.name for bucket in self.step.context.buckets for slot in bucket.slots]
-        modules = {origin(spot.node).module for spot in self.spots}
+        modules = {origin(position.node).module for position in self.sequence}
         return [*slots, *self.step.aliases, *modules, *names]
 
-    def _yielded_by(self, module: str) -> fx.Node | None:
-        """The last value of forward made in the module that something outside of it reads."""
-        found = None
-        for spot in self.spots:
-            node = spot.node
+    def _output_of(self, module: str) -> fx.Node | None:
+        """Return the last value of forward that the module computes and a node outside of it reads."""
+        output = None
+        for position in self.sequence:
+            node = position.node
             if node.op == "placeholder" or origin(node).phase != "forward" or not within(origin(node).module, module):
                 continue
-            outside = [one for one in node.users if one.op == "output" or not within(origin(one).module, module)]
-            forward = [one for one in outside if one.op == "output" or origin(one).phase == "forward"]
+            outside = [user for user in node.users if user.op == "output" or not within(origin(user).module, module)]
+            forward = [user for user in outside if user.op == "output" or origin(user).phase == "forward"]
             if forward and isinstance(node.meta.get("val"), Tensor) and "parameter" not in node.meta:
-                found = node
-        return found
+                output = node
+        return output
 
-    # Parts of lives.
+    # Parts of a lifetime.
 
-    def _way_to_uses(self, flat: fx.Node, bucket: Bucket, slot: Slot) -> Iterator[Event]:
-        """From where it is stored: what moves the bucket, the views that are this parameter, and who reads them."""
-        views, way = self._views(flat, slot)
-        yield from self._moves(way)
+    def _path_to_users(self, flat: fx.Node, bucket: Bucket, slot: Slot) -> Iterator[Event]:
+        """Yield the events from storage to use: moves of the bucket, and users of this parameter's views."""
+        views, path = self._views(flat, slot)
+        yield from self._moves(path)
         for view in views:
             yield from self._used(view)
-        for node in way:
-            # What was gathered is let go of behind the last that reads any of it.
+        for node in path:
+            # A gathered bucket is freed after the last reader of any of it.
             if is_wait(node):
                 yield from self._freed(node)
             elif boxing_of(node) is None and node.target is aten._to_copy.default:
@@ -181,36 +180,36 @@ class _Finder:
                     yield replace(event, what="cast freed")
 
     def _views(self, flat: fx.Node, slot: Slot) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The nodes that are the parameter, and those on the way to them from the bucket, in order."""
+        """Return the nodes that are the parameter, and the nodes between the bucket and them, in order."""
         views: list[fx.Node] = []
-        behind: dict[fx.Node, fx.Node] = {}
+        predecessors: dict[fx.Node, fx.Node] = {}
         stack = [flat]
         while stack:
             node = stack.pop()
-            for user in self.spots.readers(node):
-                if user in behind:
+            for user in self.sequence.readers(node):
+                if user in predecessors:
                     continue
-                behind[user] = node
-                mine = meta(user).get("parameter")
-                if mine == slot.name:
+                predecessors[user] = node
+                parameter = meta(user).get("parameter")
+                if parameter == slot.name:
                     views.append(user)
-                elif mine is None and (_is_form(user) or user.target in (FETCH, TRANSFER)):
+                elif parameter is None and (_is_form(user) or user.target in (FETCH, TRANSFER)):
                     stack.append(user)
-        way: dict[fx.Node, None] = {}
+        path: dict[fx.Node, None] = {}
         for view in views:
             node = view
-            while node in behind:
-                node = behind[node]
-                way[node] = None
+            while node in predecessors:
+                node = predecessors[node]
+                path[node] = None
         if self.step.context.buckets and len(views) == 0 and len(_slots(self.step, flat)) == 1:
             views = [flat]
-        return sorted(views, key=self.spots.at), sorted(way, key=self.spots.at)
+        return sorted(views, key=self.sequence.index), sorted(path, key=self.sequence.index)
 
-    def _moves(self, way: Iterable[fx.Node]) -> Iterator[Event]:
-        for node in way:
-            found = boxing_of(node)
-            if found is not None:
-                yield self._event(f"{_WORDS.get(found.kind, found.kind)} starts", node, note=_boxing(found))
+    def _moves(self, path: Iterable[fx.Node]) -> Iterator[Event]:
+        for node in path:
+            boxing = boxing_of(node)
+            if boxing is not None:
+                yield self._event(f"{_WORDS.get(boxing.kind, boxing.kind)} starts", node, note=_boxing(boxing))
             elif is_wait(node) and (started := boxing_of(node.all_input_nodes[0])) is not None:
                 yield self._event(f"{_WORDS.get(started.kind, started.kind)} ends", node, count=self._bytes(node))
             elif node.target is aten._to_copy.default:
@@ -218,11 +217,11 @@ class _Finder:
                     "cast", node, note=f"to {dtype_name(node.meta['val'].dtype)}", count=self._bytes(node)
                 )
             elif node.target in (FETCH, TRANSFER):
-                what = "fetched" if node.target is FETCH else "carried"
-                yield self._event(what, node, note=_device(node), count=self._bytes(node))
+                what = "fetched" if node.target is FETCH else "copied"
+                yield self._event(what, node, note=f"to {node.meta['val'].device}", count=self._bytes(node))
 
     def _used(self, view: fx.Node) -> Iterator[Event]:
-        """Who computes with the value: through views, casts and transposes of it."""
+        """Yield the computations that read a value, also through its views, casts and transposes."""
         for form, user in self._users(view):
             note = operator_name(user)
             if form is not view and form.target is aten._to_copy.default:
@@ -230,13 +229,13 @@ class _Finder:
             yield self._event("used", user, note=note)
 
     def _users(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """(form of the value that is read, reader), each reader once."""
+        """Yield (form of the value that is read, reader), each reader once."""
         for form, user in self._readers(value, _TRANSFERS):
             if user.op != "output" and (not _is_form(user) or user.target in _TRANSFERS):
                 yield form, user
 
     def _uses(self, node: fx.Node) -> Iterator[Event]:
-        """As :meth:`_used`, with what moves the value, and where it is freed or given back."""
+        """Yield the events of :meth:`_used`, and where the value is moved, freed or returned."""
         for form, user in self._readers(node):
             if user.op == "output":
                 yield self._event("returned", user)
@@ -247,12 +246,12 @@ class _Finder:
         yield from self._freed(node)
 
     def _readers(self, value: fx.Node, ends: Collection[Any] = ()) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """(form of the value, who reads it), its other forms among them, each once; not beyond operators ``ends``."""
+        """Yield (form of a value, reader), other forms included, each once; do not look past the operators ``ends``."""
         seen: set[fx.Node] = set()
         stack = [value]
         while stack:
             form = stack.pop()
-            for user in self.spots.readers(form):
+            for user in self.sequence.readers(form):
                 if user not in seen:
                     seen.add(user)
                     yield form, user
@@ -260,19 +259,19 @@ class _Finder:
                         stack.append(user)
 
     def _freed(self, node: fx.Node) -> Iterator[Event]:
-        storage = self.spots.storage(node)
+        storage = self.sequence.storage(node)
         if storage is None:
             return
         last, count = storage
-        yield self._event("freed", last, note=f"behind {last.name}", count=count)
+        yield self._event("freed", last, note=f"after {last.name}", count=count)
 
     def _gradient(self, bucket: Bucket, slot: Slot) -> Iterator[Event]:
-        for spot in self.spots:
-            node = spot.node
+        for position in self.sequence:
+            node = position.node
             if meta(node).get("gradient") == bucket.name:
-                for maker in _makers(node, bucket, slot):
+                for source in _sources(node, bucket, slot):
                     size = slot.numel * node.meta["val"].element_size()
-                    yield self._event("gradient made", maker, note=operator_name(maker), count=size)
+                    yield self._event("gradient made", source, note=operator_name(source), count=size)
             moved = boxing_of(node)
             if moved is not None and moved.tensor.gradient_of(bucket.name):
                 yield self._event("reduction starts", node, note=_boxing(moved))
@@ -284,9 +283,9 @@ class _Finder:
                     yield replace(event, what="gradient freed")
 
     def _updates(self, node: fx.Node, bucket: Bucket) -> Iterator[Event]:
-        """What writes the state, the last of it."""
+        """Yield the last write to the state."""
         update = self.step.context.updates.get(bucket.name)
-        writers = [spot.node for spot in self.spots if self._writes(spot.node, node)]
+        writers = [position.node for position in self.sequence if self._writes(position.node, node)]
         if update is None or not writers:
             return
         nodes = f" in {len(writers)} nodes" if len(writers) > 1 else ""
@@ -297,56 +296,69 @@ class _Finder:
     def _writes(self, node: fx.Node, state: fx.Node) -> bool:
         if node.op == "call_module" and "bucket" in node.meta:
             return state in node.all_input_nodes
-        return any(self.spots.same_memory(one, state) for one in written_arguments(node)) and node is not state
+        return (
+            any(self.sequence.same_memory(written, state) for written in written_arguments(node)) and node is not state
+        )
 
-    # Numbers and words.
+    # Numbers and texts.
 
     def _share(self, bucket: Bucket, slot: Slot) -> int:
-        """Bytes of the parameter on this rank: of what is cut through, the part that lies in its shard."""
+        """Return the bytes of a parameter in this rank's shard."""
         mesh = self.step.context.mesh
-        row, shard = slot.numel, bucket.padded
+        numel, shard = slot.numel, bucket.padded
         if isinstance(bucket.sbp[bucket.zero_dim], Split) and not bucket.by_user:
             shard //= mesh.shape[bucket.zero_dim]
             start = mesh.position[bucket.zero_dim] * shard
-            row = max(0, min(slot.offset + slot.numel, start + shard) - max(slot.offset, start))
+            numel = max(0, min(slot.offset + slot.numel, start + shard) - max(slot.offset, start))
         rows = 1
         if bucket.rows is not None:
             rows = local_shape(bucket.shape, bucket.sbp, mesh)[0]
-        return row * rows * bucket.dtype.itemsize
+        return numel * rows * bucket.dtype.itemsize
 
     def _stored(self, bucket: Bucket, slot: Slot) -> Event:
         index = bucket.slots.index(slot)
         inside = f"{bucket.name} {show(bucket.sbp)}, elements {slot.offset:,} to {slot.offset + slot.numel:,}"
         owner = f"all of it on rank {bucket.owners[index]}" if bucket.owners is not None else ""
-        note = ", ".join(filter(None, (inside, owner, rests(bucket))))
-        return _held_here("stored", note, self._share(bucket, slot))
+        note = ", ".join(filter(None, (inside, owner, offloaded_to(bucket))))
+        return _stored_event("stored", note, self._share(bucket, slot))
 
     def _state(self, bucket: Bucket, slot: Slot) -> Iterator[Event]:
         update = self.step.context.updates.get(bucket.name)
         if update is not None and update.layouts:
             index = bucket.slots.index(slot)
-            held = [(name, one, one.slots[index]) for name, one in update.layouts.items()]
-            note = ", ".join(f"{name} {show(one.sbp_of(own))}" for name, one, own in held)
-            count = sum(self._share(one, own) for _, one, own in held)
-            yield _held_here("state stored", note, count)
+            entries = [(name, layout, layout.slots[index]) for name, layout in update.layouts.items()]
+            note = ", ".join(f"{name} {show(layout.sbp_of(entry))}" for name, layout, entry in entries)
+            count = sum(self._share(layout, entry) for _, layout, entry in entries)
+            yield _stored_event("state stored", note, count)
 
     def _bytes(self, node: fx.Node) -> int:
         value = node.meta.get("val")
         return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
     def _event(self, what: str, node: fx.Node, note: str = "", count: int | None = None) -> Event:
-        spot: Spot = self.spots[node]
+        position: Position = self.sequence[node]
         where, moved = origin(node), boxing_of(node)
         size = count if count is not None else round(moved.sent) if moved is not None else 0
         phase: str = "end of the step" if node.op == "output" else where.phase
-        return Event(what, node.name, spot.at, spot.times, phase, where.module, where.source, where.code, size, note)
+        return Event(
+            what,
+            node.name,
+            position.index,
+            position.times,
+            phase,
+            where.module,
+            where.source,
+            where.code,
+            size,
+            note,
+        )
 
     def _life(self, node: fx.Node, kind: TensorKind, events: Iterable[Event]) -> Life:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
-            yields = [user.name for user in node.users]
+            items = [user.name for user in node.users]
             raise ConfigError(
-                f"{node.name} yields several tensors: ask for one of {', '.join(yields) or 'its readers'}"
+                f"{node.name} returns several tensors: ask for one of {', '.join(items) or 'its readers'}"
             )
         sbp: NdSbp | None = meta(node).get("sbp")
         return Life(
@@ -364,16 +376,16 @@ class _Finder:
 
 
 _HELP = (
-    "Ask for a parameter, a buffer, input0, a node of step.text(), or a module for what it yields: "
+    "Ask for a parameter, a buffer, input0, a node of step.text(), or a module for its output: "
     "step.describe() lists the parameters."
 )
-# Of these a transfer ends: what is computed with is not behind them.
+# A transfer ends here: computations do not read the value through these.
 _TRANSFERS = (WAIT_TRANSFER, WRITE_BACK)
 _WORDS = {"all-gather": "gather", "reduce-scatter": "reduction", "all-reduce": "reduction"}
 
 
 def _is_form(node: fx.Node) -> bool:
-    """Whether the node is only another form of what it reads: a view, a copy, or on its way to other ranks."""
+    """Return True if the node is another form of its input: a view, a copy, or in flight to other ranks."""
     return boxing_of(node) is not None or is_wait(node) or is_view_or_copy(node)
 
 
@@ -381,46 +393,42 @@ def _slots(step: RewrittenStep, flat: fx.Node) -> Sequence[Slot]:
     return next(bucket.slots for bucket in step.context.buckets if bucket.name == meta(flat)["role"].name)
 
 
-def _makers(joined: fx.Node, bucket: Bucket, slot: Slot) -> list[fx.Node]:
-    """The nodes that make a parameter's part of its bucket's gradient."""
-    slots = sorted(bucket.slots, key=lambda one: one.offset)
-    if joined.target is aten.cat.default:
-        part = joined.all_input_nodes[slots.index(slot)]
-        return [_computes(part)]
-    if joined.target is not aten.empty.memory_format:
-        return [_computes(joined)]
-    pieces = [one for one in joined.users if one.target is aten.slice.Tensor and one.args[2] == slot.offset]
-    found = []
+def _sources(gradient: fx.Node, bucket: Bucket, slot: Slot) -> list[fx.Node]:
+    """Return the nodes that compute a parameter's part of its bucket's gradient."""
+    slots = sorted(bucket.slots, key=lambda each: each.offset)
+    if gradient.target is aten.cat.default:
+        part = gradient.all_input_nodes[slots.index(slot)]
+        return [_source(part)]
+    if gradient.target is not aten.empty.memory_format:
+        return [_source(gradient)]
+    pieces = [user for user in gradient.users if user.target is aten.slice.Tensor and user.args[2] == slot.offset]
+    sources = []
     for piece in pieces:
         for view in piece.users:
             for user in view.users:
                 if view in written_arguments(user):
                     copied = user.target is aten.copy_.default
                     source = user.args[1] if copied else user
-                    found.append(_computes(source) if isinstance(source, fx.Node) else user)
-    return found
+                    sources.append(_source(source) if isinstance(source, fx.Node) else user)
+    return sources
 
 
-def _computes(node: fx.Node) -> fx.Node:
-    """The node that computes the values of which this one is only another form."""
+def _source(node: fx.Node) -> fx.Node:
+    """Return the node that computes the value of which this node is another form."""
     while _is_form(node) or node.target is aten.constant_pad_nd.default:
         node = node.all_input_nodes[0]
     return node
 
 
-def _boxing(found: Boxing) -> str:
-    along = f" along mesh dimension {found.dim}" if len(found.source) > 1 else ""
-    return f"{found.kind} {show(found.source)} -> {show(found.target)}{along} of {found.tensor}"
+def _boxing(boxing: Boxing) -> str:
+    along = f" along mesh dimension {boxing.dim}" if len(boxing.source) > 1 else ""
+    return f"{boxing.kind} {show(boxing.source)} -> {show(boxing.target)}{along} of {boxing.tensor}"
 
 
-def _held_here(what: str, note: str, count: int) -> Event:
+def _stored_event(what: str, note: str, count: int) -> Event:
     return Event(what, bytes=count, note=f"{note}; {'on this rank' if count else 'nothing on this rank'}")
-
-
-def _device(node: fx.Node) -> str:
-    return f"to {node.meta['val'].device}"
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
     unique = dict.fromkeys(events)
-    return tuple(sorted(unique, key=lambda one: (-1 if one.at is None else one.at, one.what.endswith("freed"))))
+    return tuple(sorted(unique, key=lambda event: (-1 if event.at is None else event.at, event.what.endswith("freed"))))

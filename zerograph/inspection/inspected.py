@@ -36,24 +36,24 @@ class Inspected(inspection.Views):
         return self._compiled()
 
     def __repr__(self) -> str:
-        """The step on a screen: what was traced, what is placed where, what is sent, what is held, warnings."""
+        """Show the step on one screen: traced graph, placements, collectives, memory, warnings."""
         return "\n".join(
             [*self._heading(), *([] if self._latest is None else [inspection.Inspection(self._latest).page()])]
         )
 
     def describe(self) -> str:
-        """The step compiled last in full: every input, output, parameter, collective, warning and pass, a line each.
+        """Show the step compiled last in full: every input, output, parameter, collective, warning and pass.
 
         Raises:
-            ConfigError: nothing compiled yet.
+            ConfigError: nothing is compiled yet.
         """
         return "\n".join([*self._heading(), inspection.Inspection(self._compiled()).describe()])
 
     def _heading(self) -> list[str]:
         zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
         modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
-        optimizers = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
-        # Without updates there is nothing that a stage would say.
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers) or "none"
+        # A stage means nothing without updates.
         kind = f"ZeRO {zero}, {self.steps_done} steps done" if self._optimizers else "forward graph"
         lines = [
             f"{type(self).__name__}({kind})",
@@ -81,10 +81,10 @@ class Inspected(inspection.Views):
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write memory, traffic and the graph into ``folder`` for TensorBoard, at the number of steps done so far.
 
-        For one rank to call, with a folder of its own: TensorBoard goes on reading only the last file of each.
+        Call it on one rank, with a folder of its own: TensorBoard follows only the last file of a folder.
 
         Raises:
-            ConfigError: nothing compiled yet, or tensorboard is not installed.
+            ConfigError: nothing is compiled yet, or tensorboard is not installed.
         """
         inspection.Inspection(self._compiled()).to_tensorboard(folder, self.steps_done)
 
@@ -94,17 +94,17 @@ class Inspected(inspection.Views):
         machine: str | os.PathLike[str] | Machine | None = None,
         beside: inspection.Views | None = None,
     ) -> None:
-        """Write one HTML page of the step compiled last, which needs no network: to be opened in a browser.
+        """Write one HTML page of the step compiled last, for a browser; it needs no network.
 
-        The graph by module after every pass, memory over the step, and compute and collectives over time. It is this
-        rank's: on several ranks let one of them call it.
+        It shows the graph by module after every pass, memory over the step, and compute and collectives over time, all
+        of this rank: among several ranks, call it on one.
 
         Args:
-            path: the file; what was there is overwritten.
-            machine: to predict times for: ``"h100"``, ``"a100"``, ..., a YAML file, or a
+            path: the file; an existing file is overwritten.
+            machine: predict times for this machine: ``"h100"``, ``"a100"``, ..., a YAML file, or a
                 :class:`zerograph.planner.machine.Machine`; None for a page without times.
-            beside: another step to show side by side with this one: a graph that is compiled, or what ``prepare()``
-                returned. Both follow what a reader opens in one of them, and share their scales.
+            beside: another step to show beside this one: a compiled graph, or the result of ``prepare()``. Both open
+                the same modules and share their scales.
 
         Raises:
             ConfigError: nothing is compiled yet, there is no such machine, or the file cannot be written.
@@ -116,17 +116,17 @@ class Inspected(inspection.Views):
         report.write(own, path, title=type(self).__name__, machine=machine, beside=other)
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
-        """SBP between steps of every parameter, optimizer state and buffer, by qualified name.
+        """Return the SBP between steps of every parameter, optimizer state and buffer, by qualified name.
 
-        What ZeRO shards is S(0), as its bucket is. Where whole parameters are dealt out, :meth:`owners` says to whom.
+        A tensor that ZeRO shards is S(0), as its bucket is. :meth:`owners` returns the ranks of whole parameters.
         """
         return inspection.placements(self._members(), self._compiled().context.mesh.dims)
 
     def owners(self) -> dict[str, int]:
-        """The rank that keeps and updates each parameter that is dealt out whole, by qualified name; empty if none is.
+        """Return the rank that stores and updates each parameter that is dealt out whole, by qualified name.
 
         Whole parameters are dealt out in the mode ``"non_distributed"``, and to optimizers that need them whole. On a
-        mesh of several dimensions the number is the rank's place along that which ZeRO splits along.
+        mesh of several dimensions the rank is the index along the dimension that ZeRO splits along.
         """
         self._compiled()
         return inspection.owners(self._members())

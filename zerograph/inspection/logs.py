@@ -1,17 +1,17 @@
-"""``ZEROGRAPH_LOGS=passes,+memory``: what zerograph says of each step that it compiles, through ``logging``.
+"""``ZEROGRAPH_LOGS=passes,+memory``: log each step that is compiled, through ``logging``.
 
 The loggers are ``zerograph.passes``, ``zerograph.placement``, ``zerograph.collectives`` and ``zerograph.memory``. A
-name alone is level INFO, ``+name`` DEBUG, ``-name`` ERROR; ``all`` is every name. Nothing is worked out for a logger
-that is not enabled. Without the variable the loggers are as ``logging`` has them; a program may set levels itself.
+name alone sets level INFO, ``+name`` DEBUG, ``-name`` ERROR; ``all`` is every name. Nothing is computed for a disabled
+logger. Without the variable, the loggers are as ``logging`` has them; a program may set levels itself.
 
 ============= ================================================ ===============================================
 logger        INFO                                             DEBUG
 ============= ================================================ ===============================================
-passes        every pass with its nodes and seconds            and what it changed, as a diff
+passes        every pass with its nodes and seconds            and its changes, as a diff
 placement     every input, output and bucket with its SBP      and the placed graph, node by node
 collectives   collectives and bytes by phase and kind, and     and every collective
               why ranks of a host do not share memory
-memory        the peak and what rests, by kind                 and what is held at the peak, the largest first
+memory        the peak and the stored state, by kind           and the tensors live at the peak, largest first
 ============= ================================================ ===============================================
 """
 
@@ -33,54 +33,54 @@ from zerograph.ir.memory import profile
 VARIABLE = "ZEROGRAPH_LOGS"
 NAMES = ("passes", "placement", "collectives", "memory")
 _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
-# As many as anybody reads.
-_HOLDERS = 20
+# Tensors that are listed at the peak, at most.
+_LARGEST = 20
 
 
 def configure() -> None:
-    """Do what the environment says, if it has changed since it was looked at last.
+    """Set up the loggers as the environment says, if it has changed since the last call.
 
     Raises:
-        ConfigError: it has a name that there is not.
+        ConfigError: it names a log that does not exist.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked == _state.asked:
+    value = os.environ.get(VARIABLE, "")
+    if value == _state.value:
         return
-    levels = parse(asked)
+    levels = parse(value)
     for name in NAMES:
         logging.getLogger(f"zerograph.{name}").setLevel(levels.get(name, logging.NOTSET))
     root = logging.getLogger("zerograph")
     if levels and not root.handlers:
         root.addHandler(_state.handler)
-        # Said once, whatever the root logger does.
+        # Not printed twice, whatever the root logger does.
         root.propagate = False
     elif not levels and _state.handler in root.handlers:
         root.removeHandler(_state.handler)
         root.propagate = True
-    _state.asked = asked
+    _state.value = value
 
 
-def parse(asked: str) -> dict[str, int]:
-    """The level of each logger that is asked for.
+def parse(value: str) -> dict[str, int]:
+    """Return the level of each logger that the variable names.
 
     Raises:
-        ConfigError: naming what there is not, and what there is.
+        ConfigError: it names a log that does not exist.
     """
-    found: dict[str, int] = {}
-    for one in filter(None, (part.strip() for part in asked.split(","))):
-        name = one.lstrip("+-")
+    levels: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        name = part.lstrip("+-")
         if name not in (*NAMES, "all"):
             raise ConfigError(
-                f"{VARIABLE}={asked}: there is no log {name!r}{close_to(name, NAMES)}\n"
-                f"There are {', '.join(NAMES)} and all; +name says more, -name only errors."
+                f"{VARIABLE}={value}: there is no log {name!r}{close_to(name, NAMES)}\n"
+                f"There are {', '.join(NAMES)} and all; +name logs more, -name only errors."
             )
-        level = _LEVELS.get(one[0], logging.INFO)
-        found |= dict.fromkeys(NAMES if name == "all" else [name], level)
-    return found
+        level = _LEVELS.get(part[0], logging.INFO)
+        levels |= dict.fromkeys(NAMES if name == "all" else [name], level)
+    return levels
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what standard error is at that time."""
+    """Writes to the current ``sys.stderr``."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -92,7 +92,7 @@ class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _Format(logging.Formatter):
-    """Every line with the logger's name and, among several ranks, this one's."""
+    """Starts every line with the logger's name and, among several ranks, the rank."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank = getattr(record, "rank", None)
@@ -101,10 +101,10 @@ class _Format(logging.Formatter):
 
 
 class _State:
-    """What was asked for last, and the handler that was made for it."""
+    """The last value of the variable, and the handler for it."""
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.value = ""
         self.handler = _Standard()
 
 
@@ -112,13 +112,13 @@ _state = _State()
 
 
 def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:
-    """Say of a step what the loggers are enabled for.
+    """Log a step to the enabled loggers.
 
     Args:
-        name: of the graph.
-        rank: this one, where there are several.
+        name: name of the graph.
+        rank: this rank if there are several, else None.
     """
-    for topic, says in (
+    for topic, messages in (
         ("passes", _passes),
         ("placement", _placement),
         ("collectives", _collectives),
@@ -126,64 +126,58 @@ def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:
     ):
         logger = logging.getLogger(f"zerograph.{topic}")
         if logger.isEnabledFor(logging.INFO):
-            for level, text in says(Inspection(step), more=logger.isEnabledFor(logging.DEBUG)):
+            for level, text in messages(Inspection(step), more=logger.isEnabledFor(logging.DEBUG)):
                 logger.log(level, "%s: %s", name, text, extra={"rank": rank})
 
 
-Said = Iterator[tuple[int, str]]
+Messages = Iterator[tuple[int, str]]
 
 
-def _passes(step: Inspection, *, more: bool) -> Said:
+def _passes(step: Inspection, *, more: bool) -> Messages:
     names = [record.name for record in step.passes]
     texts = step.texts(*names) if more else []
     for number, record in enumerate(step.passes):
-        about = f"{record.name:<24} {record.nodes:>6} nodes {record.seconds:>8.3f} s   {record.summary}"
-        yield logging.INFO, about
+        yield logging.INFO, f"{record.name:<24} {record.nodes:>6} nodes {record.seconds:>8.3f} s   {record.summary}"
         if more and number:
-            found = compare(texts[number - 1], texts[number], (names[number - 1], record.name))
-            if found:
-                yield logging.DEBUG, found.text
+            changes = compare(texts[number - 1], texts[number], (names[number - 1], record.name))
+            if changes:
+                yield logging.DEBUG, changes.text
 
 
-def _placement(step: Inspection, *, more: bool) -> Said:
-    found = step.summary
-    for value in (*found.inputs, *found.outputs):
+def _placement(step: Inspection, *, more: bool) -> Messages:
+    summary = step.summary
+    for value in (*summary.inputs, *summary.outputs):
         yield logging.INFO, f"{value.name} {value}"
-    for bucket in found.buckets:
+    for bucket in summary.buckets:
         gradient = "" if bucket.gradient is None else f", gradient {bucket.gradient}"
         state = "".join(f", {name} {sbp}" for name, sbp in bucket.state.items())
-        about = f"{bucket.name} {bucket.dtype} {bucket.sbp}{gradient}{state}{f', {bucket.rests}' * bool(bucket.rests)}"
-        yield logging.INFO, f"{about}: {', '.join(bucket.parameters)}"
+        placed = f"{bucket.name} {bucket.dtype} {bucket.sbp}{gradient}{state}{f', {bucket.rests}' * bool(bucket.rests)}"
+        yield logging.INFO, f"{placed}: {', '.join(bucket.parameters)}"
     if more:
         yield logging.DEBUG, f"graph after place:\n{step.text('place')}"
 
 
-def _collectives(step: Inspection, *, more: bool) -> Said:
-    found = step.summary
-    for one in found.sent:
-        yield logging.INFO, f"{one.phase:<8} {one.times:>5} {one.kind:<14} {one.bytes:>15,} bytes"
-    yield logging.INFO, f"each rank sends {found.bytes_sent:,} bytes per step"
-    for each in step.collectives() if more else ():
-        yield logging.DEBUG, f"{each.node}: {each}"
+def _collectives(step: Inspection, *, more: bool) -> Messages:
+    summary = step.summary
+    for sent in summary.sent:
+        yield logging.INFO, f"{sent.phase:<8} {sent.times:>5} {sent.kind:<14} {sent.bytes:>15,} bytes"
+    yield logging.INFO, f"each rank sends {summary.bytes_sent:,} bytes per step"
+    for collective in step.collectives() if more else ():
+        yield logging.DEBUG, f"{collective.node}: {collective}"
 
 
-def _memory(step: Inspection, *, more: bool) -> Said:
-    found = step.summary
-    yield logging.INFO, f"peak {found.memory}"
-    kinds = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in found.at_rest.items())
-    yield logging.INFO, f"between steps {show_bytes(found.memory.at_rest)}: {kinds or 'nothing'}"
+def _memory(step: Inspection, *, more: bool) -> Messages:
+    summary = step.summary
+    yield logging.INFO, f"peak {summary.memory}"
+    kinds = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in summary.at_rest.items())
+    yield logging.INFO, f"between steps {show_bytes(summary.memory.at_rest)}: {kinds or 'nothing'}"
     if not more:
         return
     whole = profile(step.emitted)
     names = labels(step.emitted)
     at = whole.bytes.index(whole.peak)
-    held = sorted(
-        (one for one in whole.storages if one.born <= at <= one.dies), key=lambda one: one.bytes, reverse=True
-    )
-    for one in held[:_HOLDERS]:
-        node = whole.nodes[one.born]
-        for owner, storages in whole.of.items():
-            if any(each is one for each in storages):
-                node = owner
-                break
-        yield logging.DEBUG, f"{show_bytes(one.bytes):>12} {one.kind:<16} {names[node]}"
+    live = [storage for storage in whole.storages if storage.born <= at <= storage.dies]
+    for storage in sorted(live, key=lambda storage: storage.bytes, reverse=True)[:_LARGEST]:
+        owners = (node for node, storages in whole.of.items() if any(each is storage for each in storages))
+        name = names[next(owners, whole.nodes[storage.born])]
+        yield logging.DEBUG, f"{show_bytes(storage.bytes):>12} {storage.kind:<16} {name}"

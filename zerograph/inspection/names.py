@@ -1,7 +1,7 @@
-"""What nodes are called in text: by module path, and by their own names, which passes leave alone.
+"""Labels of nodes in text: module path and the node's own name, which passes do not change.
 
-``model.layers.0.up:addmm_2`` is the node ``addmm_2`` of the graph, made in the module ``model.layers.0.up``. Inputs of
-the graph go by what they are: ``model.layers.0.up.weight``, ``bucket0``, ``bucket0.exp_avg``, ``input0``.
+``model.layers.0.up:addmm_2`` is the node ``addmm_2`` of the graph, from the module ``model.layers.0.up``. Inputs of the
+graph have the name of their tensor: ``model.layers.0.up.weight``, ``bucket0``, ``bucket0.exp_avg``, ``input0``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from zerograph.passes.placement.boxing import boxing
 
 
 def labels(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the name of every node, in order."""
-    found: dict[fx.Node, str] = {}
-    # Nodes of an update have no module: the one bucket that they are about, as their inputs tell.
-    about: dict[fx.Node, str | None] = {}
+    """Return the label of every node, in order."""
+    texts: dict[fx.Node, str] = {}
+    # Nodes of an update have no module: they are labelled with the bucket that they update, which their inputs tell.
+    buckets: dict[fx.Node, str | None] = {}
     for node in graph.nodes:
-        about[node] = _bucket(node, about)
-        found[node] = label(node, about[node])
-    return found
+        buckets[node] = _bucket(node, buckets)
+        texts[node] = label(node, buckets[node])
+    return texts
 
 
 def label(node: fx.Node, bucket: str | None = None) -> str:
-    """The name of one node; ``bucket`` is the one that it updates."""
-    given = role(node)
-    if given is not None:
-        return input_name(given)
+    """Return the label of one node.
+
+    Args:
+        bucket: name of the bucket that the node updates.
+    """
+    graph_input = role(node)
+    if graph_input is not None:
+        return input_name(graph_input)
     if "parameter" in node.meta:
         return f"{meta(node)['parameter']}:{node.name}"
     if (name := short_tensor(tensor_moved(node.all_input_nodes[0] if is_wait(node) else node))) is not None:
@@ -43,16 +47,16 @@ def label(node: fx.Node, bucket: str | None = None) -> str:
 
 
 def reference(node: fx.Node) -> str:
-    """How the arguments of another node name it: parameters as such, be they inputs or views of a bucket."""
-    given = role(node)
-    if given is not None:
-        return input_name(given)
+    """Return the text of a node as an argument: the name of a parameter, whether an input or a view of a bucket."""
+    graph_input = role(node)
+    if graph_input is not None:
+        return input_name(graph_input)
     return str(meta(node).get("parameter", node.name))
 
 
-def input_name(given: Role) -> str:
-    """``input0``, ``output0``, or the qualified name of what it is."""
-    return f"{given.kind}{given.name}" if given.kind in ("input", "output") else given.name
+def input_name(value: Role) -> str:
+    """Return ``input0``, ``output0``, or the qualified name of a parameter or state."""
+    return f"{value.kind}{value.name}" if value.kind in ("input", "output") else value.name
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -61,43 +65,43 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_boxing(node: fx.Node) -> bool:
-    """Whether the node changes an SBP, or stands for a change that ``box`` is yet to work out."""
+    """Return True if the node changes an SBP; before ``box`` such a node has no :class:`Boxing` yet."""
     return boxing_of(node) is not None or node.target is boxing
 
 
 def tensor_moved(node: fx.Node) -> TensorRef | None:
-    """Return the tensor that a boxing node moves; None for any other node, or where it is not known yet."""
-    known = boxing_of(node)
-    if known is not None:
-        return known.tensor
+    """Return the tensor that a boxing node moves; None for any other node, or if it is not determined yet."""
+    moved = boxing_of(node)
+    if moved is not None:
+        return moved.tensor
     return meta(node).get("tensor") if node.target is boxing else None
 
 
 def short_tensor(tensor: TensorRef | None) -> str | None:
-    """Return ``bucket0`` or ``bucket0.grad``; None for a tensor that has no name of one word."""
+    """Return ``bucket0`` or ``bucket0.grad``; None for a tensor without a name of one word."""
     if tensor is None or " " in tensor.name:
         return None
     return f"{tensor.name}.grad" if tensor.kind == "gradient" else tensor.name
 
 
 def within(path: str, module: str) -> bool:
-    """Return True if a qualified name is that of the module, or of something in it."""
+    """Return True if a qualified name is that of the module, or lies in it."""
     return path == module or path.startswith(f"{module}.")
 
 
-def close_to(name: str, known: Iterable[str], most: int = 3) -> str:
-    """``; did you mean 'a' or 'b'?``, or nothing where nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=most, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+def close_to(name: str, names: Iterable[str], most: int = 3) -> str:
+    """Return ``; did you mean 'a' or 'b'?``, or an empty text if no name is close."""
+    matches = difflib.get_close_matches(name, list(names), n=most, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
-def _bucket(node: fx.Node, about: dict[fx.Node, str | None]) -> str | None:
-    given = role(node)
-    if given is not None:
-        return given.name.split(".")[0] if given.kind in ("bucket", "state") else None
+def _bucket(node: fx.Node, buckets: dict[fx.Node, str | None]) -> str | None:
+    graph_input = role(node)
+    if graph_input is not None:
+        return graph_input.name.split(".")[0] if graph_input.kind in ("bucket", "state") else None
     if "bucket" in node.meta:
         return str(meta(node)["bucket"])
     if origin(node).phase != "update":
         return None
-    found = {name for source in node.all_input_nodes if (name := about.get(source)) is not None}
-    return found.pop() if len(found) == 1 else None
+    sources = {name for source in node.all_input_nodes if (name := buckets.get(source)) is not None}
+    return sources.pop() if len(sources) == 1 else None

@@ -1,14 +1,15 @@
-"""A node's attributes in plain numbers and text, as every export has them."""
+"""Attributes of nodes as plain numbers and text, for exports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from zerograph.inspection.names import is_boxing, is_wait, labels, tensor_moved
+from zerograph.inspection.sequence import Position, loop_inputs, positions
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import local_shape
@@ -19,22 +20,23 @@ from zerograph.passes.context import Context
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What exports say of a node: numbers and text only, so that every file format can hold them.
+    """Attributes of a node: numbers and text only, which every file format can hold.
 
     Attributes:
-        id: the node's name in the graph; in the body of a loop behind the loop's name and a slash.
-        label: by module path, see :mod:`zerograph.inspection.names`.
+        id: the node's name in the graph; in the body of a loop, prefixed with the loop's name and a slash.
+        label: module path and name, see :mod:`zerograph.inspection.names`.
         kind: ``"input"``, ``"compute"``, ``"boxing"``, ``"wait"``, ``"loop"`` or ``"output"``.
-        operator: ``mm``, ``mm.out``, ...; of an input what it is: ``parameter``, ``bucket``, ``state``, ...
-        phase, module, source, code: where it comes from; ``source`` is ``file:line``, ``code`` what stands there.
-        dtype, sbp, shape, local_shape: of its value; empty where it yields several tensors, or none.
-        bytes: of its value on this rank; 0 likewise.
-        at: its place in the graph, from 0, bodies counted once.
-        times: how often it runs in a step.
-        boxing: ``all-gather`` and so on, of a node that changes an SBP; else empty.
-        tensor: what that one moves: ``bucket0``, ``gradient of bucket0``, ...
-        sent: bytes that each rank sends for it.
-        parameter: the parameter that it is a view of, or is; else empty.
+        operator: ``mm``, ``mm.out``, ...; of an input its kind: ``parameter``, ``bucket``, ``state``, ...
+        phase, module: origin of the node.
+        source: the user's ``file:line``; ``code`` is the text of that line.
+        dtype, sbp, shape, local_shape: of its value; empty if it returns several tensors, or none.
+        bytes: size of its value on this rank; 0 likewise.
+        at: index in the graph, from 0; bodies of loops count once.
+        times: number of runs per step.
+        boxing: ``all-gather`` and so on if the node changes an SBP, else empty.
+        tensor: the tensor that it moves: ``bucket0``, ``gradient of bucket0``, ...
+        sent: bytes that each rank sends.
+        parameter: the parameter that it is, or is a view of; else empty.
     """
 
     id: str
@@ -58,15 +60,15 @@ class NodeFacts:
     parameter: str
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the id, by name."""
-        found = asdict(self)
-        del found["id"]
-        return found
+        """Return all attributes but the id, by name."""
+        attributes = asdict(self)
+        del attributes["id"]
+        return attributes
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that one node gives another, by their ids; ``argument`` is its number among the values that are read."""
+    """A value that the node ``target`` reads from ``source``, by ids; ``argument`` is its number among the inputs."""
 
     source: str
     target: str
@@ -74,64 +76,55 @@ class Edge:
 
 
 def facts(graph: fx.Graph, context: Context) -> tuple[list[NodeFacts], list[Edge]]:
-    """All nodes of a graph and of the bodies of its loops, in order, and what they give each other."""
+    """Return the nodes of a graph and of the bodies of its loops, in order, and their dataflow."""
     nodes: list[NodeFacts] = []
     edges: list[Edge] = []
     localized = any("global" in node.meta for node in graph.find_nodes(op="placeholder"))
-    for node, name, identifier, times in _walk(graph, "", 1):
-        prefix = identifier.removesuffix(node.name)
-        nodes.append(_facts(node, name, identifier, len(nodes), times, context, localized=localized))
-        edges += [Edge(prefix + given.name, identifier, number) for number, given in enumerate(node.all_input_nodes)]
-        if (loop := loop_of(node)) is not None:
-            inner = loop.body.graph.find_nodes(op="placeholder", sort=True)
-            edges += [
-                Edge(prefix + operand.name, f"{identifier}/{placeholder.name}", 0)
-                for operand, placeholder in zip(node.all_input_nodes, inner, strict=False)
-                if operand in node.args
-            ]
+    names: dict[fx.Node, str] = {}
+    for position in positions(graph):
+        node = position.node
+        if node not in names:
+            names |= labels(node.graph)
+        prefix = "".join(f"{loop.name}/" for loop in position.loops)
+        identifier = prefix + node.name
+        nodes.append(_facts(position, names[node], identifier, context, localized=localized))
+        edges += [Edge(prefix + source.name, identifier, number) for number, source in enumerate(node.all_input_nodes)]
+        if loop_of(node) is not None:
+            inputs = [(prefix + operand.name, f"{identifier}/{inner.name}") for operand, inner in loop_inputs(node)]
+            edges += [Edge(source, target, 0) for source, target in inputs]
     return nodes, edges
 
 
-def _walk(graph: fx.Graph, prefix: str, times: int) -> Iterator[tuple[fx.Node, str, str, int]]:
-    for node, name in labels(graph).items():
-        yield node, name, prefix + node.name, times
-        if (loop := loop_of(node)) is not None:
-            yield from _walk(loop.body.graph, f"{prefix}{node.name}/", times * loop.micro_batches)
-
-
-def _facts(
-    node: fx.Node, name: str, identifier: str, at: int, times: int, context: Context, *, localized: bool
-) -> NodeFacts:
+def _facts(position: Position, name: str, identifier: str, context: Context, *, localized: bool) -> NodeFacts:
+    node = position.node
     value, sbp, where, moved = node.meta.get("val"), meta(node).get("sbp"), origin(node), boxing_of(node)
     is_tensor = isinstance(value, Tensor)
-    here = tuple(value.shape) if isinstance(value, Tensor) else ()
-    whole = meta(node).get("global", here) if localized else here
+    local = tuple(value.shape) if isinstance(value, Tensor) else ()
+    shape = meta(node).get("global", local) if localized else local
     if isinstance(value, Tensor) and not localized and sbp is not None:
-        here = local_shape(here, sbp, context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh)
-    count = 1
-    for size in here:
-        count *= size
-    given = role(node)
+        local = local_shape(local, sbp, context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh)
+    graph_input = role(node)
+    parameter = meta(node).get("parameter", "")
     return NodeFacts(
         id=identifier,
         label=name,
         kind=_kind(node),
-        operator=operator_name(node) if given is None else given.kind,
+        operator=operator_name(node) if graph_input is None else graph_input.kind,
         phase=where.phase if "origin" in node.meta else "",
         module=where.module,
         source=where.source,
         code=where.code,
         dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else "",
         sbp=show(sbp) if is_tensor and sbp is not None else "",
-        shape=str(tuple(whole)) if is_tensor else "",
-        local_shape=str(tuple(here)) if is_tensor else "",
-        bytes=count * value.element_size() if isinstance(value, Tensor) else 0,
-        at=at,
-        times=times,
+        shape=str(tuple(shape)) if is_tensor else "",
+        local_shape=str(local) if is_tensor else "",
+        bytes=math.prod(local) * value.element_size() if isinstance(value, Tensor) else 0,
+        at=position.index,
+        times=position.times,
         boxing="" if moved is None else moved.kind,
         tensor=str(tensor_moved(node) or ""),
         sent=0 if moved is None else round(moved.sent),
-        parameter=given.name if given is not None and given.kind == "parameter" else meta(node).get("parameter", ""),
+        parameter=graph_input.name if graph_input is not None and graph_input.kind == "parameter" else parameter,
     )
 
 

@@ -1,4 +1,4 @@
-"""What lies where between steps: SBPs, and owners of what is dealt out whole."""
+"""Placements between steps: SBPs, and owners of parameters that are dealt out whole."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ if TYPE_CHECKING:
 
 
 def placements(members: Members, mesh_dims: int) -> dict[str, Sbp | NdSbp]:
-    """SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
-    found: dict[str, NdSbp] = {}
+    """Return the SBP of every parameter, optimizer state (``<parameter>.<state>``) and buffer between steps."""
+    by_name: dict[str, NdSbp] = {}
     everywhere = all_broadcast(mesh_dims)
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
         if store is None:
-            found[name] = everywhere
+            by_name[name] = everywhere
         else:
             index = _slot(store, parameter)
-            found |= _of_slot(name, index, store.layout, store.specs, store.layouts, everywhere)
-    found |= dict.fromkeys(members.buffers, everywhere)
-    found |= {alias: found[name] for alias, name in members.aliases.items()}
-    return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
+            by_name |= _of_slot(name, index, store.layout, store.specs, store.layouts, everywhere)
+    by_name |= dict.fromkeys(members.buffers, everywhere)
+    by_name |= {alias: by_name[name] for alias, name in members.aliases.items()}
+    return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in by_name.items()}
 
 
 def planned_placements(layout: Iterable[Planned], mesh_dims: int) -> dict[str, Sbp | NdSbp]:
-    """As :func:`placements`, of what lies in buckets that are only planned."""
-    found: dict[str, NdSbp] = {}
-    for one in layout:
-        for index, slot in enumerate(one.bucket.slots):
-            found |= _of_slot(slot.name, index, one.bucket, one.specs, one.layouts, all_broadcast(mesh_dims))
-    return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in found.items()}
+    """Return the placements of parameters and states in planned buckets, as :func:`placements` does."""
+    by_name: dict[str, NdSbp] = {}
+    for planned in layout:
+        for index, slot in enumerate(planned.bucket.slots):
+            by_name |= _of_slot(
+                slot.name, index, planned.bucket, planned.specs, planned.layouts, all_broadcast(mesh_dims)
+            )
+    return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in by_name.items()}
 
 
 def _of_slot(
     name: str, index: int, bucket: Bucket, states: Iterable[str], layouts: Mapping[str, Bucket], everywhere: NdSbp
 ) -> dict[str, NdSbp]:
-    found = {name: bucket.sbp_of(bucket.slots[index])}
+    by_name = {name: bucket.sbp_of(bucket.slots[index])}
     for state in states:
         layout = layouts.get(state)
-        found[f"{name}.{state}"] = everywhere if layout is None else layout.sbp_of(layout.slots[index])
-    return found
+        by_name[f"{name}.{state}"] = everywhere if layout is None else layout.sbp_of(layout.slots[index])
+    return by_name
 
 
 def owners(members: Members) -> dict[str, int]:
-    """Which rank each parameter that is dealt out whole belongs to: its place along the dimension of ZeRO."""
-    found: dict[str, int] = {}
+    """Return the rank that owns each parameter that is dealt out whole: its index along the ZeRO dimension."""
+    ranks: dict[str, int] = {}
     for name, parameter in members.parameters.items():
         store = store_of(parameter)
         if store is not None and store.layout.owners is not None:
-            found[name] = store.layout.owners[_slot(store, parameter)]
-    return found | {alias: found[name] for alias, name in members.aliases.items() if name in found}
+            ranks[name] = store.layout.owners[_slot(store, parameter)]
+    return ranks | {alias: ranks[name] for alias, name in members.aliases.items() if name in ranks}
 
 
 def _slot(store: Store, parameter: nn.Parameter) -> int:
-    return next(index for index, one in enumerate(store.parameters) if one is parameter)
+    return next(index for index, own in enumerate(store.parameters) if own is parameter)

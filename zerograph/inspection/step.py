@@ -13,15 +13,13 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.compiled import PreparedStep, RewrittenStep
 from zerograph.compiler.layout import Planned
 from zerograph.errors import ConfigError
-from zerograph.inspection import tensorboard
 from zerograph.inspection.collectives import Collective, collectives
-from zerograph.inspection.description import description
 from zerograph.inspection.diff import Diff, compare
 from zerograph.inspection.explain import explain
-from zerograph.inspection.exports import to_graphviz, to_networkx
-from zerograph.inspection.life import Life
+from zerograph.inspection.exports import to_graphviz, to_networkx, write_tensorboard
+from zerograph.inspection.lifetime import Life
 from zerograph.inspection.names import close_to
-from zerograph.inspection.page import page
+from zerograph.inspection.pages import description, page
 from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.summary import Summary, summary
 from zerograph.inspection.text import Line, lines, show_text
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 class Views:
     """Read-only views of a step: text, diffs, the life of a tensor, memory, traffic, exports.
 
-    ``ZeroGraph`` shows the step that it compiled last, :class:`Inspection` the step that it was made with.
+    ``ZeroGraph`` shows the step that it compiled last, :class:`Inspection` the step of its argument.
     """
 
     def _inspected(self) -> RewrittenStep:
@@ -50,21 +48,21 @@ class Views:
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:
-        """Name, summary, graph, number of nodes and seconds of each pass."""
+        """Return name, summary, graph, number of nodes and seconds of each pass."""
         return self._inspected().passes
 
     @property
     def memory(self) -> Memory:
-        """Peak memory of this rank in bytes: its parts, and where in the step it is reached.
+        """Return the peak memory of this rank in bytes: its parts, and where in the step it is reached.
 
-        Predicted from the graph; exact within some percent if nodes run one by one (backend ``"eager"``).
+        The prediction is exact within some percent if nodes run one by one (backend ``"eager"``).
         """
         return profile(self._inspected().emitted).memory()
 
     def collectives(self) -> list[Collective]:
         """List the collectives in order: kind, bytes, tensors, phase. A collective appears once per run."""
         step = self._inspected()
-        return [one for one, times in collectives(step.emitted, step.context.buckets) for _ in range(times)]
+        return [each for each, times in collectives(step.emitted, step.context.buckets) for _ in range(times)]
 
     def text(self, pass_name: str | None = None, module: str | None = None) -> str:
         """Show a graph, one node per line: module path and name, operator, dtype, SBP, global and local shape, source.
@@ -98,8 +96,9 @@ class Views:
         return compare(old, new, (before, after))
 
     def explain(self, name: str) -> Life:
-        """Tell the life of one tensor: where it is stored, gathered, used and freed, its gradient computed and reduced,
-        and where it is updated, with source lines.
+        """Return the lifetime of one tensor, with source lines.
+
+        Its events: stored, gathered, used and freed; its gradient computed and reduced; updated.
 
         Args:
             name: qualified name of a parameter, of an entry of its optimizer state (``model.fc.weight.exp_avg``) or of
@@ -150,7 +149,7 @@ class Inspection(Views):
 
     @property
     def captured(self) -> Captured:
-        """The graph that ``build()`` was traced to."""
+        """The traced graph of ``build()``."""
         return self.step.captured
 
     @property
@@ -211,7 +210,7 @@ class Inspection(Views):
         Raises:
             ConfigError: tensorboard is not installed.
         """
-        return tensorboard.write(self.step, folder, step)
+        return write_tensorboard(self.step, folder, step)
 
 
 class Prepared(Inspection):
@@ -249,21 +248,21 @@ def texts(step: RewrittenStep, *names: str, module: str | None = None) -> list[l
         ConfigError: there is no such pass, or the module has no nodes.
     """
     shown = _lines_after(step, *(_pass(step, name) for name in names))
-    return [show_text(one, module).splitlines() for one in shown]
+    return [show_text(after, module).splitlines() for after in shown]
 
 
 def _graph_after(step: RewrittenStep, name: str | None) -> fx.GraphModule:
-    asked = _pass(step, name)
-    return next(record for record in step.passes if record.name == asked).graph
+    checked = _pass(step, name)
+    return next(record for record in step.passes if record.name == checked).graph
 
 
 def _pass(step: RewrittenStep, name: str | None) -> str:
     """Check the name of a pass; None means the last pass."""
-    known = [record.name for record in step.passes]
+    names = [record.name for record in step.passes]
     if name is None:
-        return known[-1]
-    if name not in known:
-        raise ConfigError(f"there is no pass {name!r}{close_to(name, known)}\nThere are {', '.join(known)}")
+        return names[-1]
+    if name not in names:
+        raise ConfigError(f"there is no pass {name!r}{close_to(name, names)}\nThere are {', '.join(names)}")
     return name
 
 

@@ -1,8 +1,10 @@
-"""A step in numbers: what was traced, what is placed where, what is sent, what is held."""
+"""A step in numbers: traced graph, placement of buckets, collectives, memory."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,12 +12,11 @@ from torch import fx
 
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
-from zerograph.inspection.recompute import made_again
 from zerograph.inspection.text import dtype_name
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.memory import Memory, MemoryKind, profile
+from zerograph.ir.memory import Memory, MemoryKind, Profile, profile, show_bytes
 from zerograph.ir.mesh import local_shape
-from zerograph.ir.metadata import meta, role
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import NdSbp, show
 from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.ir.update_program import UpdateProgram
@@ -36,21 +37,21 @@ class Value:
 
 @dataclass(frozen=True)
 class Placed:
-    """A bucket, and what is placed where.
+    """A bucket and its placement.
 
     Attributes:
-        parameters: their names, in the order in which they lie.
-        numel: elements of the parameters together, without padding.
-        dtype, compute_dtype: at rest, and as the step computes with them.
-        sbp: between steps.
-        gradient: SBP of the reduced gradient; None where there is none.
+        parameters: qualified names, in the order of their offsets.
+        numel: elements of all parameters, without padding.
+        dtype: stored dtype of the parameters; ``compute_dtype`` is the dtype of their gathered copies.
+        sbp: SBP of the parameters between steps.
+        gradient: SBP of the reduced gradient; None without an update.
         state: SBP of each entry of the optimizer's state, by name.
-        bytes: of the parameters on this rank between steps.
-        rests: where, if not in the memory of the device that computes with it.
-        optimizer: its class; None where nothing updates the bucket.
-        how: how it is updated, in words.
-        dealt: whole parameters are dealt out to ranks.
-        owners: the rank that each parameter is dealt out to; empty where none is.
+        bytes: size of this rank's shard of the parameters.
+        rests: where parameters and state are offloaded to, in words; empty if they are not.
+        optimizer: class name; None without an update.
+        how: description of the update.
+        dealt: True if each parameter belongs to one rank as a whole.
+        owners: rank of each parameter if ``dealt``, else empty.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Sent:
-    """The collectives of one kind in one phase: how many run in a step, and the bytes that each rank sends."""
+    """Collectives of one kind in one phase: their number per step, and the bytes that each rank sends."""
 
     phase: str
     kind: str
@@ -84,16 +85,19 @@ class Summary:
     """A step on this rank.
 
     Attributes:
-        mesh: number of ranks along each dimension; ``position``: this rank's place along each.
-        micro_batches: computed one after another.
-        nodes_captured, nodes: of the traced graph, and of what runs (bodies of loops once).
-        seconds: that tracing and all passes took.
-        plain: parameters that lie in no bucket, whole on every rank.
-        sent: by phase and kind.
-        memory: the predicted peak.
+        mesh: number of ranks along each dimension; ``position`` is this rank's index along each.
+        micro_batches: number of micro-batches per step.
+        nodes_captured: number of nodes of the traced graph.
+        nodes: number of nodes of the emitted graph; bodies of loops count once.
+        seconds: duration of tracing and of all passes.
+        inputs, outputs: tensors of the batch, and tensors that the step returns.
+        buckets: in order of first use.
+        plain: parameters in no bucket; every rank holds them whole.
+        sent: collectives by phase and kind.
+        memory: predicted peak.
         at_rest: bytes between steps, by kind.
         recompute: activations that backward recomputes, in words; empty if there are none.
-        warnings: what was said while it was compiled.
+        warnings: messages of the compilation.
     """
 
     mesh: tuple[int, ...]
@@ -114,28 +118,28 @@ class Summary:
 
     @property
     def bytes_sent(self) -> int:
-        """By each rank, per step."""
+        """Return the bytes that each rank sends per step."""
         return sum(one.bytes for one in self.sent)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers in bytes and seconds."""
+        """Return the summary as data for JSON, in bytes and seconds."""
         return asdict(self)
 
 
 def summary(step: RewrittenStep) -> Summary:
-    """The numbers of a step, read off its graphs."""
+    """Compute the numbers of a step from its graphs."""
     context, emitted = step.context, step.emitted
     whole = profile(emitted)
     at_rest: Counter[MemoryKind] = Counter()
     for node in placeholders(emitted):
-        for one in whole.of[node]:
-            if one is not None and one.kind != "inputs":
-                at_rest[one.kind] += one.bytes
+        for storage in whole.of[node]:
+            if storage is not None and storage.kind != "inputs":
+                at_rest[storage.kind] += storage.bytes
     sent: dict[tuple[str, str], list[int]] = {}
-    for moved, times in collectives(emitted, context.buckets):
-        entry = sent.setdefault((moved.phase, moved.kind), [0, 0])
-        entry[0] += times
-        entry[1] += moved.bytes * times
+    for collective, times in collectives(emitted, context.buckets):
+        totals = sent.setdefault((collective.phase, collective.kind), [0, 0])
+        totals[0] += times
+        totals[1] += collective.bytes * times
     return Summary(
         mesh=context.mesh.shape,
         position=context.mesh.position,
@@ -146,11 +150,11 @@ def summary(step: RewrittenStep) -> Summary:
         inputs=inputs(step),
         outputs=outputs(emitted),
         buckets=tuple(_placed(bucket, step) for bucket in context.buckets),
-        plain=tuple(found.name for node in placeholders(emitted, "parameter") if (found := role(node)) is not None),
+        plain=tuple(meta(node)["role"].name for node in placeholders(emitted, "parameter")),
         sent=tuple(Sent(phase, kind, *counts) for (phase, kind), counts in sorted(sent.items(), key=_by_phase)),
         memory=whole.memory(),
         at_rest={kind: count for kind, count in at_rest.items() if count},
-        recompute=made_again(whole, context.memory.blocks),
+        recompute=_recomputation(whole, context.memory.blocks),
         warnings=step.warnings,
     )
 
@@ -161,8 +165,8 @@ def _by_phase(entry: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
 
 
 def inputs(step: RewrittenStep) -> tuple[Value, ...]:
-    """The tensors of the batch."""
-    # The captured graph is the last one in global shapes.
+    """Return the tensors of the batch."""
+    # Only the captured graph has global shapes.
     nodes = placeholders(step.captured.graph.graph, "input")
     return tuple(
         Value(f"input{meta(node)['role'].name}", show(sbp), dtype_name(value.dtype), tuple(value.shape))
@@ -172,28 +176,20 @@ def inputs(step: RewrittenStep) -> tuple[Value, ...]:
 
 
 def outputs(emitted: fx.Graph) -> tuple[Value, ...]:
-    """The tensors that the step gives back."""
-    about = emitted.output_node().meta
-    returned = zip(about["needs"], output_nodes(emitted), about["roles"], strict=True)
+    """Return the tensors that the step returns."""
+    returns = emitted.output_node().meta
+    values = zip(returns["needs"], output_nodes(emitted), returns["roles"], strict=True)
     return tuple(
-        Value(f"output{found.name}", show(need), dtype_name(node.meta["val"].dtype), tuple(meta(node)["global"]))
-        for need, node, found in returned
-        if found.kind == "output"
+        Value(f"output{value.name}", show(sbp), dtype_name(node.meta["val"].dtype), tuple(meta(node)["global"]))
+        for sbp, node, value in values
+        if value.kind == "output"
     )
-
-
-def bytes_here(bucket: Bucket, step: RewrittenStep) -> int:
-    """Of the bucket's parameters on this rank between steps."""
-    count = 1
-    for size in local_shape(bucket.shape, bucket.sbp, step.context.mesh):
-        count *= size
-    return count * bucket.dtype.itemsize
 
 
 def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
     update = step.context.updates.get(bucket.name)
     target: NdSbp = bucket.split_sbp if bucket.one_by_one else bucket.sbp
-    state = {} if update is None else {name: show(one.sbp) for name, one in update.layouts.items()}
+    state = {} if update is None else {name: show(layout.sbp) for name, layout in update.layouts.items()}
     scalars = [] if update is None else [name for name in update.program.state if name not in state]
     everywhere = "B" if step.context.mesh.dims == 1 else f"({', '.join('B' * step.context.mesh.dims)})"
     return Placed(
@@ -205,8 +201,8 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
         sbp=show(bucket.sbp),
         gradient=None if update is None else show(target),
         state=state | dict.fromkeys(scalars, everywhere),
-        bytes=bytes_here(bucket, step),
-        rests=rests(bucket),
+        bytes=math.prod(local_shape(bucket.shape, bucket.sbp, step.context.mesh)) * bucket.dtype.itemsize,
+        rests=offloaded_to(bucket),
         optimizer=None if update is None else update.program.optimizer,
         how="no update" if update is None else _how(update.program, bucket),
         dealt=bucket.dealt,
@@ -214,11 +210,11 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
     )
 
 
-def rests(bucket: Bucket) -> str:
-    """Where a bucket lies between steps, if not on its device."""
-    files = [what for what, folder in (("shard", bucket.storage.parameters), ("state", bucket.storage.state)) if folder]
-    found = [f"on the {bucket.storage_device}"] if bucket.storage.device else []
-    return ", ".join([*found, *([f"{' and '.join(files)} in files"] if files else [])])
+def offloaded_to(bucket: Bucket) -> str:
+    """Describe where a bucket is offloaded to; empty if it stays in its device's memory."""
+    files = [part for part, folder in (("shard", bucket.storage.parameters), ("state", bucket.storage.state)) if folder]
+    device = [f"on the {bucket.storage_device}"] if bucket.storage.device else []
+    return ", ".join([*device, *([f"{' and '.join(files)} in files"] if files else [])])
 
 
 def _how(program: UpdateProgram, bucket: Bucket) -> str:
@@ -227,3 +223,29 @@ def _how(program: UpdateProgram, bucket: Bucket) -> str:
     if program.mixes is None:
         return f"{program.optimizer}, elementwise on the flat bucket"
     return f"{program.optimizer}, whole parameters dealt out to ranks: {program.mixes}"
+
+
+def _recomputation(whole: Profile, blocks: Sequence[str]) -> str:
+    """Describe the share of forward's activations that backward recomputes; empty if it recomputes none.
+
+    Args:
+        blocks: module paths of the model's repeated blocks; those with recomputed nodes are counted.
+    """
+    recomputed = saved = 0
+    modules: set[str] = set()
+    for graph in (whole, *whole.bodies.values()):
+        modules |= {origin(node).module for node in graph.nodes if meta(node).get("recomputed")}
+        for storage in graph.storages:
+            born, dies = graph.nodes[storage.born], graph.nodes[storage.dies]
+            if storage.kind != "activations":
+                continue
+            if meta(born).get("recomputed"):
+                recomputed += storage.bytes
+            elif origin(born).phase == "forward" and origin(dies).phase == "backward":
+                saved += storage.bytes
+    if not recomputed:
+        return ""
+    count = sum(any(f"{module}.".startswith(f"{block}.") for module in modules) for block in blocks)
+    share = f"{recomputed / (recomputed + saved):.0%} of the activations that backward reads are recomputed"
+    sizes = f"{show_bytes(recomputed)}; {show_bytes(saved)} are saved"
+    return f"{f'{count} blocks: ' if count else ''}{share} ({sizes})"

@@ -1,4 +1,4 @@
-"""The graph as text that a person reads and a diff can compare: one node a line.
+"""The graph as text for readers and for diffs: one node per line.
 
 ::
 
@@ -6,8 +6,8 @@
     >>     bucket0:all_gather_into_tensor = all-gather S(0) -> B (bucket0), sends 59,392 bytes  f32 B (29696)  # forward
            model.up:addmm_2 = addmm(model.up.bias, view_5, t_3)  f32 S(0) (96, 128) -> (48, 128)  # forward train.py:53
 
-Behind the operator stand dtype, SBP, global shape and, where it is another, this rank's; then phase and source line.
-A line says nothing about its place, and nodes keep their names from pass to pass, so equal nodes have equal lines.
+After the operator come dtype, SBP, global shape and, if it differs, this rank's shape; then phase and source line. A
+line does not depend on its position, and nodes keep their names from pass to pass, so equal nodes have equal lines.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Line:
 
     Attributes:
         text: without line end.
-        name: of the node, see :mod:`zerograph.inspection.names`.
-        module: the qualified name of the module that the node belongs to, or of the parameter that it is.
-        mark: ``"input"``, ``"boxing"``, ``"wait"`` or nothing.
+        name: label of the node, see :mod:`zerograph.inspection.names`.
+        module: qualified name of the node's module, or of the parameter that the node is.
+        mark: ``"input"``, ``"boxing"``, ``"wait"`` or empty.
     """
 
     text: str
@@ -50,23 +50,23 @@ class Line:
 
 
 def lines(graph: fx.Graph, context: Context) -> list[Line]:
-    """Every node of the graph in order, the nodes of a loop's body behind the loop, further in."""
+    """Return every node of the graph in order; nodes of a loop's body come after the loop, indented."""
     return list(_lines(graph, context, ""))
 
 
-def show_text(found: Sequence[Line], module: str | None = None) -> str:
-    """The lines as one text, of all or of what belongs to one module.
+def show_text(lines: Sequence[Line], module: str | None = None) -> str:
+    """Join lines to one text: all of them, or those of one module.
 
     Raises:
         ConfigError: no node belongs to the module.
     """
-    if module is not None:
-        kept = [one for one in found if within(one.module, module)]
-        if not kept:
-            known = {path for one in found for path in _ancestors(one.module)}
-            raise ConfigError(f"no node of this graph belongs to the module {module!r}{close_to(module, known)}")
-        found = kept
-    return "\n".join(one.text for one in found)
+    if module is None:
+        return "\n".join(line.text for line in lines)
+    selected = [line.text for line in lines if within(line.module, module)]
+    if not selected:
+        modules = {path for line in lines for path in _ancestors(line.module)}
+        raise ConfigError(f"no node of this graph belongs to the module {module!r}{close_to(module, modules)}")
+    return "\n".join(selected)
 
 
 def _ancestors(path: str) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _ancestors(path: str) -> Iterator[str]:
 
 def _lines(graph: fx.Graph, context: Context, indent: str) -> Iterator[Line]:
     names = labels(graph)
-    # Whose values are this rank's already: localize says so on every input.
+    # After localize, values have this rank's shapes, and every input has its global shape.
     localized = any("global" in node.meta for node in graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         if node.op == "output":
@@ -85,11 +85,11 @@ def _lines(graph: fx.Graph, context: Context, indent: str) -> Iterator[Line]:
             continue
         mark = _mark(node)
         name = names[node]
-        what = "" if node.op == "placeholder" else f" = {_what(node)}"
+        call = "" if node.op == "placeholder" else f" = {_call(node)}"
         value = _value(node, context, localized=localized)
-        text = f"{indent}{_MARKS[mark]} {name}{what}{f'  {value}' if value else ''}{_where(node)}"
-        found = role(node)
-        yield Line(text, name, origin(node).module if found is None else found.name, mark)
+        text = f"{indent}{_MARKS[mark]} {name}{call}{f'  {value}' if value else ''}{_where(node)}"
+        graph_input = role(node)
+        yield Line(text, name, origin(node).module if graph_input is None else graph_input.name, mark)
         if (loop := loop_of(node)) is not None:
             yield from _lines(loop.body.graph, context, f"{indent}  | ")
 
@@ -102,13 +102,13 @@ def _mark(node: fx.Node) -> str:
     return "wait" if is_wait(node) else ""
 
 
-def _what(node: fx.Node) -> str:
-    found = boxing_of(node)
-    if found is not None:
+def _call(node: fx.Node) -> str:
+    moved = boxing_of(node)
+    if moved is not None:
         source = ", ".join(map(reference, node.all_input_nodes))
-        along = f" along mesh dimension {found.dim}" if len(found.source) > 1 else ""
-        sent = f", sends {round(found.sent):,} bytes" if found.sent else ""
-        return f"{found.kind} {show(found.source)} -> {show(found.target)}{along} ({source}){sent}"
+        along = f" along mesh dimension {moved.dim}" if len(moved.source) > 1 else ""
+        sent = f", sends {round(moved.sent):,} bytes" if moved.sent else ""
+        return f"{moved.kind} {show(moved.source)} -> {show(moved.target)}{along} ({source}){sent}"
     if is_wait(node):
         return f"wait({reference(node.all_input_nodes[0])})"
     if node.target is operator.getitem:
@@ -119,17 +119,17 @@ def _what(node: fx.Node) -> str:
     return f"{operator_name(node)}({', '.join([*map(_shown, node.args), *options])})"
 
 
-# What the value says anyway.
+# Shown by the value's dtype and shape already.
 _IMPLIED = ("pin_memory", "layout", "dtype", "memory_format")
 
 
 def _operands(node: fx.Node, loop: Loop) -> str:
-    cuts = [f"{_shown(given)}{'' if cut is None else ' cut'}" for given, cut in zip(node.args, loop.cuts, strict=True)]
-    return ", ".join(cuts)
+    operands = zip(node.args, loop.cuts, strict=True)
+    return ", ".join(f"{_shown(operand)}{'' if cut is None else ' cut'}" for operand, cut in operands)
 
 
 def operator_name(node: fx.Node) -> str:
-    """``mm``, ``mm.out``, ``zerograph.accumulate``: aten and the overloads that go without saying left out."""
+    """Return ``mm``, ``mm.out``, ``zerograph.accumulate``: without ``aten`` and the default overload."""
     if isinstance(node.target, OpOverload):
         return str(node.target).removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
     return str(getattr(node.target, "__name__", node.target))
@@ -149,19 +149,19 @@ def _value(node: fx.Node, context: Context, *, localized: bool) -> str:
     value, sbp = node.meta.get("val"), meta(node).get("sbp")
     if not isinstance(value, Tensor):
         return ""
-    here = tuple(value.shape)
-    whole = meta(node).get("global") if localized else here
+    local = tuple(value.shape)
+    shape = meta(node).get("global") if localized else local
     if not localized and sbp is not None:
         mesh = context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
-        here = local_shape(here, sbp, mesh)
-    return " ".join(filter(None, (dtype_name(value.dtype), "" if sbp is None else show(sbp), shapes(whole, here))))
+        local = local_shape(local, sbp, mesh)
+    return " ".join(filter(None, (dtype_name(value.dtype), "" if sbp is None else show(sbp), shapes(shape, local))))
 
 
-def shapes(whole: Sequence[int] | None, here: Sequence[int]) -> str:
-    """Global shape and, where it is another, this rank's; of what is nothing globally this rank's alone."""
-    if whole is None:
-        return f"local {_shape(here)}"
-    return _shape(whole) if tuple(whole) == tuple(here) else f"{_shape(whole)} -> {_shape(here)}"
+def shapes(shape: Sequence[int] | None, local: Sequence[int]) -> str:
+    """Show a global shape and, if it differs, this rank's; a value without a global shape is ``local``."""
+    if shape is None:
+        return f"local {_shape(local)}"
+    return _shape(shape) if tuple(shape) == tuple(local) else f"{_shape(shape)} -> {_shape(local)}"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -169,7 +169,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``f32``, ``bf16``, ``i64``."""
+    """Return the short name of a dtype: ``f32``, ``bf16``, ``i64``."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
         if name.startswith(long):
@@ -180,20 +180,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _where(node: fx.Node) -> str:
     if "origin" not in node.meta:
         return ""
-    found = origin(node)
+    where = origin(node)
     again = " (again)" if meta(node).get("recomputed") else ""
-    return f"  # {found.phase}{again} {found.source}".rstrip()
+    return f"  # {where.phase}{again} {where.source}".rstrip()
 
 
 def _returned(node: fx.Node) -> str:
-    # A body returns nothing: it writes what it leaves.
+    # A body returns nothing: it writes its results to its inputs.
     returned = node.args[0]
     needs: Sequence[NdSbp] = meta(node).get("needs", ())
     roles = meta(node).get("roles", ())
     shown = []
-    given = [one for one in returned if isinstance(one, fx.Node)] if isinstance(returned, (list, tuple)) else []
-    for index, one in enumerate(given):
-        what = f"{input_name(roles[index])}: " if index < len(roles) else ""
+    values = returned if isinstance(returned, (list, tuple)) else []
+    for index, value in enumerate(value for value in values if isinstance(value, fx.Node)):
+        name = f"{input_name(roles[index])}: " if index < len(roles) else ""
         sbp = f" {show(needs[index])}" if index < len(needs) else ""
-        shown.append(f"{what}{reference(one)}{sbp}")
+        shown.append(f"{name}{reference(value)}{sbp}")
     return ", ".join(shown) or "nothing"

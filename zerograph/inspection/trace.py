@@ -1,4 +1,4 @@
-"""What steps took, as ``torch.profiler`` saw it: every node by name, collectives from start to end by tensor."""
+"""Steps measured by ``torch.profiler``: every node by name, collectives from start to end by tensor."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Function = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Flight:
-    """One collective as it was measured.
+    """One measured collective.
 
     Attributes:
-        collective: what it is.
+        collective: its kind and tensor.
         start: seconds from the beginning of the trace.
-        seconds: from its start until it was waited for.
-        waited: seconds of these in which nothing else was done: what is not hidden behind compute.
+        seconds: from its start to the end of the wait for it.
+        waited: seconds of the wait, which compute does not hide.
     """
 
     collective: Collective
@@ -47,12 +47,12 @@ class Flight:
 
 @dataclass(frozen=True)
 class Trace:
-    """Steps that were measured.
+    """Measured steps.
 
     Attributes:
         path: this rank's file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
-        seconds: that each step took, with what measuring costs.
-        flights: its collectives, in the order in which they started.
+        seconds: duration of each step, with the overhead of measuring.
+        flights: the collectives of all steps, by start.
     """
 
     path: Path
@@ -63,111 +63,110 @@ class Trace:
         steps = len(self.seconds)
         each = ", ".join(f"{seconds * 1e3:.1f}" for seconds in self.seconds)
         lines = [f"{steps} step{'s' * (steps > 1)}: {each} ms; trace in {self.path}"]
-        by_what: dict[tuple[str, str], list[Flight]] = defaultdict(list)
-        for one in self.flights:
-            by_what[one.collective.kind, one.collective.what].append(one)
-        if by_what:
-            lines.append("      ms  waited ms   per step: collectives, from start to end, and what no compute hides")
-        for (kind, what), found in by_what.items():
-            ms, waited = (sum(values) * 1e3 / steps for values in _times(found))
-            size = show_bytes(sum(one.collective.bytes for one in found) / steps)
-            lines.append(f"{ms:>8.2f} {waited:>10.2f}   {len(found) / steps:g} {kind} of {what}, {size}")
+        groups: dict[tuple[str, str], list[Flight]] = defaultdict(list)
+        for flight in self.flights:
+            groups[flight.collective.kind, flight.collective.what].append(flight)
+        if groups:
+            lines.append(
+                "      ms  waited ms   per step: collectives, from start to end, and time that no compute hides"
+            )
+        for (kind, what), flights in groups.items():
+            ms = sum(flight.seconds for flight in flights) * 1e3 / steps
+            waited = sum(flight.waited for flight in flights) * 1e3 / steps
+            size = show_bytes(sum(flight.collective.bytes for flight in flights) / steps)
+            lines.append(f"{ms:>8.2f} {waited:>10.2f}   {len(flights) / steps:g} {kind} of {what}, {size}")
         return "\n".join(lines)
 
 
-def _times(flights: Sequence[Flight]) -> tuple[list[float], list[float]]:
-    return [one.seconds for one in flights], [one.waited for one in flights]
-
-
 def file_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
-    """This rank's file: ``trace.json``, or ``trace.rank1.json`` among several.
+    """Return this rank's file: ``trace.json``, or ``trace.rank1.json`` among several ranks.
 
     Raises:
-        ConfigError: its folder is none, or cannot be written.
+        ConfigError: its folder does not exist, or cannot be written.
     """
-    asked = Path(path)
-    if not asked.parent.is_dir() or not os.access(asked.parent, os.W_OK):
-        raise ConfigError(f"profile(path={str(path)!r}): {asked.parent} is no folder that can be written")
-    return asked if ranks == 1 else asked.with_name(f"{asked.stem}.rank{rank}{asked.suffix}")
+    file = Path(path)
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"profile(path={str(path)!r}): {file.parent} is not a writable folder")
+    return file if ranks == 1 else file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
 
 
 def named(function: Function, graph: fx.Graph) -> Function:
-    """The same, node by node under the names of the emitted graph, for a profiler to see.
+    """Return a function that runs the graph node by node, under names that a profiler records.
 
     Raises:
-        ConfigError: a backend made of the graph what cannot be looked into.
+        ConfigError: the backend compiled the graph into one function.
     """
     module = getattr(function, "__self__", None)
     if not isinstance(module, fx.GraphModule):
         raise ConfigError(
-            "profile(): the backend made one function of the step, in which no node can be named\n"
+            "profile(): the backend compiled the step into one function, in which no node can be named\n"
             "Set config.backend to 'eager' or 'inductor', or use torch.profiler around the step."
         )
     return _Interpreter(module, graph).run
 
 
-def measure(steps: int, run: Callable[[], object], about: RewrittenStep, path: Path) -> Trace:
-    """Run ``run()`` so often under ``torch.profiler``, and write what it saw."""
+def measure(steps: int, run: Callable[[], object], measured: RewrittenStep, path: Path) -> Trace:
+    """Run ``run()`` ``steps`` times under ``torch.profiler``, and write the trace."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with torch_profile(activities=activities) as seen:
+    with torch_profile(activities=activities) as profiler:
         for number in range(steps):
             with record_function(f"{_STEP}{number}"):
                 run()
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        seen.export_chrome_trace(str(made))
-        trace = json.loads(made.read_text())
-        found = _read(trace, about)
-        made.write_text(json.dumps(trace))
-        made.replace(path)
-    return Trace(path, *found)
+        file = Path(folder) / path.name
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text())
+        seconds, flights = _read(trace, measured)
+        file.write_text(json.dumps(trace))
+        file.replace(path)
+    return Trace(path, seconds, flights)
 
 
 _STEP = "zerograph step "
 _WAIT = "wait for "
 _COMPILED = "compiled: "
-# Of the nodes of a compiled piece.
+# Nodes of a compiled piece that its name lists.
 _SHOWN = 3
 
 
 def _named(graph: fx.Graph) -> dict[str, str]:
-    """What every node of a graph is called in a trace, by its own name."""
+    """Return the name of every node in a trace, by its name in the graph."""
     starts = {node: _start(moved, node.name) for node in graph.nodes if (moved := boxing_of(node)) is not None}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node, name in labels(graph).items():
         waits_for = starts.get(node.all_input_nodes[0]) if is_wait(node) else None
-        found[node.name] = starts.get(node) or (f"{_WAIT}{waits_for}" if waits_for else name)
-    return found
+        names[node.name] = starts.get(node) or (f"{_WAIT}{waits_for}" if waits_for else name)
+    return names
 
 
-def _start(found: Boxing | Collective, node: str) -> str:
-    what = found.tensor if isinstance(found, Boxing) else found.what
-    return f"{found.kind} of {what} ({node})"
+def _start(moved: Boxing | Collective, node: str) -> str:
+    what = moved.tensor if isinstance(moved, Boxing) else moved.what
+    return f"{moved.kind} of {what} ({node})"
 
 
 def _compiled(node: fx.Node) -> tuple[str, ...]:
-    """The names of the nodes that the backend made one function of, and that this one calls; empty for any other."""
+    """Return the names of the nodes in the compiled piece that this node calls; empty for any other node."""
     return tuple(meta(node).get("compiled", ()))
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph node by node, each under its name in the emitted one; frees values as the generated code does."""
+    """Runs a graph node by node, each under its name in the emitted graph; frees values as the generated code does."""
 
     def __init__(self, module: fx.GraphModule, emitted: fx.Graph) -> None:
         super().__init__(module)
         self._names = _named(emitted)
-        self._bodies = {str(node.target): found.body.graph for node in emitted.nodes if (found := loop_of(node))}
+        self._bodies = {str(node.target): loop.body.graph for node in emitted.nodes if (loop := loop_of(node))}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output") or (n.target is getitem and _compiled(n.all_input_nodes[0])):
-            # What leaves a compiled piece was computed in it.
+            # Outputs of a compiled piece were computed in it.
             return super().run_node(n)
-        with record_function(self._called(n)):
+        with record_function(self._name_of(n)):
             return super().run_node(n)
 
-    def _called(self, n: fx.Node) -> str:
+    def _name_of(self, n: fx.Node) -> str:
         names = [self._names.get(name, name) for name in _compiled(n) or (n.name,)]
         if not _compiled(n):
             return names[0]
@@ -182,41 +181,41 @@ class _Interpreter(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def _read(trace: dict[str, Any], about: RewrittenStep) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
-    """The steps and collectives of a trace, which gets an event for each collective from its start to its end."""
+def _read(trace: dict[str, Any], measured: RewrittenStep) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
+    """Return step seconds and collectives of a trace; add an event per collective from its start to its end."""
     events = trace["traceEvents"]
     spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and event.get("cat") == "user_annotation":
             spans[event["name"]].append(event)
-    for same in spans.values():
-        same.sort(key=lambda event: float(event["ts"]))
-    steps = [event for name, same in spans.items() if name.startswith(_STEP) for event in same]
-    begun = min((float(event["ts"]) for event in steps), default=0.0)
+    for events_of_name in spans.values():
+        events_of_name.sort(key=lambda event: float(event["ts"]))
+    steps = [event for name, group in spans.items() if name.startswith(_STEP) for event in group]
+    began = min((float(event["ts"]) for event in steps), default=0.0)
     flights = []
-    for one, _ in collectives(about.emitted, about.context.buckets):
-        name = _start(one, one.node)
+    for collective, _ in collectives(measured.emitted, measured.context.buckets):
+        name = _start(collective, collective.node)
         for start, end in zip(spans[name], spans[f"{_WAIT}{name}"], strict=False):
             until = float(end["ts"]) + float(end["dur"])
             whole = until - float(start["ts"])
             waited = float(end["dur"])
-            flights.append(Flight(one, (float(start["ts"]) - begun) / 1e6, whole / 1e6, waited / 1e6))
-            events += _in_flight(one, len(flights), start, until)
+            flights.append(Flight(collective, (float(start["ts"]) - began) / 1e6, whole / 1e6, waited / 1e6))
+            events += _in_flight(collective, len(flights), start, until)
     seconds = [float(event["dur"]) / 1e6 for event in sorted(steps, key=lambda event: float(event["ts"]))]
-    return tuple(seconds), tuple(sorted(flights, key=lambda one: one.start))
+    return tuple(seconds), tuple(sorted(flights, key=lambda flight: flight.start))
 
 
-def _in_flight(one: Collective, number: int, start: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """A pair of asynchronous events: collectives overlap each other, which a track of spans cannot show."""
+def _in_flight(collective: Collective, number: int, start: dict[str, Any], until: float) -> list[dict[str, Any]]:
+    """Return a pair of asynchronous events: a track of spans cannot show collectives that overlap."""
     args = {
-        "kind": one.kind,
-        "tensor": one.what,
-        "parameters": list(one.tensors),
-        "bytes sent by each rank": one.bytes,
-        "phase": one.phase,
-        "node": one.node,
+        "kind": collective.kind,
+        "tensor": collective.what,
+        "parameters": list(collective.tensors),
+        "bytes sent by each rank": collective.bytes,
+        "phase": collective.phase,
+        "node": collective.node,
     }
-    shared = {"cat": "collective", "id": number, "name": f"{one.kind} of {one.what}", "pid": start["pid"]}
+    shared = {"cat": "collective", "id": number, "name": f"{collective.kind} of {collective.what}", "pid": start["pid"]}
     return [
         {**shared, "ph": "b", "ts": start["ts"], "tid": start["tid"], "args": args},
         {**shared, "ph": "e", "ts": until, "tid": start["tid"]},

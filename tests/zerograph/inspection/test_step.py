@@ -14,8 +14,8 @@ from torch import fx
 
 from tests.zerograph.inspection.models import prepared
 from zerograph.errors import ConfigError
-from zerograph.inspection import tensorboard
-from zerograph.inspection.life import Life
+from zerograph.inspection import exports
+from zerograph.inspection.lifetime import Life
 from zerograph.inspection.names import labels
 from zerograph.inspection.step import Prepared
 
@@ -206,7 +206,7 @@ def test_without_graphviz_a_drawing_is_an_error_that_says_so(found: Prepared, mo
 
 
 def test_tensorboards_numbers_are_those_of_the_step(found: Prepared) -> None:
-    scalars = tensorboard.scalars(found)
+    scalars = exports.scalars(found)
     assert scalars["zerograph/memory/peak"] == found.memory.peak
     assert scalars["zerograph/bytes sent/all"] == sum(one.bytes for one in found.collectives())
 
@@ -221,7 +221,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path, micro_batches: int) -
     assert len(list((tmp_path / "runs").iterdir())) == 1
     read = EventAccumulator(str(tmp_path / "runs"))
     read.Reload()
-    expected = tensorboard.scalars(found)
+    expected = exports.scalars(found)
     assert {name: [(one.step, one.value) for one in read.Scalars(name)] for name in read.Tags()["scalars"]} == {
         name: [(7, pytest.approx(value))] for name, value in expected.items()
     }

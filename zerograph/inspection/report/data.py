@@ -1,28 +1,26 @@
 """The contents of a report as plain numbers and texts: a step's nodes after every pass, its memory and its time.
 
-Nodes are kept as *records*, each distinct one once. A pass that leaves a node as it was costs nothing, so that some
-twenty passes over a large graph take little more room than the graph itself.
+Nodes are stored as *records*, each distinct one once. A node that a pass does not change costs nothing, so twenty
+passes over a large graph take little more space than the graph itself.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.base.source import relative_to_package
 from zerograph.inspection.report.facts import Fact, facts
-from zerograph.inspection.report.intern import Interned
-from zerograph.inspection.report.sequence import Held, Placed, Sequenced, held, sequence
+from zerograph.inspection.report.order import Allocation, Order, OrderedNode, allocations, run_order
 from zerograph.inspection.step import Inspection
+from zerograph.inspection.text import dtype_name
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
@@ -35,28 +33,50 @@ from zerograph.passes.pipeline import stages
 from zerograph.planner.machine import Machine
 from zerograph.planner.timeline import Timeline, timeline
 
-# Lanes of the picture, from left to right. Communication has one beside each phase.
-REST, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
+# Lanes of the picture, from left to right: inputs, then compute and communication of each phase.
+STATE, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
 _LANES = {"forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
 _WIRES = {"forward": FORWARD_WIRE, "backward": BACKWARD_WIRE, "update": UPDATE_WIRE}
 
-# Bits of what a node is.
+# Flags of a node.
 VIEW, BOXING, WAITS, RECOMPUTED, RETURNED, REPEATED, IN_PLACE = (1 << bit for bit in range(7))
 
-# Places that are no module's: what enters the step beside parameters and buffers, and what belongs nowhere.
+# Rows that are no modules: inputs of the step that belong to no module, and nodes without module and line.
 INPUTS, NOWHERE = "\0inputs", "\0step"
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Interned(Generic[Item]):
+    """Distinct values in the order of their first use; calling it with a value returns its number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Item, int] = {}
+
+    def __call__(self, item: Item) -> int:
+        """Return the number of a value; add it if it is new."""
+        return self._numbers.setdefault(item, len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def items(self) -> list[Item]:
+        """The values by number."""
+        return list(self._numbers)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a node is, wherever it stands: many nodes are of one kind.
+    """The attributes of a node that do not depend on its position: many nodes are of one kind.
 
     Attributes:
-        op: short name of the operator; ``target`` is the whole one.
-        sbp: as text, empty where it has none (yet).
-        shape: of what this rank holds, with the dtype; ``whole`` is the global one from ``localize`` on.
-        bytes: of what this rank holds.
-        flags: the bits above.
+        op: short name of the operator; ``target`` is the full one.
+        sbp: text; empty before placement.
+        shape: this rank's shape, with the dtype; ``whole`` is the global shape, from ``localize`` on.
+        bytes: size on this rank.
+        flags: the flags above.
     """
 
     op: str
@@ -70,7 +90,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a node belongs: a module's qualified name, or a special place, the user's source line, and a lane."""
+    """The position of a node: qualified name of a module (or a special row), the user's source line, and a lane."""
 
     module: str
     source: str
@@ -80,8 +100,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Record:
-    """A node as a pass left it. All but ``inputs`` are numbers in the tables of :class:`Nodes`; 0 is no tensor, -1 no
-    boxing."""
+    """A node after a pass. Its fields are numbers in the tables of :class:`Nodes`; tensor 0 and boxing -1 mean none."""
 
     name: int
     kind: int
@@ -93,7 +112,7 @@ class Record:
 
 @dataclass
 class Nodes:
-    """All nodes of all passes, each distinct text, kind, place and record once."""
+    """All nodes of all passes: each distinct text, kind, position and record once."""
 
     names: Interned[str] = field(default_factory=Interned)
     kinds: Interned[Kind] = field(default_factory=Interned)
@@ -109,7 +128,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass, and the records of the nodes that it left, in the order in which they run."""
+    """A pass, and the records of the nodes after it, in the order in which they run."""
 
     name: str
     summary: str
@@ -119,13 +138,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Time:
-    """A predicted time line over the last pass's nodes.
+    """A predicted timeline of the nodes after the last pass.
 
     Attributes:
         machine: its name.
-        seconds: of the step.
-        events: (place of the node in the last pass, start, end, stream, seconds of waiting); of a loop's turns the
-            first.
+        seconds: duration of the step.
+        events: (index of the node, start, end, stream, seconds of waiting); of a loop only the first micro-batch.
     """
 
     machine: str
@@ -135,17 +153,17 @@ class Time:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a page shows.
+    """The contents of a page.
 
     Attributes:
-        title: of the page.
-        facts: shown at the head of the page.
+        title: title of the page.
+        facts: head of the page.
         nodes, passes: the graph after each pass.
-        buckets: names of the parameters in each, in order.
-        held: memory over the nodes of the last pass.
-        peak: bytes.
-        time: where a machine was given.
-        turns: how often each node of the last pass runs in a step, for those that run more than once.
+        buckets: names of the parameters in each bucket, in order.
+        allocations: memory over the nodes after the last pass.
+        peak: predicted peak in bytes.
+        time: predicted timeline; None without a machine.
+        repetitions: runs per step by node index, for nodes after the last pass that run more than once.
     """
 
     title: str
@@ -153,31 +171,31 @@ class Report:
     nodes: Nodes
     passes: Sequence[Pass]
     buckets: Mapping[str, Sequence[str]]
-    held: Sequence[Held]
+    allocations: Sequence[Allocation]
     peak: int
     time: Time | None
-    turns: Mapping[int, int]
+    repetitions: Mapping[int, int]
 
 
 def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
-    """Gather what a report shows. Runs every pass once more.
+    """Collect the contents of a report; this runs every pass again.
 
     Args:
-        machine: to predict times for; None for a report without.
+        machine: predict times for it; None for a report without times.
     """
     context, last = step.context, step.passes[-1].graph.graph
     nodes = Nodes()
     reader = _Reader(nodes, context)
-    # The graph that runs is read itself, not rebuilt: memory and times are predicted for its nodes.
+    # The last graph is the one that runs: memory and times are predicted for its nodes.
     *earlier, ran = step.passes
     passes = [
-        Pass(record.name, record.summary, record.seconds, reader.read(sequence(module.graph)))
+        Pass(record.name, record.summary, record.seconds, reader.read(run_order(module.graph)))
         for record, (_, module) in zip(earlier, stages(step.captured.graph, context), strict=False)
     ]
-    found = sequence(last)
-    passes.append(Pass(ran.name, ran.summary, ran.seconds, reader.read(found)))
+    order = run_order(last)
+    passes.append(Pass(ran.name, ran.summary, ran.seconds, reader.read(order)))
     memory = profile(last)
-    places = {placed.node: number for number, placed in enumerate(found.places)}
+    indices = {ordered.node: index for index, ordered in enumerate(order.nodes)}
     time = None if machine is None else timeline(last, machine, context.mesh)
     return Report(
         title,
@@ -185,100 +203,101 @@ def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
         nodes,
         passes,
         {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in context.buckets},
-        held(memory, last, found),
+        allocations(memory, last, order),
         memory.peak,
-        None if machine is None or time is None else _time(machine, time, places),
-        {number: placed.times for number, placed in enumerate(found.places) if placed.times > 1},
+        None if machine is None or time is None else _time(machine, time, indices),
+        {index: ordered.times for index, ordered in enumerate(order.nodes) if ordered.times > 1},
     )
 
 
-def _time(machine: Machine, time: Timeline, places: Mapping[fx.Node, int]) -> Time:
-    events = [(places[event.node], event.start, event.end, event.stream, event.waits) for event in time.events]
+def _time(machine: Machine, time: Timeline, indices: Mapping[fx.Node, int]) -> Time:
+    events = [(indices[event.node], event.start, event.end, event.stream, event.waits) for event in time.events]
     return Time(machine.name, time.seconds, events)
 
 
-# What is read of a node's metadata.
-_SAID = ("val", "sbp", "global", "boxing", "origin", "role", "recomputed", "local", "parameter", "gradient")
+# Keys of a node's metadata that its record depends on.
+_KEYS = ("val", "sbp", "global", "boxing", "origin", "role", "recomputed", "local", "parameter", "gradient")
 
 
 class _Reader:
-    """Reads the nodes of one pass after the other; those that a pass left alone are known."""
+    """Reads the nodes pass after pass; records of unchanged nodes are cached."""
 
     def __init__(self, nodes: Nodes, context: Context) -> None:
         self._nodes = nodes
         self._homes = {bucket.name: _home(bucket) for bucket in context.buckets}
-        self._known: dict[fx.Node, tuple[tuple[Any, ...], tuple[Any, ...], int]] = {}
+        self._cache: dict[fx.Node, tuple[tuple[Any, ...], tuple[Any, ...], int]] = {}
 
-    def read(self, found: Sequenced) -> list[int]:
-        """Numbers of the nodes' records, in order."""
-        homes = self._update_homes(found.places)
-        return [self._record(placed, homes.get(placed.name), placed.name in found.returned) for placed in found.places]
+    def read(self, order: Order) -> list[int]:
+        """Return the numbers of the nodes' records, in order."""
+        homes = self._update_homes(order.nodes)
+        return [self._record(each, homes.get(each.name), each.name in order.returned) for each in order.nodes]
 
-    def _record(self, placed: Placed, home: str | None, returned: bool) -> int:
-        node, meta = placed.node, placed.node.meta
-        now = (node.args, node.kwargs, node.target, *map(meta.get, _SAID))
-        also = (placed.name, placed.inputs, home, returned, placed.times)
-        before = self._known.get(node)
-        if before is not None and all(map(is_, before[0], now)) and before[1] == also:
-            return before[2]
+    def _record(self, ordered: OrderedNode, home: str | None, returned: bool) -> int:
+        node, meta = ordered.node, ordered.node.meta
+        # The former are compared by identity, the latter by value.
+        objects = (node.args, node.kwargs, node.target, *map(meta.get, _KEYS))
+        values = (ordered.name, ordered.inputs, home, returned, ordered.times)
+        cached = self._cache.get(node)
+        if cached is not None and all(map(is_, cached[0], objects)) and cached[1] == values:
+            return cached[2]
         nodes = self._nodes
-        boxing = meta.get("boxing")
+        boxing = boxing_of(node)
         number = nodes.records(
             Record(
-                nodes.names(placed.name),
-                nodes.kinds(_kind(node, returned, placed.times > 1)),
+                nodes.names(ordered.name),
+                nodes.kinds(_kind(node, returned, ordered.times > 1)),
                 nodes.wheres(self._where(node, home)),
                 nodes.tensors(_tensor(node)),
                 nodes.boxings(_boxing(boxing)) if boxing is not None else -1,
-                tuple(map(nodes.names, placed.inputs)),
+                tuple(map(nodes.names, ordered.inputs)),
             )
         )
-        self._known[node] = now, also, number
+        self._cache[node] = objects, values, number
         return number
 
     def _where(self, node: fx.Node, home: str | None) -> Where:
-        found, given = origin(node), role(node)
-        line = relative_to_package(found.source)
+        source, graph_input = origin(node), role(node)
+        line = relative_to_package(source.source)
         if line:
-            self._nodes.code[line] = found.code
+            self._nodes.code[line] = source.code
         if node.op in ("placeholder", "get_attr"):
-            return Where(self._module_of(given), "", REST, "")
-        lane = _WIRES[found.phase] if boxing_of(node) is not None or node.target is WAIT else _LANES[found.phase]
-        if found.phase == "update" and home is not None:
-            return Where(home, "", lane, found.phase)
-        if not found.module and not line:
-            return Where(NOWHERE, "", lane, found.phase)
-        return Where(found.module, line, lane, found.phase)
+            return Where(self._module_of(graph_input), "", STATE, "")
+        lane = _WIRES[source.phase] if boxing_of(node) is not None or node.target is WAIT else _LANES[source.phase]
+        if source.phase == "update" and home is not None:
+            return Where(home, "", lane, source.phase)
+        if not source.module and not line:
+            return Where(NOWHERE, "", lane, source.phase)
+        return Where(source.module, line, lane, source.phase)
 
-    def _module_of(self, given: Role | None) -> str:
-        """The module that an input belongs to; of a bucket, and its state, that of the first parameter in it."""
-        if given is None:
+    def _module_of(self, graph_input: Role | None) -> str:
+        """Return the module of an input; for a bucket and its state, the module of the bucket's first parameter."""
+        if graph_input is None:
             return NOWHERE
-        if given.kind in ("parameter", "buffer"):
-            return given.name.rpartition(".")[0] or NOWHERE
-        return INPUTS if given.bucket is None else self._homes.get(given.bucket, INPUTS)
+        if graph_input.kind in ("parameter", "buffer"):
+            return graph_input.name.rpartition(".")[0] or NOWHERE
+        return INPUTS if graph_input.bucket is None else self._homes.get(graph_input.bucket, INPUTS)
 
-    def _update_homes(self, places: Sequence[Placed]) -> dict[str, str]:
-        """The module beside whose parameters each node of the update stands: that of the bucket which it updates.
+    def _update_homes(self, nodes: Sequence[OrderedNode]) -> dict[str, str]:
+        """Return the module of each node of the update, by name: that of the bucket which the node updates.
 
-        What is computed for several buckets, a norm of all gradients for instance, has none.
+        A node for several buckets, such as the norm of all gradients, has none.
         """
         homes: dict[str, str | None] = {}
-        for placed in places:
-            given = role(placed.node)
-            if given is not None and given.kind in ("bucket", "state"):
-                homes[placed.name] = self._homes.get(given.name.partition(".")[0])
-            elif placed.node.op != "placeholder" and origin(placed.node).phase == "update":
-                inputs = {home for name in placed.inputs if (home := homes.get(name)) is not None}
-                homes[placed.name] = inputs.pop() if len(inputs) == 1 else None
+        for each in nodes:
+            graph_input = role(each.node)
+            if graph_input is not None and graph_input.kind in ("bucket", "state"):
+                homes[each.name] = self._homes.get(graph_input.name.partition(".")[0])
+            elif each.node.op != "placeholder" and origin(each.node).phase == "update":
+                inputs = {home for name in each.inputs if (home := homes.get(name)) is not None}
+                homes[each.name] = inputs.pop() if len(inputs) == 1 else None
         readers: dict[str, set[str | None]] = {}
-        for placed in reversed(places):
-            if homes.get(placed.name) is None and placed.name in homes and placed.name in readers:
-                (first, *more) = readers[placed.name]
-                homes[placed.name] = None if more else first
-            if placed.name in homes:
-                for name in placed.inputs:
-                    readers.setdefault(name, set()).add(homes[placed.name])
+        for each in reversed(nodes):
+            if homes.get(each.name) is None and each.name in homes and each.name in readers:
+                (first, *more) = readers[each.name]
+                homes[each.name] = None if more else first
+            if each.name in homes:
+                for name in each.inputs:
+                    readers.setdefault(name, set()).add(homes[each.name])
         return {name: home for name, home in homes.items() if home is not None}
 
 
@@ -287,9 +306,9 @@ def _home(bucket: Bucket) -> str:
 
 
 def _tensor(node: fx.Node) -> str:
-    """The tensor that a user would look for under another name than the node's."""
-    if (given := role(node)) is not None:
-        return given.name
+    """Return the name of the tensor that the node holds or moves; empty for a mere value."""
+    if (graph_input := role(node)) is not None:
+        return graph_input.name
     boxing = boxing_of(node)
     if boxing is not None:
         return _shown(str(boxing.tensor))
@@ -313,8 +332,8 @@ def _shown(tensor: str) -> str:
 
 def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
     value = node.meta.get("val")
-    parts = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
-    shape = ", ".join(f"{_shape(one.shape)} {_dtype(one.dtype)}".strip() for one in parts)
+    parts = [part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, Tensor)]
+    shape = ", ".join(f"{_shape(part.shape)} {dtype_name(part.dtype)}".strip() for part in parts)
     whole = meta(node).get("global")
     boxed = boxing_of(node) is not None
     flags = (
@@ -337,9 +356,9 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _short(node: fx.Node) -> str:
-    """What a node does, in a word."""
-    if (given := role(node)) is not None:
-        return given.kind
+    """Return the operation of a node in a word."""
+    if (graph_input := role(node)) is not None:
+        return graph_input.kind
     boxing = boxing_of(node)
     if boxing is not None:
         return boxing.kind
@@ -354,31 +373,14 @@ def _short(node: fx.Node) -> str:
 
 
 def _sbp(node: fx.Node) -> str:
-    found = meta(node).get("sbp")
-    if not found:
+    sbp = meta(node).get("sbp")
+    if not sbp:
         return "local" if meta(node).get("local") else ""
-    if isinstance(found[0], tuple):
+    if isinstance(sbp[0], tuple):
         # An operator with several results.
-        counted = Counter(show(one) for one in found if one)
-        return " ".join(counted) if counted else ""
-    return show(found)
+        return " ".join(dict.fromkeys(show(result) for result in sbp if result))
+    return show(sbp)
 
 
 def _shape(shape: Iterable[int]) -> str:
     return "\N{MULTIPLICATION SIGN}".join(map(str, shape)) or "scalar"
-
-
-_DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

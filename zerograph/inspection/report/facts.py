@@ -1,4 +1,4 @@
-"""The facts at the head of a report: what the step is, what it takes, and what it was made from."""
+"""The facts at the head of a report: placement, memory, traffic, predicted time, commit and date."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
     """Return the facts of a step, in the order in which a page shows them.
 
     Args:
-        profile: of the step's last graph.
-        machine, time: for predicted times; None for none.
+        profile: memory of the step's last graph.
+        machine, time: machine and predicted timeline on it, or None.
     """
     context, graph = step.context, step.passes[-1].graph.graph
     mesh = context.mesh
@@ -54,52 +54,52 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
         Fact("sent per rank", round(sum(meta(node)["boxing"].sent * times for node, times in runs)), "bytes"),
         Fact("predicted peak", profile.peak, "bytes"),
         *([] if machine is None or time is None else _speed(step, machine, time)),
-        *_made_from(),
+        *_provenance(),
     ]
 
 
 def _parameters(step: Inspection) -> int:
-    """Count the elements of all parameters, those in buckets and those in none."""
+    """Count the elements of all parameters, in buckets and in none."""
     in_buckets = sum(math.prod(slot.shape) for bucket in step.context.buckets for slot in bucket.slots)
     return in_buckets + sum(value.numel() for value in _plain(step))
 
 
 def _precision(step: Inspection) -> str:
     """Name the dtypes of compute and, where they differ, of the parameters between steps."""
-    kept = [*(bucket.dtype for bucket in step.context.buckets), *(value.dtype for value in _plain(step))]
-    return precision.precision_text(_low(step), kept)
+    stored = [*(bucket.dtype for bucket in step.context.buckets), *(value.dtype for value in _plain(step))]
+    return precision.precision_text(_low(step), stored)
 
 
 def _low(step: Inspection) -> torch.dtype | None:
-    """Return the dtype of mixed precision; None where parameters are computed with as they are stored."""
+    """Return the compute dtype of mixed precision; None if it is the dtype of the stored parameters."""
     return next((bucket.compute_dtype for bucket in step.context.buckets if bucket.compute_dtype is not None), None)
 
 
 def _plain(step: Inspection) -> list[Tensor]:
-    """Return the parameters that lie in no bucket."""
+    """Return the parameters in no bucket."""
     names = {slot.name for bucket in step.context.buckets for slot in bucket.slots}
     nodes = placeholders(step.captured.graph.graph, "parameter")
     return [node.meta["val"] for node in nodes if meta(node)["role"].name not in names]
 
 
 def _speed(step: Inspection, machine: Machine, time: Timeline) -> list[Fact]:
-    """Return the predicted time, and what each device does in it, as ``zerograph plan`` says it."""
-    shown = [Fact(f"predicted step on {machine.name}", time.seconds, "seconds")]
+    """Return the predicted time and the speed of each device, as ``zerograph plan`` shows them."""
+    speeds = [Fact(f"predicted step on {machine.name}", time.seconds, "seconds")]
     if not time.seconds:
-        return shown
+        return speeds
     graph = step.passes[-1].graph.graph
     count = speed.tokens(meta(node)["val"] for node in placeholders(graph, "input"))
     if count is not None:
-        shown.append(Fact("tokens/s per device", count / time.seconds, "per second"))
+        speeds.append(Fact("tokens/s per device", count / time.seconds, "per second"))
     peak = speed.peak_rate(machine, step.context.buckets, _low(step))
     if peak is not None:
         share = speed.operations(graph, speed.model_flops) / time.seconds / peak
-        shown.append(Fact("MFU", share, "share"))
-    return shown
+        speeds.append(Fact("MFU", share, "share"))
+    return speeds
 
 
-def _made_from() -> list[Fact]:
-    """Return the day, and the commit of the folder that the report is written from, if that is in a repository."""
+def _provenance() -> list[Fact]:
+    """Return the date, and the commit of the working folder if it is in a repository."""
     commit = source.commit()
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     return [*([Fact("commit", commit)] if commit else []), Fact("written", day)]

@@ -1,7 +1,7 @@
-"""Where nodes stand: rows are modules and source lines, as the model nests them; columns are the phases of a step.
+"""Positions of nodes: rows are modules and source lines, nested as in the model; columns are the phases of a step.
 
-Everything that costs time is computed here: the tree of rows, and how the nodes of each cell lie in it. A page only
-piles up the rows that are open.
+Everything expensive is computed here: the tree of rows, and the arrangement of nodes in each cell. A page only stacks
+the rows that are open.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from zerograph.inspection.report.data import (
     FORWARD,
     INPUTS,
     NOWHERE,
-    REST,
+    STATE,
     UPDATE,
+    Interned,
     Nodes,
     Pass,
     Record,
     Where,
 )
-from zerograph.inspection.report.intern import Interned
 
-# Nodes of one layer that stand beside each other at most.
+# Nodes of one layer side by side, at most.
 WIDEST = 3
 
-# Of each node of a cell: column and line, both from 0.
+# Column and line of each node of a cell, from 0.
 Cell = tuple[tuple[int, int], ...]
 
 
@@ -35,10 +35,10 @@ class Row:
     """A module, or a source line of one. Leaves hold nodes.
 
     Attributes:
-        label, title: what is shown, and all of it.
-        parent: number of the row around it; -1 for none.
+        label: short text; ``title`` is the full text.
+        parent: number of the enclosing row; -1 for none.
         kind: ``"module"``, ``"line"`` or ``"inputs"``.
-        source: of a line.
+        source: ``file:line`` of a source line.
     """
 
     label: str
@@ -53,10 +53,10 @@ class Layout:
     """The picture of all passes.
 
     Attributes:
-        rows: each behind its parent, in the order in which they are drawn.
-        row_of: by the number of a place, the leaf that it belongs to.
+        rows: each after its parent, in drawing order.
+        row_of: leaf row of each position, by number.
         cells: distinct arrangements of nodes.
-        arranged: for each pass, by (row, lane) the number of the arrangement of its nodes, in the order they run.
+        arranged: for each pass, number of the arrangement of the nodes in each (row, lane).
     """
 
     rows: Sequence[Row]
@@ -75,51 +75,51 @@ class _Module:
 
 
 def lay_out(nodes: Nodes, passes: Sequence[Pass]) -> Layout:
-    """Rows and cells for every node of every pass."""
+    """Compute rows and cells for every node of every pass."""
     wheres, records = nodes.wheres.items, nodes.records.items
     rows, row_of = _rows(nodes, [wheres[number] for number in _in_order(records, wheres, passes)], wheres)
     cells: Interned[Cell] = Interned()
-    known: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
+    cache: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
     arranged = []
-    for one in passes:
+    for each in passes:
         content: dict[tuple[int, int], list[Record]] = {}
-        for number in one.records:
+        for number in each.records:
             record = records[number]
             content.setdefault((row_of[record.where], wheres[record.where].lane), []).append(record)
-        found = {}
-        for place, members in content.items():
+        arrangement = {}
+        for cell, members in content.items():
             edges = _edges(members)
-            # Past what stands one below the other edges need not go through anything.
-            widest = WIDEST if place[1] in (FORWARD, BACKWARD, UPDATE) else 1
-            if (widest, edges) not in known:
-                known[widest, edges] = cells(_arrange(edges, widest))
-            found[place] = known[widest, edges]
-        arranged.append(found)
+            # In one column, edges pass beside the nodes.
+            widest = WIDEST if cell[1] in (FORWARD, BACKWARD, UPDATE) else 1
+            if (widest, edges) not in cache:
+                cache[widest, edges] = cells(_arrange(edges, widest))
+            arrangement[cell] = cache[widest, edges]
+        arranged.append(arrangement)
     return Layout(rows, row_of, cells.items, arranged)
 
 
 def _in_order(records: Sequence[Record], wheres: Sequence[Where], passes: Sequence[Pass]) -> list[int]:
-    """Places of the nodes, in the order in which a reader expects them: each behind what runs before it.
+    """Return the positions in the order in which they run.
 
-    What a later pass brings stands behind its neighbour there. Parameters, which are given in any order, come last.
+    A position that a later pass adds comes after its neighbour in that pass. Parameters come last.
     """
     order: list[int] = []
-    known: set[int] = set()
-    for one in passes:
+    seen: set[int] = set()
+    for each in passes:
         new: dict[int, None] = {}
-        # By what they follow; -1 for the beginning.
-        behind: dict[int, list[int]] = {}
+        # New positions by their predecessor; -1 for the beginning.
+        followers: dict[int, list[int]] = {}
         previous = -1
-        for number in one.records:
+        for number in each.records:
             where = records[number].where
-            if where in known:
+            if where in seen:
                 previous = where
-            elif where not in new and wheres[where].lane != REST:
+            elif where not in new and wheres[where].lane != STATE:
                 new[where] = None
-                behind.setdefault(previous, []).append(where)
-        order = [where for old in (-1, *order) for where in (old, *behind.get(old, ()))][1:]
-        known |= set(new)
-    return [*order, *(number for number, where in enumerate(wheres) if where.lane == REST)]
+                followers.setdefault(previous, []).append(where)
+        order = [where for old in (-1, *order) for where in (old, *followers.get(old, ()))][1:]
+        seen |= set(new)
+    return [*order, *(number for number, where in enumerate(wheres) if where.lane == STATE)]
 
 
 def _rows(nodes: Nodes, order: Sequence[Where], wheres: Sequence[Where]) -> tuple[list[Row], list[int]]:
@@ -128,23 +128,23 @@ def _rows(nodes: Nodes, order: Sequence[Where], wheres: Sequence[Where]) -> tupl
     for where in order:
         if where.module in special:
             continue
-        at = root
+        module = root
         for name in where.module.split(".") if where.module else ():
-            at.order.setdefault(("module", name))
-            at = at.children.setdefault(name, _Module(f"{at.path}.{name}" if at.path else name))
+            module.order.setdefault(("module", name))
+            module = module.children.setdefault(name, _Module(f"{module.path}.{name}" if module.path else name))
         if where.source:
-            at.order.setdefault(("line", where.source))
+            module.order.setdefault(("line", where.source))
         else:
-            at.has_loose = True
+            module.has_loose = True
     rows: list[Row] = []
     leaves: dict[tuple[str, str], int] = {}
     if INPUTS in special:
         leaves[INPUTS, ""] = len(rows)
-        rows.append(Row("inputs", "what enters the step beside parameters", -1, "inputs"))
+        rows.append(Row("inputs", "inputs of the step besides parameters", -1, "inputs"))
     _add(root, -1, rows, leaves, nodes.code)
     if NOWHERE in special:
         leaves[NOWHERE, ""] = len(rows)
-        rows.append(Row("the step", "what belongs to no module and no line", -1, "inputs"))
+        rows.append(Row("the step", "nodes without module and source line", -1, "inputs"))
     return rows, [leaves[where.module, where.source] for where in wheres]
 
 
@@ -152,7 +152,7 @@ def _add(
     module: _Module, parent: int, rows: list[Row], leaves: dict[tuple[str, str], int], code: Mapping[str, str]
 ) -> None:
     lines = [name for kind, name in module.order if kind == "line"]
-    # A module with nothing but one line is that line.
+    # A module with one line and no children is shown as that line.
     alone = not module.children and len(lines) < 2 and parent != -1
     if alone:
         leaves[module.path, ""] = parent
@@ -162,7 +162,7 @@ def _add(
         return
     if module.has_loose:
         leaves[module.path, ""] = len(rows)
-        rows.append(Row("parameters", f"what is {module.path}'s own", parent, "inputs"))
+        rows.append(Row("parameters", f"parameters of {module.path} itself", parent, "inputs"))
     for kind, name in module.order:
         number = len(rows)
         if kind == "line":
@@ -170,7 +170,7 @@ def _add(
             rows.append(Row(code.get(name) or name, name, parent, "line", name))
         else:
             inner = module.children[name]
-            # One of a list is called after the list: a number alone says little.
+            # An item of a list is shown with the name of the list.
             rows.append(
                 Row(".".join(inner.path.split(".")[-2:]) if name.isdigit() else name, inner.path, parent, "module")
             )
@@ -178,36 +178,36 @@ def _add(
 
 
 def _edges(members: Sequence[Record]) -> tuple[tuple[int, ...], ...]:
-    """For each node the places of those that it reads, among the members."""
-    places = {record.name: place for place, record in enumerate(members)}
-    return tuple(tuple(places[name] for name in record.inputs if name in places) for record in members)
+    """Return the indices of each node's inputs among the members."""
+    indices = {record.name: index for index, record in enumerate(members)}
+    return tuple(tuple(indices[name] for name in record.inputs if name in indices) for record in members)
 
 
 def _arrange(edges: Sequence[Sequence[int]], widest: int) -> Cell:
-    """A layered drawing: each node below all that it reads, and in the middle of them where that is free."""
+    """Return a layered drawing: each node below all of its inputs, and centred below them where possible."""
     depths: list[int] = []
     for inputs in edges:
-        depths.append(1 + max((depths[one] for one in inputs if one < len(depths)), default=-1))
+        depths.append(1 + max((depths[source] for source in inputs if source < len(depths)), default=-1))
     layers: dict[int, list[int]] = {}
     for node, depth in enumerate(depths):
         layers.setdefault(depth, []).append(node)
     columns: dict[int, float] = {}
-    found: dict[int, tuple[int, int]] = {}
+    positions: dict[int, tuple[int, int]] = {}
     line = 0
     for depth in sorted(layers):
         members = layers[depth]
         wanted = {
-            node: sum(columns[one] for one in edges[node]) / len(edges[node]) if edges[node] else float(place)
-            for place, node in enumerate(members)
+            node: sum(columns[source] for source in edges[node]) / len(edges[node]) if edges[node] else float(index)
+            for index, node in enumerate(members)
         }
         members = sorted(members, key=lambda node: (wanted[node], node))
         for start in range(0, len(members), widest):
             part = members[start : start + widest]
             free = 0
-            for place, node in enumerate(part):
-                column = max(free, min(round(wanted[node]), widest - len(part) + place))
+            for index, node in enumerate(part):
+                column = max(free, min(round(wanted[node]), widest - len(part) + index))
                 columns[node] = column
-                found[node] = (column, line)
+                positions[node] = (column, line)
                 free = column + 1
             line += 1
-    return tuple(found[node] for node in range(len(edges)))
+    return tuple(positions[node] for node in range(len(edges)))

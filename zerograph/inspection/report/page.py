@@ -1,7 +1,7 @@
-"""One HTML file that needs nothing else: the data, packed, and the code that draws it.
+"""One self-contained HTML file: the packed data, and the code that draws it.
 
-Several steps on one page are several reports in frames, made by the page from one template. The page and the frames
-load nothing: frames have the page's policy too.
+Several steps on one page are several reports in frames, which the page creates from one template. The page and the
+frames load nothing: the page's content security policy holds in frames too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BESIDE_SCRIPTS = ("model.js", "beside.js")
 
 
 def page(report: Report) -> str:
-    """Return the page as text. Names from the user's code are in it only packed, or escaped."""
+    """Return the page as text; names from the user's code are packed or escaped."""
     return render(report.title, pack(contents(report)))
 
 
@@ -55,7 +55,7 @@ def render(title: str, data: str) -> str:
 
 def _filled(name: str, **parts: str) -> str:
     """Return an asset with its ``{{names}}`` replaced."""
-    # Cut once: what is put in is not looked at again.
+    # Split once: inserted text is not expanded again.
     filled = []
     for piece in _asset(name).split("{{"):
         part, closed, rest = piece.partition("}}")
@@ -68,56 +68,57 @@ def _asset(name: str) -> str:
 
 
 def pack(data: Mapping[str, Any] | str) -> str:
-    """Return data as JSON, gzipped, in base64: no name in it can break out of the page."""
+    """Return data as JSON, gzipped, in base64: no name can break out of the page."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    # No time of packing in it: equal reports are equal files.
+    # Without a timestamp: equal reports are equal files.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def contents(report: Report) -> dict[str, Any]:
-    """What the page reads: tables, and columns of numbers into them."""
+    """Return the data of the page: tables, and columns of numbers into them."""
     nodes, layout = report.nodes, lay_out(report.nodes, report.passes)
     records = nodes.records.items
     return {
         "title": report.title,
-        "facts": [astuple(one) for one in report.facts],
+        "facts": [astuple(fact) for fact in report.facts],
         "names": nodes.names.items,
         "tensors": nodes.tensors.items,
-        "kinds": [astuple(one) for one in nodes.kinds.items],
+        "kinds": [astuple(kind) for kind in nodes.kinds.items],
         "boxings": nodes.boxings.items,
         "wheres": [
-            (row, one.lane, one.phase, one.source) for row, one in zip(layout.row_of, nodes.wheres.items, strict=True)
+            (row, where.lane, where.phase, where.source)
+            for row, where in zip(layout.row_of, nodes.wheres.items, strict=True)
         ],
         "code": nodes.code,
         "records": {
-            "name": [one.name for one in records],
-            "kind": [one.kind for one in records],
-            "where": [one.where for one in records],
-            "tensor": [one.tensor for one in records],
-            "boxing": [one.boxing for one in records],
-            "reads": [len(one.inputs) for one in records],
-            "inputs": [name for one in records for name in one.inputs],
+            "name": [record.name for record in records],
+            "kind": [record.kind for record in records],
+            "where": [record.where for record in records],
+            "tensor": [record.tensor for record in records],
+            "boxing": [record.boxing for record in records],
+            "reads": [len(record.inputs) for record in records],
+            "inputs": [name for record in records for name in record.inputs],
         },
-        "rows": [astuple(one) for one in layout.rows],
-        "cells": [[number for place in cell for number in place] for cell in layout.cells],
+        "rows": [astuple(row) for row in layout.rows],
+        "cells": [[number for position in cell for number in position] for cell in layout.cells],
         "passes": [
             {
-                "name": one.name,
-                "summary": one.summary,
-                "seconds": round(one.seconds, 3),
-                "runs": runs(before, one.records),
+                "name": each.name,
+                "summary": each.summary,
+                "seconds": round(each.seconds, 3),
+                "runs": runs(before, each.records),
                 "cells": changed(cells_before, cells),
             }
-            for one, before, cells, cells_before in zip(
+            for each, before, cells, cells_before in zip(
                 report.passes,
-                ((), *(one.records for one in report.passes)),
+                ((), *(each.records for each in report.passes)),
                 layout.arranged,
                 ({}, *layout.arranged),
                 strict=False,
             )
         ],
         "buckets": report.buckets,
-        "held": [list(column) for column in zip(*map(astuple, report.held), strict=True)],
+        "held": [list(column) for column in zip(*map(astuple, report.allocations), strict=True)],
         "peak": report.peak,
         "time": None
         if report.time is None
@@ -130,30 +131,30 @@ def contents(report: Report) -> dict[str, Any]:
                 for node, start, end, stream, waits in report.time.events
             ],
         },
-        "turns": list(report.turns.items()),
+        "turns": list(report.repetitions.items()),
     }
 
 
 def runs(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """A list told by the one before it: pairs of a start and a length.
+    """Encode a list relative to the list before it, as runs: pairs of a start and a length.
 
-    A start from 0 up is a place in the list before, and the run is what stands there; one below 0 is the number
+    A start >= 0 is an index in the list before, and the run copies from there. A start < 0 is the number
     ``-1 - start``, and the run counts up from it.
     """
-    places = {number: place for place, number in enumerate(before)}
-    found: list[int] = []
+    indices = {number: index for index, number in enumerate(before)}
+    encoded: list[int] = []
     following: int | None = None
     for number in after:
-        place = places.get(number)
-        start = -1 - number if place is None else place
+        index = indices.get(number)
+        start = -1 - number if index is None else index
         if start != following:
-            found += [start, 0]
-        found[-1] += 1
-        following = start - 1 if place is None else start + 1
-    return found
+            encoded += [start, 0]
+        encoded[-1] += 1
+        following = start - 1 if index is None else start + 1
+    return encoded
 
 
 def changed(before: Mapping[tuple[int, int], int], after: Mapping[tuple[int, int], int]) -> list[int]:
-    """Row, lane and arrangement, one behind the other, of each cell that is not as before; -1 for one that is gone."""
-    found = [number for place, cell in after.items() if before.get(place) != cell for number in (*place, cell)]
-    return found + [number for place in before if place not in after for number in (*place, -1)]
+    """Return row, lane and arrangement of each changed cell, flattened; arrangement -1 for a removed cell."""
+    new = [number for place, cell in after.items() if before.get(place) != cell for number in (*place, cell)]
+    return new + [number for place in before if place not in after for number in (*place, -1)]

@@ -1,4 +1,4 @@
-"""What :func:`zerograph.inspection.explain.explain` tells: a tensor, and everything that happens to it in a step."""
+"""The result of :func:`zerograph.inspection.explain.explain`: a tensor and the events of its lifetime in a step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ TensorKind = Literal["parameter", "optimizer state", "buffer", "input", "value"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to the tensor.
+    """One event of a tensor's lifetime.
 
     Attributes:
         what: ``"stored"``, ``"fetched"``, ``"cast"``, ``"gather starts"``, ``"gather ends"``, ``"used"``, ``"freed"``,
             ``"gradient made"``, ``"reduction starts"``, ``"reduction ends"``, ``"updated"``, ``"made"``, ...
-        node: its name in the emitted graph; empty for what is so between steps.
-        at: the node's place in the emitted graph, from 0; bodies of loops count once. None between steps.
-        times: how often it happens in a step: once for each micro-batch inside their loop.
-        phase, module, source, code: where the node comes from; ``source`` is ``file:line``, ``code`` what stands there.
-        bytes: sent by this rank where something is sent, else held or freed.
-        note: more about it, in words.
+        node: name in the emitted graph; empty between steps.
+        at: index of the node in the emitted graph; bodies of loops count once. None between steps.
+        times: number of occurrences per step: one per micro-batch inside their loop.
+        phase, module: origin of the node.
+        source: the user's ``file:line``; ``code`` is the text of that line.
+        bytes: sent by this rank, or stored, or freed.
+        note: details in words.
     """
 
     what: str
@@ -43,7 +44,7 @@ class Event:
         size = f"{'sends ' * (self.what.endswith('starts'))}{show_bytes(self.bytes)}" if self.bytes else ""
         about = ", ".join(filter(None, (self.note, size, f"{self.times} times" * (self.times > 1))))
         line = f"{place}  {self.what:<17} {where}{f': {about}' if about else ''}"
-        # Who computes: of what only moves and frees it is enough to know where.
+        # The source line matters for computations only.
         if self.what not in ("used", "made", "gradient made") or not self.source:
             return line
         return f"{line}\n{' ' * 26}{self.source}{f'   {self.code}' if self.code else ''}"
@@ -51,16 +52,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Life:
-    """A tensor's life, in the order of the step.
+    """A tensor's lifetime, in the order of the step.
 
     Attributes:
-        name: as zerograph calls it; ``asked`` is what was asked for, another name of a tied parameter for instance.
+        name: qualified name; ``asked`` is the name that was asked for, for example another name of a tied parameter.
         kind: parameter, optimizer state, buffer, input, or a value that the step computes.
-        dtype, shape: of the global tensor; ``local`` is this rank's shape of it where it is stored or made.
-        sbp: where it is stored, or made.
-        bucket: the bucket that it lies in, if it lies in one.
-        bytes: of it on this rank where it is stored, or made.
-        events: what happens.
+        dtype, shape: of the global tensor; ``local`` is the shape of this rank's part where it is stored or computed.
+        sbp: where it is stored or computed.
+        bucket: its bucket, if it has one.
+        bytes: size of this rank's part.
+        events: in order.
     """
 
     name: str
@@ -75,11 +76,11 @@ class Life:
     events: tuple[Event, ...]
 
     def of(self, what: str) -> tuple[Event, ...]:
-        """The events of one kind."""
-        return tuple(one for one in self.events if one.what == what)
+        """Return the events of one kind."""
+        return tuple(event for event in self.events if event.what == what)
 
     def __str__(self) -> str:
-        known_as = "" if self.name == self.asked else f" (asked for as {self.asked})"
+        alias = "" if self.name == self.asked else f" (asked for as {self.asked})"
         bucket = f", in {self.bucket}" if self.bucket else ""
-        head = f"{self.name}{known_as}: {self.kind}, {self.dtype} {self.sbp} {shapes(self.shape, self.local)}{bucket}"
+        head = f"{self.name}{alias}: {self.kind}, {self.dtype} {self.sbp} {shapes(self.shape, self.local)}{bucket}"
         return "\n".join([head, "  node  what              where", *map(str, self.events)])
