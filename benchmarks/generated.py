@@ -70,11 +70,11 @@ PICTURES: Mapping[str, Generated] = {
     ),
     "docs/pictures/memory.png": Generated(
         "python benchmarks/generated.py --make memory.png",
-        ("zerograph/planner/bars.py", "zerograph/planner/pictures.py", "zerograph/ir/memory.py", _GPT),
+        ("zerograph/planner/pictures.py", "zerograph/ir/memory.py", _GPT),
     ),
     "docs/pictures/timeline.png": Generated(
         "python benchmarks/generated.py --make timeline.png",
-        ("zerograph/planner/lanes.py", "zerograph/planner/pictures.py", *_TIMES, _GPT),
+        ("zerograph/planner/pictures.py", *_TIMES, _GPT),
     ),
 }
 PAGES: Mapping[str, Generated] = dict(

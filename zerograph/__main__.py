@@ -26,7 +26,7 @@ def _zerograph(
 ) -> None:
     """Zerograph: a training step as one placed graph, with the Zero Redundancy Optimizer.
 
-    Exit codes: 0; 1 where something does not fit or differs; 2 where a command is used wrongly or fails.
+    Exit codes: 0; 1 if something does not fit or differs; 2 if a command is used wrongly or fails.
     """
 
 

@@ -23,6 +23,11 @@ def mark_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def mark_devices_checked(optimizer: Any) -> None:
+    """Skip the check of devices and dtypes that the first ``step()`` of a fused optimizer makes."""
+    optimizer._need_device_dtype_check_for_fused = False
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return the hooks before and after ``step()``, global ones included, which have no public name."""
     before_all, before = step_pre_hook_tables(optimizer)

@@ -1,4 +1,4 @@
-"""zerograph env: what a bug report needs to say of a machine."""
+"""``zerograph env``: facts of this machine for a bug report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zerograph.base.sizes import show_bytes
 from zerograph.cli.failing import as_json
 
 _PACKAGES = ("zerograph", "torch", "numpy", "networkx", "safetensors", "rich", "typer", "filelock", "transformers")
-_PACKAGES_OF_OTHERS = ("triton", "deepspeed", "tensorboard")
-# What changes what zerograph or torch do; values of others are nobody's business.
+_OPTIONAL_PACKAGES = ("triton", "deepspeed", "tensorboard")
+# Only variables that change the behaviour of zerograph or torch: others may be private.
 _VARIABLES = (
     "ZEROGRAPH_",
     "TORCH_",
@@ -39,20 +39,20 @@ _VARIABLES = (
 )
 
 
-def env(json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> None:
-    """Versions, backends, devices, memory and environment variables: what a bug report needs.
+def env(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Print versions, backends, devices, memory and environment variables, for a bug report.
 
     Example: zerograph env
     """
-    found = facts()
+    sections = facts()
     if json:
-        as_json(found)
+        as_json(sections)
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    for section, entries in found.items():
+    for section, entries in sections.items():
         table.add_row(f"[bold]{section}[/bold]", "")
         for name, value in entries.items() or [("none", "")]:
             table.add_row(f"  {name}", str(value))
@@ -60,7 +60,7 @@ def env(json: Annotated[bool, typer.Option("--json", help="for machines")] = Fal
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to say, by section and name."""
+    """Return the facts by section and name."""
     import torch
 
     return {
@@ -79,26 +79,26 @@ def facts() -> dict[str, dict[str, Any]]:
             "threads": torch.get_num_threads(),
         },
         "devices": _devices(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if _tells(name)},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if _is_relevant(name)},
     }
 
 
-def _tells(name: str) -> bool:
-    return any(name == one or (one.endswith("_") and name.startswith(one)) for one in _VARIABLES)
+def _is_relevant(name: str) -> bool:
+    return any(name == entry or (entry.endswith("_") and name.startswith(entry)) for entry in _VARIABLES)
 
 
 def _packages() -> dict[str, str]:
-    found = {}
-    for name in (*_PACKAGES, *_PACKAGES_OF_OTHERS):
+    versions = {}
+    for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            if name not in _PACKAGES_OF_OTHERS:
-                found[name] = "not installed"
+            if name not in _OPTIONAL_PACKAGES:
+                versions[name] = "not installed"
     import torch
 
-    # With what it was built for, which its package's own version leaves out.
-    return found | {"torch": torch.__version__}
+    # With the build, which the version of the package leaves out.
+    return versions | {"torch": torch.__version__}
 
 
 def _cores() -> str:
@@ -114,7 +114,7 @@ def _memory() -> str:
 
 
 def _shared() -> str:
-    """Shared memory, which processes of one machine exchange through."""
+    """Return the size of shared memory, through which processes of one machine exchange tensors."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return "none"
@@ -133,23 +133,23 @@ def _backends() -> list[str]:
 
     if not dist.is_available():
         return []
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, available in there.items() if available]
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, available in backends.items() if available]
 
 
 def _compiler() -> str:
-    named = os.environ.get("CXX")
-    found = shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
-    return found or f"none ({named} is not there)" if named else found or "none: backend 'inductor' needs one on CPU"
+    name = os.environ.get("CXX")
+    if name:
+        return shutil.which(name) or f"none ({name} is not installed)"
+    return shutil.which("g++") or shutil.which("clang++") or "none: backend 'inductor' needs one on CPU"
 
 
 def _devices() -> dict[str, str]:
     import torch
 
-    found = {"cpu": platform.processor() or platform.machine()}
+    devices = {"cpu": platform.processor() or platform.machine()}
     for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
-            f"{about.name}, {show_bytes(about.total_memory)}, capability {about.major}.{about.minor}"
-        )
-    return found
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"capability {properties.major}.{properties.minor}"
+        devices[f"cuda:{index}"] = f"{properties.name}, {show_bytes(properties.total_memory)}, {capability}"
+    return devices

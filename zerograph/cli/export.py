@@ -1,4 +1,4 @@
-"""zerograph export: a checkpoint's model as one safetensors file."""
+"""``zerograph export``: write a checkpoint's model as one safetensors file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zerograph.cli.progress import progress_bars
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of them with a file 'latest'")],
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of checkpoints with a file 'latest'")],
     out: Annotated[Path, typer.Argument(help="a file *.safetensors, or a folder")],
-    module: Annotated[str | None, typer.Option(help="the graph's attribute, where it has several modules")] = None,
+    module: Annotated[str | None, typer.Option(help="the graph's attribute, if it has several modules")] = None,
 ) -> None:
     """Write a checkpoint's model into one safetensors file, which the plain model loads.
 
-    OUT is that file, if its name ends in .safetensors; else a folder, made if need be, for model.safetensors. Of a
-    model of transformers the folder gets config.json as well: from_pretrained(OUT) loads it. Tied weights are written
-    once.
+    OUT is that file if its name ends in .safetensors, else a folder for model.safetensors, which is created if needed.
+    For a Hugging Face model the folder gets config.json too, so that from_pretrained(OUT) works. Tied weights are
+    written once.
 
     Example: zerograph export runs/gpt model.safetensors
     """

@@ -1,4 +1,4 @@
-"""How commands end: 0; 1 where what was asked for does not fit or differs; 2 where they were used wrongly or failed."""
+"""Exit codes of commands: 0; 1 if something does not fit or differs; 2 for wrong usage or failure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAILED = 2
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Errors of zerograph are told on standard error, without a traceback, and end the command.
+    """Print errors of zerograph on standard error, without a traceback, and end the command.
 
-    A memory budget that does not suffice is an answer: what was asked for does not fit. Any other error is a bug, whose
-    traceback is wanted, and no answer: Python by itself would end with 1.
+    An insufficient memory budget is an answer, with exit code 1. Any other error is a bug: its traceback
+    is printed; the exit code is 2, not Python's 1.
     """
     try:
         yield
@@ -36,5 +36,5 @@ def reported() -> Iterator[None]:
 
 
 def as_json(value: Any) -> None:
-    """Print what a machine reads; what JSON has no word for as text."""
+    """Print a value as JSON; values without a JSON type are text."""
     typer.echo(json.dumps(value, indent=2, default=str))

@@ -1,4 +1,4 @@
-"""zerograph inspect: compile a script's step without running it, and look at it."""
+"""``zerograph inspect``: compile a script's step without running it, and show it."""
 
 from __future__ import annotations
 
@@ -17,75 +17,75 @@ from zerograph.errors import ConfigError
 
 def inspect(
     script: Annotated[str, typer.Argument(metavar="SCRIPT:STEP", help=SCRIPT)],
-    world_size: Annotated[int, typer.Option(help="how many ranks")] = 2,
-    rank: Annotated[int, typer.Option(help="the rank to look at")] = 0,
-    mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, as 2x4")] = None,
+    world_size: Annotated[int, typer.Option(help="number of ranks")] = 2,
+    rank: Annotated[int, typer.Option(help="the rank")] = 0,
+    mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, such as 2x4")] = None,
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
     precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
     device: Annotated[
-        str, typer.Option(help="device type to compile for: tensors on the meta device count as being there")
+        str, typer.Option(help="device type to compile for; meta tensors are treated as being there")
     ] = "cpu",
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
-    text: Annotated[bool, typer.Option("--text", help="the graph, one node a line")] = False,
+    text: Annotated[bool, typer.Option("--text", help="the graph, one node per line")] = False,
     pass_name: Annotated[str | None, typer.Option("--pass", help="the graph after this pass (with --text)")] = None,
-    module: Annotated[str | None, typer.Option(help="only this module's part (with --text or --dot)")] = None,
-    explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the life of one tensor")] = None,
-    dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg where Graphviz is")] = None,
+    module: Annotated[str | None, typer.Option(help="only this module's nodes (with --text or --dot)")] = None,
+    explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the lifetime of one tensor")] = None,
+    dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg with Graphviz")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
     beside_stage: Annotated[int | None, typer.Option(help="with --report: this ZeRO stage on the same page")] = None,
     machine: Annotated[str | None, typer.Option(help="predict its times on h100, ... or a YAML file")] = None,
-    json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Compile a script's step as one rank of many would, without running it, and print what it is.
+    """Compile a script's step as one rank of many would, without running it, and show it.
 
-    No process group, no accelerator and no memory for the weights are needed: a model may be made on the meta device.
+    It needs no process group, no accelerator, and no memory for weights of a model on the meta device.
 
     Examples: zerograph inspect train.py:example --world-size 8, then --explain model.head.weight, or --text --pass box,
     or --report step.html --machine h100, or --report stages.html --stage 2 --beside-stage 3
     """
     with reported(), progress_bars("loading torch"):
         if beside_stage is not None and report is None:
-            raise ConfigError("--beside-stage puts a second step on the page of a report: give --report PAGE.html too")
+            raise ConfigError("--beside-stage adds a second step to a report: give --report PAGE.html too")
         from zerograph.cli.script import load, mesh_of, prepare, set_precision, shown_precision
         from zerograph.inspection.report import write
 
-        step, given = load(script, inputs)
+        step, batch = load(script, inputs)
         set_precision(step, precision)
-        found = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=stage)
+        prepared = prepare(step, batch, mesh_of(world_size, rank, mesh), device=device, stage=stage)
         written = [path for path in (dot, report) if path is not None]
         if dot is not None:
             if dot.suffix == ".svg":
-                found.to_graphviz(module, pass_name, svg=dot)
+                prepared.to_graphviz(module, pass_name, svg=dot)
             else:
-                drawing = found.to_graphviz(module, pass_name) + "\n"
+                drawing = prepared.to_graphviz(module, pass_name) + "\n"
                 try:
                     dot.write_text(drawing)
                 except OSError as error:
                     raise ConfigError(f"{dot} cannot be written: {error.strerror}") from error
         shown: Any = None
         if explain is not None:
-            life = found.explain(explain)
+            life = prepared.explain(explain)
             shown = asdict(life) if json else life
         elif text or pass_name is not None or (module is not None and not written):
-            lines = found.text(pass_name, module)
+            lines = prepared.text(pass_name, module)
             shown = lines.splitlines() if json else lines
         elif json:
             options = step.config.shown(changed=True)
             shown = {"script": script, "options": options, "precision": shown_precision(step)}
-            shown |= found.summary.as_dict()
+            shown |= prepared.summary.as_dict()
         elif not written:
             options = step.config.shown(changed=True)
             where = f"as rank {rank} of {mesh or world_size}, in {shown_precision(step)}"
             head = f"{type(step).__name__} of {script}, {where}: {options}"
-            shown = f"{head}\n{found.describe() if full else found.page()}"
+            shown = f"{head}\n{prepared.describe() if full else prepared.page()}"
         if report is not None:
-            # After all that reads the step's configuration: preparing another stage changes it.
+            # After all reads of the step's configuration: preparing another stage changes it.
             other = None
             if beside_stage is not None:
-                other = prepare(step, given, mesh_of(world_size, rank, mesh), device=device, stage=beside_stage)
+                other = prepare(step, batch, mesh_of(world_size, rank, mesh), device=device, stage=beside_stage)
             tell("report", 0, 0, f"writing {report}")
-            write(found, report, title=type(step).__name__, machine=machine, beside=other)
+            write(prepared, report, title=type(step).__name__, machine=machine, beside=other)
     for path in written:
         typer.echo(path, err=json)
     if shown is not None:

@@ -1,4 +1,4 @@
-"""``zerograph plan``: what training takes on each rank, before there is a job."""
+"""``zerograph plan``: predict memory and time of training on each rank, without a job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from zerograph.cli.options import INPUTS, PRECISION, precision_checked
 from zerograph.cli.progress import progress_bars
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from zerograph.planner.plan import Plan
 
 _PRECISION = f"{PRECISION}; with --params: mixed, the default, or fp32"
-_FIT = "the size of a rank's device, 80GB, instead of the memory of --device"
-_HEADROOM = "what of it stays free, 4GiB, for context, NCCL and fragmentation  [default: 8 %, at least 2 GiB; CPU: 0]"
+_FIT = "memory of a rank's device, such as 80GB, instead of that of --device"
+_HEADROOM = (
+    "part of it that stays free for context, NCCL and fragmentation, such as 4GiB  [default: 8 %, >= 2 GiB; CPU: 0]"
+)
 
-Draw = Callable[[Sequence["Plan"], Path], None]
+Draw = Callable[[Sequence["Plan"]], "Figure"]
 
 
 def plan(
@@ -38,7 +42,7 @@ def plan(
     ] = None,
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
-    world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; of nodes by ranks: 8x8")] = "8",
+    world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; nodes by ranks: 8x8")] = "8",
     stage: Annotated[
         str, typer.Option(help="off, 1, 2 or 3, or several: off,1,2,3; auto: the fastest that fits")
     ] = "auto",
@@ -46,39 +50,39 @@ def plan(
     fit: Annotated[str | None, typer.Option(help=_FIT)] = None,
     headroom: Annotated[str | None, typer.Option(help=_HEADROOM, show_default=False)] = None,
     nvme_path: Annotated[
-        Path | None, typer.Option(help="with --stage auto: state and parameters may rest in files of this directory")
+        Path | None, typer.Option(help="with --stage auto: a directory to which state and parameters may be offloaded")
     ] = None,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw curves over the ranks into this PNG or SVG")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw curves over numbers of ranks into this PNG or SVG")] = None,
     memory: Annotated[Path | None, typer.Option(help="draw memory by kind into this PNG or SVG")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="draw what runs when into this PNG or SVG")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="numbers for machines, on one line for each plan")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="draw the step over time into this PNG or SVG")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, one line per plan")] = False,
 ) -> None:
-    """Predict what a training step takes on each rank: memory, wire, time, tokens per second.
+    """Predict memory, traffic, time and tokens per second of a training step on each rank.
 
-    Of a script's step, compiled for that many ranks:  zerograph plan train.py:example --world-size 64 --device h100
+    A script's step, compiled for that many ranks:  zerograph plan train.py:example --world-size 64 --device h100
 
     As pictures, stage by stage:  zerograph plan train.py:example --stage off,1,2,3 --memory memory.png
 
     From a parameter count only:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
 
-    Ends with 1 if something does not fit, with 2 if it cannot be planned.
+    Exit code 1 if something does not fit, 2 if it cannot be planned.
     """
     try:
-        meshes = [_mesh(one) for one in world_size.split(",")]
+        meshes = [_mesh(part) for part in world_size.split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     limit = _bytes("--fit", fit)
     free = 0 if headroom == "0" else _bytes("--headroom", headroom)
     if (step is None) == (params is None):
-        raise typer.BadParameter("give a script's step, or --params, and not both")
+        raise typer.BadParameter("give either a script's step or --params")
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
         if plot or memory or timeline:
-            raise typer.BadParameter("pictures are of a script's step: --params has no memory over time, no timeline")
+            raise typer.BadParameter("pictures need a script's step: --params has no memory over time and no timeline")
         if inputs is not None or headroom is not None:
-            raise typer.BadParameter("--inputs and --headroom are for a script's step: --params counts model states")
+            raise typer.BadParameter("--inputs and --headroom are for a script's step, not for --params")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
@@ -86,11 +90,14 @@ def plan(
         raise typer.Exit(0 if fits else DIFFERS)
     assert step is not None
     with reported(), progress_bars("loading torch"):
-        from zerograph.planner import bars, lanes, pictures, plots, show
+        from zerograph.planner import pictures, show
 
-        asked_for: tuple[tuple[Draw, Path | None], ...]
-        asked_for = ((plots.draw, plot), (bars.draw, memory), (lanes.draw, timeline))
-        drawings = [(draw, path) for draw, path in asked_for if path is not None]
+        kinds: tuple[tuple[Draw, Path | None], ...] = (
+            (pictures.scaling_figure, plot),
+            (pictures.memory_figure, memory),
+            (pictures.timeline_figure, timeline),
+        )
+        drawings = [(draw, path) for draw, path in kinds if path is not None]
         for _, path in drawings:
             pictures.check(path)
         options: dict[str, Any] = {"device": device, "fit": limit, "headroom": free}
@@ -99,30 +106,30 @@ def plan(
         plans = _plans(step, inputs, precision, list(itertools.product(meshes, stage.split(","))), options, compress)
         for number, (draw, path) in enumerate(drawings):
             tell("pictures", number, len(drawings), path.name)
-            draw(plans, path)
+            pictures.save(draw(plans), path)
     if as_json:
-        for one in plans:
-            typer.echo(json.dumps(one.as_dict()))
+        for each in plans:
+            typer.echo(json.dumps(each.as_dict()))
     else:
         from rich.console import Console
 
         console = Console()
-        for one in plans:
-            console.print(show.page(one))
+        for each in plans:
+            console.print(show.page(each))
     for _, path in drawings:
         typer.echo(f"drawn: {path}", err=True)
-    raise typer.Exit(0 if all(one.fits for one in plans) else DIFFERS)
+    raise typer.Exit(0 if all(each.fits for each in plans) else DIFFERS)
 
 
 def _plans(
     script: str,
     inputs: str | None,
     precision: str | None,
-    ways: Sequence[tuple[tuple[int, ...], str]],
+    choices: Sequence[tuple[tuple[int, ...], str]],
     options: dict[str, Any],
     compress: bool,
 ) -> list[Plan]:
-    """Plan a script's step in each of these ways: a mesh and a stage."""
+    """Plan a script's step for each choice of a mesh and a stage."""
     import torch
 
     from zerograph.cli.script import load, set_precision, tracing
@@ -133,17 +140,17 @@ def _plans(
     subject, batch = load(script, inputs, meta=True)
     set_precision(subject, precision)
     plans: list[Plan] = []
-    for mesh, chosen in ways:
-        if len(ways) > 1:
-            tell("plans", len(plans), len(ways), f"stage {chosen} on {'x'.join(map(str, mesh))} ranks")
+    for mesh, stage in choices:
+        if len(choices) > 1:
+            tell("plans", len(plans), len(choices), f"stage {stage} on {'x'.join(map(str, mesh))} ranks")
         with tracing(subject):
-            plans.append(plan_step(subject, batch, mesh=mesh, stage=chosen, **options))
+            plans.append(plan_step(subject, batch, mesh=mesh, stage=stage, **options))
     return plans
 
 
 def _closed_form(params: float, sizes: Sequence[int], precision: str, limit: int | None, as_json: bool) -> bool:
     """Print model states by number of ranks; return True if some stage fits for each of them."""
-    from zerograph.planner.closed_form import Precision, model_states
+    from zerograph.planner.closed_form import Precision, closed_form_table, model_states
 
     kind: Precision = "fp32" if precision == "fp32" else "mixed"
     totals = {size: [model_states(params, size, stage, kind).total for stage in range(4)] for size in sizes}
@@ -154,11 +161,9 @@ def _closed_form(params: float, sizes: Sequence[int], precision: str, limit: int
     else:
         from rich.console import Console
 
-        from zerograph.planner.closed_form_table import closed_form
-
         console = Console()
         console.print(f"model states of {params:,.0f} parameters, {kind} precision, on each rank (ZeRO, Table 1)")
-        console.print(closed_form(params, sizes, kind, limit))
+        console.print(closed_form_table(params, sizes, kind, limit))
     return limit is None or all(min(of) <= limit for of in totals.values())
 
 

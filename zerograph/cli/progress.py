@@ -1,4 +1,4 @@
-"""Progress of a command on standard error: bars on a terminal, and elsewhere now and then a line."""
+"""Progress of a command on standard error: bars on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zerograph.base.progress import Progress, listening
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Seconds until the first line where there is no terminal, between lines that say something else, and between any.
+# Without a terminal: seconds until the first line, between different lines, and between equal lines.
 FIRST, OTHER, SAME = 1.0, 5.0, 20.0
 
 
 @contextlib.contextmanager
 def progress_bars(doing: str) -> Iterator[None]:
-    """Show how far the block has come: one bar for passes, one for candidates, ...
+    """Show the progress of the block: one bar for passes, one for candidates, ...
 
     Args:
-        doing: what the block begins with, until something else is told.
+        doing: text until the first report of progress.
     """
     from rich.console import Console
 
@@ -38,7 +38,7 @@ def _bars(console: Console, doing: str) -> Iterator[None]:
     from rich.progress import Progress as Bars
 
     described = TextColumn("{task.description}")
-    # What goes to standard output is to stay there.
+    # Standard output is not redirected.
     quiet: dict[str, Any] = {"console": console, "transient": True, "redirect_stdout": False}
     columns = TextColumn("{task.fields[of]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     begins = Bars(SpinnerColumn(), described, TimeElapsedColumn(), **quiet)
@@ -46,16 +46,21 @@ def _bars(console: Console, doing: str) -> Iterator[None]:
     first = begins.add_task(doing, total=None)
     tasks: dict[str, TaskID] = {}
 
-    def update(one: Progress) -> None:
-        if not one.total and not tasks:
-            begins.update(first, description=one.doing or doing)
+    def update(progress: Progress) -> None:
+        if not progress.total and not tasks:
+            begins.update(first, description=progress.doing or doing)
             return
         if not tasks:
             begins.stop()
             shown.start()
-        if one.of not in tasks:
-            tasks[one.of] = shown.add_task(one.doing, total=one.total or None, of=one.of)
-        shown.update(tasks[one.of], completed=one.done, total=one.total or None, description=one.doing)
+        if progress.of not in tasks:
+            tasks[progress.of] = shown.add_task(progress.doing, total=progress.total or None, of=progress.of)
+        shown.update(
+            tasks[progress.of],
+            completed=progress.done,
+            total=progress.total or None,
+            description=progress.doing,
+        )
 
     begins.start()
     try:
@@ -68,30 +73,31 @@ def _bars(console: Console, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lines(doing: str) -> Iterator[None]:
-    """Write a line after a second, then each time that something else is done, but not often."""
+    """Write a line after a second, then for each change, but not often."""
     began = time.monotonic()
-    now: dict[str, Progress] = {}
+    current: dict[str, Progress] = {}
     ended = threading.Event()
 
-    def said() -> str:
-        return "; ".join(_line(one) for one in now.values() if one.doing and one.done <= one.total) or doing
+    def line() -> str:
+        running = (each for each in current.values() if each.doing and each.done <= each.total)
+        return "; ".join(map(_line, running)) or doing
 
     def write() -> None:
-        last, at = "", began
+        last, written = "", began
         if ended.wait(FIRST):
             return
         while True:
-            moment, text = time.monotonic(), said()
-            if not last or moment - at >= (SAME if text == last else OTHER):
+            moment, text = time.monotonic(), line()
+            if not last or moment - written >= (SAME if text == last else OTHER):
                 print(f"zerograph: {text} ({moment - began:.0f} s)", file=sys.stderr, flush=True)
-                last, at = text, moment
+                last, written = text, moment
             if ended.wait(0.5):
                 return
 
-    def update(one: Progress) -> None:
-        # A copy in one step: the other thread reads it meanwhile.
-        nonlocal now
-        now = {**now, one.of: one}
+    def update(progress: Progress) -> None:
+        # Replaced, not changed: the other thread reads it.
+        nonlocal current
+        current = {**current, progress.of: progress}
 
     thread = threading.Thread(target=write, name="zerograph-progress", daemon=True)
     thread.start()
@@ -103,7 +109,8 @@ def _lines(doing: str) -> Iterator[None]:
         thread.join()
 
 
-def _line(one: Progress) -> str:
-    if not one.total:
-        return one.doing
-    return f"{one.of} {one.done} of {one.total}{': ' if one.doing else ''}{one.doing}"
+def _line(progress: Progress) -> str:
+    if not progress.total:
+        return progress.doing
+    count = f"{progress.of} {progress.done} of {progress.total}"
+    return f"{count}: {progress.doing}" if progress.doing else count

@@ -1,10 +1,11 @@
-"""SCRIPT:STEP: a graph out of a user's script, which is imported, so that its main part does not run."""
+"""SCRIPT:STEP: a graph from a user's script, which is imported, so that its main part does not run."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 from collections import Counter
@@ -34,43 +35,43 @@ _HELP = (
 
 
 def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple[ZeroGraph, tuple[Any, ...]]:
-    """Load the graph that ``train.py:example`` names, and inputs for it.
+    """Load the graph that ``train.py:example`` names, and its inputs.
 
     Args:
-        inputs: the name of inputs in the script, or of a function that returns them; needed where STEP is a graph.
-        meta: functions of the script are called with the meta device as default: what they make takes no memory.
+        inputs: name of inputs in the script, or of a function that returns them; required if STEP is a graph.
+        meta: call functions of the script with the meta device as default, so that their tensors take no memory.
 
     Raises:
-        ConfigError: no such file or name, or not what it should be; or the script failed.
+        ConfigError: there is no such file or name, or it is neither graph nor function; or the script failed.
     """
     path, _, name = script.rpartition(":")
     if not path or not name:
-        raise ConfigError(f"{script!r} is not SCRIPT:STEP: train.py:example, for instance\n{_HELP}")
+        raise ConfigError(f"{script!r} is not SCRIPT:STEP, such as train.py:example\n{_HELP}")
     module = _imported(Path(path))
-    found = _named(module, name, path)
-    if isinstance(found, ZeroGraph):
+    step = _named(module, name, path)
+    if isinstance(step, ZeroGraph):
         if inputs is None:
             raise ConfigError(
                 f"{name} of {path} is a graph: inputs for it are missing\n"
-                "Name some of the script with --inputs NAME, or name a function that returns (step, inputs) instead."
+                "Give --inputs NAME of the script, or the name of a function that returns (step, inputs)."
             )
-        given = _called(_named(module, inputs, path), inputs, path, meta)
-        return found, given if isinstance(given, tuple) else (given,)
-    if isinstance(found, type) or not callable(found):
-        raise ConfigError(f"{name} of {path} is {_what(found)}\n{_HELP}")
-    made = _called(found, name, path, meta)
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], ZeroGraph):
-        raise ConfigError(f"{name}() of {path} returned {_what(made)}, not (step, inputs)\n{_HELP}")
-    return made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
+        batch = _called(_named(module, inputs, path), inputs, path, meta)
+        return step, batch if isinstance(batch, tuple) else (batch,)
+    if isinstance(step, type) or not callable(step):
+        raise ConfigError(f"{name} of {path} is {_type_of(step)}\n{_HELP}")
+    result = _called(step, name, path, meta)
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], ZeroGraph):
+        raise ConfigError(f"{name}() of {path} returned {_type_of(result)}, not (step, inputs)\n{_HELP}")
+    return result[0], result[1] if isinstance(result[1], tuple) else (result[1],)
 
 
 def prepare(
     step: ZeroGraph, inputs: tuple[Any, ...], mesh: Mesh, *, device: str = "cpu", stage: int | None = None
 ) -> Prepared:
-    """Prepare what a rank of ``mesh`` would run, at another ``stage`` than the script's (0: none).
+    """Prepare the step of a rank of ``mesh``, optionally at another ``stage`` than the script's (0: none).
 
     Raises:
-        ConfigError: no such stage; or what the script's step is made of failed.
+        ConfigError: there is no such stage, or code of the script failed.
         ZeroGraphError: as :meth:`zerograph.graph.ZeroGraph.prepare`.
     """
     if stage is not None:
@@ -83,22 +84,22 @@ def prepare(
 
 
 def set_precision(step: ZeroGraph, precision: str | None) -> None:
-    """Let the script's step compute in this precision; None: as the script says.
+    """Set the precision of the script's step; None leaves the script's own.
 
     Args:
-        precision: as :func:`zerograph.cli.options.precision_checked` lets it through.
+        precision: a value that :func:`zerograph.cli.options.precision_checked` accepts.
 
     Raises:
-        ConfigError: fp32 of a step whose parameters are narrower.
+        ConfigError: fp32 is asked for, but parameters have a narrower dtype.
     """
     if precision is None:
         return
     if precision == "fp32":
-        narrow = {one.dtype for one in _parameters(step) if one.dtype in LOW_DTYPES}
+        narrow = {parameter.dtype for parameter in _parameters(step) if parameter.dtype in LOW_DTYPES}
         if narrow:
             raise ConfigError(
                 f"--precision fp32: {type(step).__name__} has parameters in {', '.join(map(str, narrow))}\n"
-                "Make the model in fp32, or leave --precision out."
+                "Create the model in fp32, or leave --precision out."
             )
         step.config.enable_amp(False)
         return
@@ -106,21 +107,21 @@ def set_precision(step: ZeroGraph, precision: str | None) -> None:
 
 
 def shown_precision(step: ZeroGraph) -> str:
-    """Name what the step computes in."""
-    return precision_text(step.config.amp_dtype, (one.dtype for one in _parameters(step)))
+    """Return the precision of the step in words."""
+    return precision_text(step.config.amp_dtype, (parameter.dtype for parameter in _parameters(step)))
 
 
 def _parameters(step: ZeroGraph) -> list[torch.nn.Parameter]:
-    modules = (one for one in vars(step).values() if isinstance(one, torch.nn.Module))
-    return [one for module in modules for one in module.parameters()]
+    modules = (value for value in vars(step).values() if isinstance(value, torch.nn.Module))
+    return [parameter for module in modules for parameter in module.parameters()]
 
 
 @contextlib.contextmanager
 def tracing(step: ZeroGraph) -> Iterator[None]:
-    """While the script's step is traced: what it raises is told with its line, as other failures of the script are.
+    """Report errors of the script's step while it is traced, with the user's line.
 
     Raises:
-        ConfigError: the step failed. What came through no line of the user's is an error of ours, and stays as it is.
+        ConfigError: the step failed. An error that passed no line of the user is a bug, and passes unchanged.
     """
     try:
         with _torch.errors_unlogged():
@@ -137,26 +138,24 @@ def tracing(step: ZeroGraph) -> Iterator[None]:
 
 
 def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
-    """So many ranks as this one of them sees them: in a row, or as a grid ``2x4``.
+    """Return the mesh of ``world_size`` ranks in a line, or of a grid such as ``2x4``, seen by ``rank``.
 
     Raises:
-        ConfigError: no such rank or grid.
+        ConfigError: there is no such rank or grid.
     """
     sizes: tuple[int, ...] = (world_size,)
     if shape is not None:
         parts = shape.split("x")
         if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise ConfigError(f"--mesh {shape}: a grid of ranks is 2x4, for instance")
+            raise ConfigError(f"--mesh {shape}: give a grid of ranks, such as 2x4")
         sizes = tuple(map(int, parts))
-        world_size = 1
-        for size in sizes:
-            world_size *= size
+        world_size = math.prod(sizes)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} of {world_size}: ranks count from 0")
     position = []
     for size in reversed(sizes):
-        rank, place = divmod(rank, size)
-        position.append(place)
+        rank, index = divmod(rank, size)
+        position.append(index)
     names = ("ranks",) if len(sizes) == 1 else tuple(f"ranks{dim}" for dim in range(len(sizes)))
     return Mesh(sizes, tuple(reversed(position)), names)
 
@@ -164,15 +163,15 @@ def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
 def _imported(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no script {path}")
-    # Not __main__: what stands under "if __name__ == '__main__'" does not run.
+    # Not named __main__: code under "if __name__ == '__main__'" does not run.
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_script_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python script: its name ends in {path.suffix or 'nothing'}")
+        raise ConfigError(f"{path} is not a Python script: its name ends in {path.suffix or 'nothing'}")
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        # As Python does for a script that it runs.
+        # As Python does for a script.
         sys.path.insert(0, folder)
     sys.modules[name] = module
     tell("script", 0, 0, f"importing {path}")
@@ -183,11 +182,11 @@ def _imported(path: Path) -> ModuleType:
         raise
     except SystemExit as error:
         raise ConfigError(
-            f"{path} ended itself while it was imported ({error})\n"
-            "Put what is to happen only when it runs under: if __name__ == '__main__':"
+            f"{path} exited while it was imported ({error})\n"
+            "Put code that must run only in a training run under: if __name__ == '__main__':"
         ) from error
     except Exception as error:
-        raise ConfigError(f"{path} failed while it was imported: {_told(error, path)}") from error
+        raise ConfigError(f"{path} failed while it was imported: {_error_text(error, path)}") from error
     tell("script", 0, 0)
     if calls.total():
         steps = ", ".join(f"{name} ran {count} time{'s' * (count != 1)}" for name, count in calls.items())
@@ -201,7 +200,7 @@ def _imported(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _counted_calls() -> Iterator[Counter[str]]:
-    """Count how often steps run inside the block, by the name of their class."""
+    """Count the runs of steps inside the block, by class name."""
     calls: Counter[str] = Counter()
     run = ZeroGraph.__call__
 
@@ -220,39 +219,42 @@ def _named(module: ModuleType, name: str, path: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        known = [one for one in vars(module) if not one.startswith("_")]
-        there = [one for one in known if _may_be_a_step(module, vars(module)[one])]
-        offered = f"; it has {', '.join(there)}" if there else ""
-        raise ConfigError(f"{path} has no {name!r}{close_to(name, known) or offered}\n{_HELP}") from None
+        names = [key for key in vars(module) if not key.startswith("_")]
+        steps = [key for key in names if _may_be_a_step(module, vars(module)[key])]
+        hint = close_to(name, names) or (f"; it has {', '.join(steps)}" if steps else "")
+        raise ConfigError(f"{path} has no {name!r}{hint}\n{_HELP}") from None
 
 
-def _may_be_a_step(module: ModuleType, found: Any) -> bool:
-    """Whether it is one of the script's own that a command could take: a graph, or a function without arguments."""
-    if not inspect.isfunction(found) or found.__module__ != module.__name__:
-        return isinstance(found, ZeroGraph)
-    return all(one.default is not one.empty for one in inspect.signature(found).parameters.values())
+def _may_be_a_step(module: ModuleType, value: Any) -> bool:
+    """Return True for the script's own graphs, and its functions without arguments."""
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return isinstance(value, ZeroGraph)
+    parameters = inspect.signature(value).parameters.values()
+    return all(parameter.default is not parameter.empty for parameter in parameters)
 
 
-def _called(found: Any, name: str, path: str, meta: bool) -> Any:
-    if not callable(found):
-        return found
+def _called(value: Any, name: str, path: str, meta: bool) -> Any:
+    if not callable(value):
+        return value
     try:
         with torch.device("meta") if meta else contextlib.nullcontext():
-            return found()
+            return value()
     except ZeroGraphError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}() of {path} failed: {_told(error, Path(path))}") from error
+        raise ConfigError(f"{name}() of {path} failed: {_error_text(error, Path(path))}") from error
 
 
-def _told(error: Exception, path: Path) -> str:
-    """Describe the error, with the last line of the script that it passed through."""
+def _error_text(error: Exception, path: Path) -> str:
+    """Return the error's text, with the last line of the script in its traceback."""
     line = ""
     with contextlib.suppress(OSError):
-        own = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name == path.name]
-        line = f"\n  {path}:{own[-1].lineno}   {own[-1].line}" if own else ""
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name
+        ]
+        line = f"\n  {path}:{frames[-1].lineno}   {frames[-1].line}" if frames else ""
     return f"{type(error).__name__}: {error}{line}"
 
 
-def _what(found: Any) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+def _type_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -151,7 +151,8 @@ def _placement(step: Inspection, *, more: bool) -> Messages:
     for bucket in summary.buckets:
         gradient = "" if bucket.gradient is None else f", gradient {bucket.gradient}"
         state = "".join(f", {name} {sbp}" for name, sbp in bucket.state.items())
-        placed = f"{bucket.name} {bucket.dtype} {bucket.sbp}{gradient}{state}{f', {bucket.rests}' * bool(bucket.rests)}"
+        location = f", {bucket.location}" if bucket.location else ""
+        placed = f"{bucket.name} {bucket.dtype} {bucket.sbp}{gradient}{state}{location}"
         yield logging.INFO, f"{placed}: {', '.join(bucket.parameters)}"
     if more:
         yield logging.DEBUG, f"graph after place:\n{step.text('place')}"

@@ -54,7 +54,7 @@ def _groups(buckets: Sequence[Placed]) -> list[list[Placed]]:
     groups: dict[Hashable, list[Placed]] = {}
     for bucket in buckets:
         state = tuple(bucket.state.items())
-        key = bucket.sbp, bucket.gradient, state, bucket.dtype, bucket.compute_dtype, bucket.rests, bucket.how
+        key = bucket.sbp, bucket.gradient, state, bucket.dtype, bucket.compute_dtype, bucket.location, bucket.how
         groups.setdefault(key, []).append(bucket)
     return list(groups.values())
 
@@ -71,8 +71,8 @@ def _bucket_lines(group: Sequence[Placed]) -> list[str]:
         states = dict.fromkeys(first.state.values())
         split = [sbp for sbp in states if "S" in sbp]
         placed += [f"state {', '.join(split or states)}"] if states else []
-    if first.rests:
-        placed.append(first.rests)
+    if first.location:
+        placed.append(first.location)
     size = show_bytes(sum(bucket.bytes for bucket in group))
     how = f"{first.optimizer or 'no update'}{', dealt out whole' if first.dealt else ''}"
     return [
@@ -174,7 +174,7 @@ def _parameter_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
 
 def _bucket_line(bucket: Bucket, placed: Placed) -> str:
     dtype = str(bucket.dtype) if bucket.compute_dtype is None else f"{bucket.dtype} as {bucket.compute_dtype}"
-    location = f", {placed.rests}" if placed.rests else ""
+    location = f", {placed.location}" if placed.location else ""
     return (
         f"{bucket.name} {placed.sbp}  {bucket.numel * (bucket.rows or 1):,} elements, {dtype}{location}  ({placed.how})"
     )

@@ -47,7 +47,7 @@ class Placed:
         gradient: SBP of the reduced gradient; None without an update.
         state: SBP of each entry of the optimizer's state, by name.
         bytes: size of this rank's shard of the parameters.
-        rests: where parameters and state are offloaded to, in words; empty if they are not.
+        location: where parameters and state are offloaded to, in words; empty if they are not.
         optimizer: class name; None without an update.
         how: description of the update.
         dealt: True if each parameter belongs to one rank as a whole.
@@ -63,7 +63,7 @@ class Placed:
     gradient: str | None
     state: dict[str, str]
     bytes: int
-    rests: str
+    location: str
     optimizer: str | None
     how: str
     dealt: bool
@@ -202,7 +202,7 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
         gradient=None if update is None else show(target),
         state=state | dict.fromkeys(scalars, everywhere),
         bytes=math.prod(local_shape(bucket.shape, bucket.sbp, step.context.mesh)) * bucket.dtype.itemsize,
-        rests=offloaded_to(bucket),
+        location=offloaded_to(bucket),
         optimizer=None if update is None else update.program.optimizer,
         how="no update" if update is None else _how(update.program, bucket),
         dealt=bucket.dealt,

@@ -131,13 +131,12 @@ class Sample:
         # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
         # instance is left out, because the twin must run the class's.
         twin = object.__new__(type(self._optimizer))
-        # The last: whether the first fused step has yet to look at its parameters.
-        own = ("step", "state", "param_groups", "_need_device_dtype_check_for_fused")
+        own = ("step", "state", "param_groups")
         vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
         group = {**_containers({**self._group, "params": leaves}), "lr": lr}
         group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
-        twin._need_device_dtype_check_for_fused = False
+        _torch.mark_devices_checked(twin)
         twin.state = defaultdict(dict)
         states = [
             {**kept, **{name: value for name, value in tensors.items() if name not in ("param", "grad")}}
@@ -319,7 +318,7 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)):
             constants[where] = value
         elif isinstance(value, Tensor):
-            constants[where] = id(value), value._version
+            constants[where] = id(value), _torch.version(value)
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
                 collect(f"{where}[{index}]", item)

@@ -1,15 +1,15 @@
-"""Before a job starts: what it takes on each rank, whether that fits, and how fast it will be.
+"""Predict a job before it starts: memory on each rank, whether it fits, and speed.
 
 ``front``         ``zg.plan``: start here
-``subject``       the graph that is planned, and configurations to try on it
-``plan``          one rank's step, compiled for any number of ranks, and what can be read from it
+``plan``          one rank's step, compiled for any number of ranks
+``plan_data``     the numbers of a plan
 ``search``        the fastest way that fits
+``stored``        bytes of a layout, before any pass runs
 ``closed_form``   model states from a number of parameters, as the ZeRO paper counts them
-``machine``       devices and networks as numbers; ``machines/`` those that are built in
-``calibrate``     measures one
-``costs``         how long one node takes there
-``timeline``      when each node of a step runs
+``machine``       devices and networks as numbers; ``machines/`` has the built-in ones
+``costs``         seconds of one node on a machine
+``timeline``      start and end of each node of a step
+``speed``         tokens, operations and peak rates
 ``show``          plans as tables
-``plots``         plans as curves over ranks; ``bars`` memory by kind; ``lanes`` steps over time; ``pictures`` how
-                  all of these are made
+``pictures``      plans as pictures
 """

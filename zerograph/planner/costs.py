@@ -1,4 +1,4 @@
-"""How long one node of an emitted graph takes on a machine: the roofline of an operator, the time on a wire."""
+"""Seconds of one node of an emitted graph on a machine: the roofline of an operator, the time of a collective."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "reduction": ("sum", "mean", "amax", "max", "linalg_vector_norm"),
     "update": ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_"),
 }
-# They read of their first argument no more than they yield.
+# They read no more of their first argument than they return.
 _LOOKUPS = ("embedding", "index", "gather", "index_select")
-# Products that are not those of two matrices.
+# Products other than matrix products.
 _PRODUCT_KINDS = {"convolution": "convolution", "scaled_dot_product": "attention"}
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
@@ -48,12 +48,12 @@ def kind(node: fx.Node) -> str:
 
 
 def product_kind(node: fx.Node) -> str:
-    """Of an operator that multiplies: a key of :attr:`zerograph.planner.machine.Device.shares`, or nothing."""
+    """Return the kind of a product: a key of :attr:`zerograph.planner.machine.Device.shares`, or an empty text."""
     return next((kind for part, kind in _PRODUCT_KINDS.items() if part in _name(node)), "")
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a compiler makes it part of the kernel of what it reads."""
+    """Return True if a compiler fuses the node with its inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -68,7 +68,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def seconds(node: fx.Node, device: Device) -> float:
-    """Of a node that computes: the longer of its products and its way through memory."""
+    """Return the seconds of a compute node: the longer of its products and its memory traffic."""
     if is_free(node):
         return 0.0
     moved = _moved(node, fuses=device.fuses)
@@ -80,30 +80,30 @@ def seconds(node: fx.Node, device: Device) -> float:
 
 
 def on_cpu(node: fx.Node) -> bool:
-    """Whether the operator works on more than numbers in the CPU's memory: what it yields, or else is given."""
+    """Return True if the operator works on CPU tensors of at least one dimension: its results, or else its inputs."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    made = list(tensors(node.meta.get("val")))
-    found = made or [one for given in node.all_input_nodes for one in tensors(given.meta.get("val"))]
-    return any(one.dim() for one in found) and all(one.device.type == "cpu" for one in found)
+    results = list(tensors(node.meta.get("val")))
+    values = results or [each for source in node.all_input_nodes for each in tensors(source.meta.get("val"))]
+    return any(each.dim() for each in values) and all(each.device.type == "cpu" for each in values)
 
 
 def cpu_seconds(node: fx.Node, device: Device) -> float:
-    """Of a node that the CPU computes for a device: an update, which its memory bounds."""
+    """Return the seconds of a node that the CPU computes for an accelerator: an update, bound by CPU memory."""
     return 0.0 if is_free(node) else device.overhead + _moved(node, fuses=device.fuses) / device.cpu
 
 
 def carry_seconds(node: fx.Node, device: Device) -> float:
-    """Of a copy to another device: the link's time, or the CPU's where it casts and lays in pinned memory what goes up.
+    """Return the seconds of a copy between devices: of the link, or of the CPU's cast into pinned memory if longer.
 
     Args:
-        node: with the operator ``prefetch_offloaded``.
+        node: a copy that the pass ``prefetch_offloaded`` inserted.
     """
-    made: Tensor = node.meta["val"]
+    result: Tensor = node.meta["val"]
     source: Tensor = node.all_input_nodes[0].meta["val"]
-    if source.device.type != "cpu" or source.dtype == made.dtype:
-        return nbytes(made) / device.host
-    return max(nbytes(made) / device.host, (nbytes(source) + 3 * nbytes(made)) / device.cpu)
+    if source.device.type != "cpu" or source.dtype == result.dtype:
+        return nbytes(result) / device.host
+    return max(nbytes(result) / device.host, (nbytes(source) + 3 * nbytes(result)) / device.cpu)
 
 
 def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
@@ -138,14 +138,14 @@ def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link
 
 
 def _moved(node: fx.Node, *, fuses: bool) -> int:
-    """Bytes read and written; where operators are fused, not what only passes between two of one kernel."""
+    """Return the bytes read and written; values inside a fused kernel do not count."""
     if _name(node) in _LOOKUPS:
         return 2 * sum(map(nbytes, tensors(node.meta.get("val"))))
     read = [
         value
-        for given in node.all_input_nodes
-        if not (fuses and is_pointwise(node) and is_pointwise(given) and len(given.users) == 1)
-        for value in tensors(given.meta.get("val"))
+        for source in node.all_input_nodes
+        if not (fuses and is_pointwise(node) and is_pointwise(source) and len(source.users) == 1)
+        for value in tensors(source.meta.get("val"))
     ]
     inside = fuses and is_pointwise(node) and len(node.users) == 1 and is_pointwise(next(iter(node.users)))
     written = [] if inside else list(tensors(node.meta.get("val")))
@@ -153,17 +153,17 @@ def _moved(node: fx.Node, *, fuses: bool) -> int:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """In a node's value: one, or several."""
-    for one in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(one, Tensor):
-            yield one
+    """Yield the tensors in a node's value: one, or several."""
+    for part in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(part, Tensor):
+            yield part
 
 
 def _dtype(node: fx.Node) -> str:
-    """The dtype that it computes in, as a machine's file names it: that of its first floating-point argument."""
-    given = (one for source in node.all_input_nodes for one in tensors(source.meta.get("val")))
-    found = next((one.dtype for one in given if one.dtype.is_floating_point), torch.float32)
-    return str(found).removeprefix("torch.")
+    """Return the compute dtype, that of the first floating-point argument, as a machine's file names it."""
+    inputs = (value for source in node.all_input_nodes for value in tensors(source.meta.get("val")))
+    dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""What a step runs on, as numbers: a device, and the network between ranks. Built in, or measured, as YAML files."""
+"""Machines as numbers: a device, and the network between ranks. They are built in, or measured; both are YAML files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Rate:
-    """How much a device does per second, by how much it is given at once: linear between points, on log scales.
+    """Amount per second as a function of the amount per call: linear between points, on log scales.
 
     Attributes:
-        points: (amount, amount per second), by growing amount.
+        points: (amount, amount per second), by increasing amount.
     """
 
     points: Points
 
     def seconds(self, amount: float) -> float:
-        """How long so much takes."""
+        """Return the seconds for an amount."""
         if amount <= 0:
             return 0.0
         sizes = [size for size, _ in self.points]
@@ -44,28 +44,28 @@ class Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """What computes.
+    """A device.
 
     Attributes:
-        memory: bytes that the device has.
-        headroom: bytes of them that a plan leaves free; see :func:`default_headroom`.
-        products: operations per second in matrix products and the like, by dtype (``"bfloat16"``); what is not listed
-            runs as ``"float32"`` does.
-        peaks: operations per second in matrix products as the data sheet has them, by dtype; what model-flops
-            utilisation is a share of. Empty where no data sheet is known.
-        shares: of the rate of ``products``, what products of other kinds reach: ``"convolution"``, ``"attention"``;
-            those that are not listed reach it all.
+        memory: bytes of memory.
+        headroom: bytes of the memory that a plan leaves free; see :func:`default_headroom`.
+        products: operations per second in matrix products, by dtype (``"bfloat16"``); other dtypes run as
+            ``"float32"``.
+        peaks: operations per second in matrix products by the data sheet, by dtype; the reference of model-flops
+            utilisation. Empty without a data sheet.
+        shares: share of the rate of ``products`` that other products reach: ``"convolution"``, ``"attention"``;
+            default 1.
         moved: bytes per second that operators read and write, by kind of operator (see
-            :func:`zerograph.planner.costs.kind`); ``"memory"`` stands for kinds that are not listed.
-        overhead: seconds that each operator takes beside that.
-        in_step: how many times as long all that takes in a step, where ranks wait for each other and share memory.
+            :func:`zerograph.planner.costs.kind`); other kinds run as ``"memory"``.
+        overhead: seconds of overhead per operator.
+        in_step: factor on the time of operators in a step, where ranks wait for each other and share memory.
         host: bytes per second between its memory and the CPU's, each way.
         file: bytes per second from and to files.
-        fuses: a compiler makes one kernel of operators that follow each other element by element.
-        accelerator: it has memory of its own beside the CPU's, in which things may then rest; in a file that does not
-            say so, what ``fuses`` is.
-        cpu: bytes per second that the CPU reads and writes for each device, where it updates what rests there.
-        cpu_memory: bytes of the CPU's memory for each device; None: not known, as much as it takes.
+        fuses: a compiler fuses adjacent pointwise operators into one kernel.
+        accelerator: it has its own memory, so that state can be offloaded to the CPU's memory; in a file the default
+            is the value of ``fuses``.
+        cpu: bytes per second that the CPU reads and writes for each device when it updates offloaded state.
+        cpu_memory: bytes of CPU memory for each device; None for unlimited.
     """
 
     memory: int
@@ -85,15 +85,15 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that a step's tensors may take."""
+        """Bytes for the tensors of a step."""
         return max(0, self.memory - self.headroom)
 
     def product_seconds(self, dtype: str, operations: float, kind: str = "") -> float:
-        """Of a product of so many floating-point operations."""
+        """Return the seconds of a product of that many floating-point operations."""
         return self.products.get(dtype, self.products["float32"]).seconds(operations) / self.shares.get(kind, 1.0)
 
     def moved_seconds(self, kind: str, count: float) -> float:
-        """Of an operator of that kind that reads and writes so many bytes."""
+        """Return the seconds of an operator of that kind that reads and writes ``count`` bytes."""
         return self.moved.get(kind, self.moved["memory"]).seconds(count)
 
 
@@ -102,9 +102,9 @@ class Link:
     """One level of the network.
 
     Attributes:
-        ranks: how many ranks that follow each other it joins: those of a node, of a pod; None for all.
-        rate: bytes per second that each rank sends over its own link while others do too.
-        latency: seconds until the first byte is there.
+        ranks: number of consecutive ranks that it connects, such as those of a node or a pod; None for all.
+        rate: bytes per second that each rank sends over its own link while all others send too.
+        latency: seconds until the first byte arrives.
     """
 
     ranks: int | None
@@ -117,9 +117,9 @@ class Machine:
     """A device and the network between many of them.
 
     Attributes:
-        links: from the innermost level out; the last joins all ranks.
-        overlap: the share of a collective's time in which the device goes on computing at full speed.
-        source: where the numbers come from.
+        links: levels from the innermost out; the last connects all ranks.
+        overlap: share of a collective's time in which the device computes at full speed.
+        source: origin of the numbers.
     """
 
     name: str
@@ -130,21 +130,21 @@ class Machine:
 
 
 def machine(which: str | os.PathLike[str] | Machine) -> Machine:
-    """A machine by its name (``"h100"``, ``"h200"``, ``"a100"``, ``"cpu"``), or from a YAML file.
+    """Return a machine by its name (``"h100"``, ``"h200"``, ``"a100"``, ``"cpu"``), or from a YAML file.
 
     Raises:
-        ConfigError: no such machine or file, or one that says too little or something else.
+        ConfigError: there is no such machine or file, or the file is incomplete or malformed.
     """
     if isinstance(which, Machine):
         return which
-    known = names()
-    if which in known:
+    builtin = names()
+    if which in builtin:
         text = (resources.files(__package__) / "machines" / f"{which}.yaml").read_text()
     elif Path(which).is_file():
         text = Path(which).read_text()
     else:
         raise ConfigError(
-            f"there is no machine {os.fspath(which)!r}: choose {', '.join(known)}, or give a YAML file\n"
+            f"there is no machine {os.fspath(which)!r}: choose {', '.join(builtin)}, or give a YAML file\n"
             "`zerograph calibrate OUT.yaml` measures this one and writes such a file."
         )
     try:
@@ -155,7 +155,7 @@ def machine(which: str | os.PathLike[str] | Machine) -> Machine:
 
 
 def default_headroom(memory: int, *, accelerator: bool) -> int:
-    """Bytes of a device's memory that no plan may count on.
+    """Return the bytes of a device's memory that a plan leaves free.
 
     An accelerator's context, NCCL's buffers and the allocator's fragmentation are not in the graph: 8 % of the memory,
     and at least 2 GiB. A CPU has none of the three.
@@ -164,7 +164,7 @@ def default_headroom(memory: int, *, accelerator: bool) -> int:
 
 
 def names() -> list[str]:
-    """Return the machines that are built in."""
+    """Return the names of the built-in machines."""
     folder = resources.files(__package__) / "machines"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
@@ -192,37 +192,38 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
             **({} if device.cpu_memory is None else {"cpu_memory": device.cpu_memory}),
         },
         "links": [
-            {"ranks": one.ranks, "rate": _plain(one.rate), "latency": _short(one.latency)} for one in described.links
+            {"ranks": link.ranks, "rate": _plain(link.rate), "latency": _short(link.latency)}
+            for link in described.links
         ],
     }
     Path(path).write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
 
 
 def _read(content: Mapping[str, Any]) -> Machine:
-    given = content["device"]
+    fields = content["device"]
     device = Device(
-        memory=int(_positive(given["memory"])),
-        products={str(dtype): _rate(rate) for dtype, rate in given["products"].items()},
-        moved={str(kind): _rate(rate) for kind, rate in given["moved"].items()},
-        peaks={str(dtype): _positive(rate) for dtype, rate in given.get("peaks", {}).items()},
-        shares={str(kind): _positive(share) for kind, share in given.get("shares", {}).items()},
-        overhead=_number(given["overhead"]),
-        in_step=_positive(given.get("in_step", 1.0)),
-        host=_positive(given.get("host", 25e9)),
-        file=_positive(given.get("file", 2e9)),
-        fuses=bool(given.get("fuses", True)),
-        accelerator=bool(given.get("accelerator", given.get("fuses", True))),
-        cpu=_positive(given.get("cpu", 40e9)),
-        cpu_memory=None if given.get("cpu_memory") is None else int(_positive(given["cpu_memory"])),
+        memory=int(_positive(fields["memory"])),
+        products={str(dtype): _rate(rate) for dtype, rate in fields["products"].items()},
+        moved={str(kind): _rate(rate) for kind, rate in fields["moved"].items()},
+        peaks={str(dtype): _positive(rate) for dtype, rate in fields.get("peaks", {}).items()},
+        shares={str(kind): _positive(share) for kind, share in fields.get("shares", {}).items()},
+        overhead=_number(fields["overhead"]),
+        in_step=_positive(fields.get("in_step", 1.0)),
+        host=_positive(fields.get("host", 25e9)),
+        file=_positive(fields.get("file", 2e9)),
+        fuses=bool(fields.get("fuses", True)),
+        accelerator=bool(fields.get("accelerator", fields.get("fuses", True))),
+        cpu=_positive(fields.get("cpu", 40e9)),
+        cpu_memory=None if fields.get("cpu_memory") is None else int(_positive(fields["cpu_memory"])),
     )
     device.products["float32"], device.moved["memory"]
     links = tuple(
-        Link(None if one.get("ranks") is None else int(one["ranks"]), _rate(one["rate"]), _number(one["latency"]))
-        for one in content["links"]
+        Link(None if link.get("ranks") is None else int(link["ranks"]), _rate(link["rate"]), _number(link["latency"]))
+        for link in content["links"]
     )
-    reaches = [math.inf if one.ranks is None else one.ranks for one in links]
+    reaches = [math.inf if link.ranks is None else link.ranks for link in links]
     if not links or reaches[-1] != math.inf or any(a >= b for a, b in itertools.pairwise(reaches)):
-        raise ValueError("its links must join more and more ranks, the last one all (ranks: null)")
+        raise ValueError("each link must connect more ranks than the one before, and the last one all (ranks: null)")
     overlap = _number(content.get("overlap", 1.0))
     if overlap > 1:
         raise ValueError(f"overlap is a share of a collective's time, at most 1, not {overlap}")
@@ -230,7 +231,7 @@ def _read(content: Mapping[str, Any]) -> Machine:
 
 
 def _rate(value: Any) -> Rate:
-    """A number, or a list of [amount, amount per second]."""
+    """Read a rate: a number, or a list of [amount, amount per second]."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         points = tuple(sorted((_positive(amount), _positive(rate)) for amount, rate in value))
         if not points:
@@ -246,12 +247,12 @@ def _plain(rate: Rate) -> Any:
 
 
 def _short(number: float) -> float:
-    """To the three digits that a measurement has at best."""
+    """Round to three significant digits, the precision of a measurement."""
     return float(f"{number:.3g}")
 
 
 def _number(value: Any) -> float:
-    # YAML takes 1e9 for text: it wants 1.0e+9.
+    # YAML reads 1e9 as text, and 1.0e+9 as a number.
     number = float(value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{value!r} is not a number from 0 up")

@@ -1,6 +1,6 @@
-"""What `calibrate` measures a device with: products, and an operator of each kind that is bound by memory.
+"""Operators with which `calibrate` measures a device: products, and one operator of each memory-bound kind.
 
-Each is made of a size and a device, with fresh arguments, and says what it costs by the count of it.
+Each function creates fresh arguments and returns a call with its bytes and operations.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import sdpa_flop_count
 
 Run = Callable[[], Any]
-# Of a number of elements and a device: what to run, and how many bytes that touches.
+# (number of elements, device) -> (call, bytes that it reads and writes).
 Operator = Callable[[int, torch.device], tuple[Run, int]]
-# Of a device: what to run, how many bytes that touches, and the operations of each product in it.
+# device -> (call, bytes that it reads and writes, operations of each product in it).
 Product = Callable[[torch.device], tuple[Run, int, Sequence[float]]]
 
 
 def linear(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, int, float]:
-    """A linear layer from ``width`` to twice that, of half as many rows: forward and both gradients.
+    """Return a linear layer with both gradients: input [width / 2, width], weight [2 * width, width].
 
-    Returns what to run, the bytes that it touches, and the operations of each of its three products.
+    Returns:
+        The call, the bytes that it reads and writes, and the operations of each of its three products.
     """
     x, w, g = (
         torch.randn(rows, columns, device=device).to(dtype)
@@ -33,7 +34,7 @@ def linear(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, i
 
 
 def _convolution(device: torch.device) -> tuple[Run, int, Sequence[float]]:
-    """Four 3x3 convolutions of a residual network, from wide pictures of few channels to small ones of many."""
+    """Return four 3x3 convolutions of a residual network, from wide images of few channels to small ones of many."""
     aten = torch.ops.aten
     runs: list[Run] = []
     count, operations = 0, []
@@ -52,7 +53,7 @@ def _convolution(device: torch.device) -> tuple[Run, int, Sequence[float]]:
 
 
 def _attention(device: torch.device) -> tuple[Run, int, Sequence[float]]:
-    """Causal attention of four sequences of 256 tokens, eight heads of width 64."""
+    """Return causal attention over four sequences of 256 tokens, with eight heads of width 64."""
     q, k, v = (torch.randn(4, 8, 256, 64, device=device, requires_grad=True) for _ in range(3))
     g = torch.randn_like(q)
 

@@ -15,13 +15,13 @@ from zerograph.planner.timeline import Timeline
 
 @dataclass(frozen=True)
 class Wire:
-    """What a rank sends in a step by collectives of one kind in one phase.
+    """Bytes that a rank sends in a step by collectives of one kind in one phase.
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce or all-to-all.
-        mesh_dim: the dimension of the mesh along which they run.
-        times: how many.
-        bytes: that each rank sends in all of them.
+        mesh_dim: dimension of the mesh along which they run.
+        times: number of runs per step.
+        bytes: bytes that each rank sends in all of them.
     """
 
     kind: str
@@ -37,33 +37,31 @@ class PlanData:
 
     Attributes:
         mesh: shape of the grid of ranks.
-        options: the configuration: mode and stage, and what is not the default.
-        precision: what it computes in: ``"fp32"``, ``"bf16 with fp32 masters"``.
-        machine: name of what it would run on; ``capacity`` is the memory of one of its devices, of which ``headroom``
+        options: the configuration: mode and stage, and all options that are not the default.
+        precision: ``"fp32"``, ``"bf16 with fp32 masters"``, ...
+        machine: name of the machine; ``capacity`` is the memory of one of its devices in bytes, of which ``headroom``
             stays free.
-        parameters: elements of the model.
-        at_rest: bytes between steps, by kind: parameters (masters, where they are computed with in less), optimizer
-            state, buffers.
-        most: the most bytes of each kind at any moment of the step, at rest or not.
-        model_states: bytes as the ZeRO paper counts them, each at its most: parameters as they are computed with,
-            gradients in buckets, and optimizer state with masters, where there are any; see
-            :mod:`zerograph.planner.closed_form`.
-        memory: the most bytes at once on the device, what they are, and where.
-        host: the same in the CPU's memory, of an accelerator's step; ``cpu_capacity`` is what there is of it for each
-            rank, None where that is not known.
-        in_files: bytes that rest in files.
-        profile: bytes held over the step, node by node.
-        wire: what is sent.
+        parameters: number of elements of the model.
+        at_rest: bytes between steps, by kind: parameters (masters in mixed precision), optimizer state, buffers.
+        most: maximum bytes of each kind at any moment of the step.
+        model_states: bytes as the ZeRO paper counts them, the maximum of each: parameters in the compute dtype,
+            gradients in buckets, and optimizer state with masters; see :mod:`zerograph.planner.closed_form`.
+        memory: peak on the device: its parts, and where in the step it is reached.
+        host: the same for the CPU's memory, for a step of an accelerator; ``cpu_capacity`` is the CPU memory per rank
+            in bytes, None if it is not known.
+        in_files: bytes that are stored in files.
+        profile: memory over the step, node by node.
+        wire: bytes sent.
         time: the step's time and its parts.
-        samples: of a rank's part of the batch: the size of dimension 0.
-        tokens: of a rank's part of the batch: the elements of its first tensor of whole numbers that has a dimension
-            beside the samples; None where it has none.
+        samples: size of dimension 0 of a rank's part of the batch.
+        tokens: number of elements of the first integer tensor [samples, ...] of a rank's part of the batch; None if it
+            has none.
         operations: floating-point operations of a rank's products in a step.
-        model_operations: those without recomputation.
-        peak_rate: operations per second of the device's data sheet in this precision; None where none is known.
-        prepared: the compiled step that all of this was read from.
-        compile_seconds: what compiling it took here.
-        alternatives: what else was tried, and why it lost, where the plan was searched for.
+        model_operations: the same without recomputation.
+        peak_rate: operations per second of the device's data sheet in this precision; None if it is not known.
+        prepared: the compiled step.
+        compile_seconds: duration of compilation on this machine.
+        alternatives: all candidates of the search that chose this plan, with verdicts.
     """
 
     mesh: tuple[int, ...]
@@ -94,32 +92,33 @@ class PlanData:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return math.prod(self.mesh)
 
     @property
     def stage(self) -> str:
-        """``"off"``, ``"stage 2"`` or ``"stage 2, non-distributed"``."""
+        """The ZeRO stage: ``"off"``, ``"stage 2"`` or ``"stage 2, non-distributed"``."""
         return self.prepared.context.policy.name
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the headroom free, and what is offloaded is within the CPU's memory."""
+        """True if the peak leaves the headroom free and offloaded state fits into the CPU's memory."""
         return self.memory.peak <= self.usable and self.host_fits
 
     @property
     def usable(self) -> int:
-        """Bytes of the device's memory that a step's tensors may take."""
+        """Bytes of the device's memory for the tensors of a step: its capacity without the headroom."""
         return max(0, self.capacity - self.headroom)
 
     @property
     def host_fits(self) -> bool:
-        """Whether what is offloaded to the CPU's memory is within that."""
+        """True if offloaded state fits into the CPU's memory."""
         return self.host is None or self.cpu_capacity is None or self.host.peak <= self.cpu_capacity
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that each rank sends in a step."""
-        return sum(one.bytes for one in self.wire)
+        return sum(sent.bytes for sent in self.wire)
 
     @property
     def efficiency(self) -> float:
@@ -128,28 +127,28 @@ class PlanData:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples that each device trains on in a second."""
+        """Samples per second of each device."""
         return self.samples / self.time.seconds if self.time.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that each device trains on in a second; None where the batch has none."""
+        """Tokens per second of each device; None if the batch has none."""
         if self.tokens is None:
             return None
         return self.tokens / self.time.seconds if self.time.seconds else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """Model-flops utilisation: the products of the model, nothing recomputed, as a share of the data sheet's peak.
+        """Model-flops utilisation: products of the model, without recomputation, as a share of the data sheet's peak.
 
-        The scores of attention that its backward recomputes do not count.
+        The attention scores that backward recomputes do not count.
         """
         if self.peak_rate is None or not self.time.seconds:
             return None
         return self.model_operations / self.time.seconds / self.peak_rate
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers, for JSON: bytes, and seconds."""
+        """Return the numbers for JSON, in bytes and seconds."""
         return {
             "world_size": self.world_size,
             "mesh": list(self.mesh),
@@ -170,7 +169,7 @@ class PlanData:
             else {"bytes": self.host.peak, "at_rest": self.host.at_rest, "kinds": dict(self.host.kinds)},
             "cpu_capacity": self.cpu_capacity,
             "in_files": self.in_files,
-            "wire": [asdict(one) for one in self.wire],
+            "wire": [asdict(sent) for sent in self.wire],
             "wire_bytes": self.wire_bytes,
             "seconds": {
                 "step": self.time.seconds,
@@ -192,35 +191,35 @@ class PlanData:
             "compile_seconds": self.compile_seconds,
             "alternatives": [
                 {
-                    "stage": one.stage,
-                    "mesh": list(one.mesh),
-                    "given_up": one.given_up,
-                    "peak": None if one.plan is None else one.plan.memory.peak,
-                    "seconds": None if one.plan is None else one.plan.time.seconds,
-                    "verdict": one.verdict,
+                    "stage": candidate.stage,
+                    "mesh": list(candidate.mesh),
+                    "trade_offs": candidate.trade_offs,
+                    "peak": None if candidate.plan is None else candidate.plan.memory.peak,
+                    "seconds": None if candidate.plan is None else candidate.plan.time.seconds,
+                    "verdict": candidate.verdict,
                 }
-                for one in self.alternatives
+                for candidate in self.alternatives
             ],
         }
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """One configuration that a search tried.
 
     Attributes:
         stage: ``"off"``, ``"1"``, ``"2"`` or ``"3"``.
         mesh: shape of the grid of ranks.
-        given_up: what it costs time to save memory by: ``"recompute"``, ``"optimizer on the CPU, 4 micro-batches"``, or
-            nothing.
-        plan: what it takes; None where it was not compiled.
-        verdict: why it is chosen, or not.
-        options: the configuration that it stands for, as far as it was searched for.
+        trade_offs: options that trade time for memory: ``"recompute"``, ``"optimizer on the CPU, 4 micro-batches"``, or
+            empty.
+        plan: its plan; None if it was not compiled.
+        verdict: the reason why it is chosen, or not.
+        options: the options that the search set.
     """
 
     stage: str
     mesh: tuple[int, ...]
-    given_up: str
+    trade_offs: str
     plan: PlanData | None = field(repr=False)
     verdict: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""What the planner needs of a graph: its configuration, and to prepare or lay out a step."""
+"""The planner's view of a graph: its configuration, and a step that is prepared or laid out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Preparable(Protocol):
 
     @property
     def config(self) -> Config:
-        """Its options."""
+        """The options of the graph."""
 
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
-        """See :meth:`zerograph.ZeroGraph.prepare`."""
+        """Prepare a step; see :meth:`zerograph.ZeroGraph.prepare`."""
 
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
-        """See :meth:`zerograph.ZeroGraph.lay_out`."""
+        """Lay out a step; see :meth:`zerograph.ZeroGraph.lay_out`."""
 
 
 @contextlib.contextmanager
@@ -37,5 +37,5 @@ def configured(graph: Preparable, **options: Any) -> Iterator[Config]:
             setattr(graph.config, name, value)
         yield graph.config
     finally:
-        for one in fields(Config):
-            setattr(graph.config, one.name, getattr(before, one.name))
+        for option in fields(Config):
+            setattr(graph.config, option.name, getattr(before, option.name))

@@ -24,7 +24,7 @@ def text(plan: PlanData, width: int = 100) -> str:
 
 
 def page(plan: PlanData) -> RenderableType:
-    """A plan on a page: what it is of, memory, wire, time, and what else was tried."""
+    """Return a plan on a page: title, memory, traffic, time, and the candidates of the search."""
     grid = "x".join(map(str, plan.mesh))
     head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}, in {plan.precision}")
     head.append(f"\n{plan.options}", style="dim")
@@ -35,7 +35,7 @@ def page(plan: PlanData) -> RenderableType:
 
 
 def _memory(plan: PlanData) -> RenderableType:
-    table = _table("memory of a rank", "at rest", "at most", "at the peak")
+    table = _table("memory of a rank", "stored", "maximum", "at the peak")
     for kind in dict.fromkeys([*plan.memory.kinds, *plan.most]):
         cells = (plan.at_rest.get(kind, 0), plan.most.get(kind, 0), plan.memory.kinds.get(kind, 0))  # type: ignore[call-overload]
         table.add_row(kind, *(show_bytes(count) if count else "" for count in cells))
@@ -47,26 +47,26 @@ def _memory(plan: PlanData) -> RenderableType:
     room = show_bytes(plan.capacity)
     if plan.headroom:
         room = f"{show_bytes(plan.usable)} ({room} without a headroom of {show_bytes(plan.headroom)})"
-    said = f"{fits} into {room}; the peak is in {place}"
-    lines: list[RenderableType] = [table, Text(said, style="green" if plan.fits else "bold red")]
+    verdict = f"{fits} into {room}; the peak is in {place}"
+    lines: list[RenderableType] = [table, Text(verdict, style="green" if plan.fits else "bold red")]
     if plan.host is not None and plan.host.peak >= _WORTH_A_LINE:
         room = "" if plan.cpu_capacity is None else f", of {show_bytes(plan.cpu_capacity)}"
-        held = f"{show_bytes(plan.host.at_rest)} at rest, {show_bytes(plan.host.peak)} at most{room}"
-        lines.append(Text(f"in the CPU's memory: {held}", style="" if plan.host_fits else "bold red"))
+        bytes_used = f"{show_bytes(plan.host.at_rest)} stored, {show_bytes(plan.host.peak)} at the peak{room}"
+        lines.append(Text(f"in the CPU's memory: {bytes_used}", style="" if plan.host_fits else "bold red"))
     if plan.in_files:
         lines.append(Text(f"in files: {show_bytes(plan.in_files)}"))
     return Group(*lines)
 
 
-# Step counts are on the CPU whatever is offloaded.
+# Step counts are always on the CPU.
 _WORTH_A_LINE = 2**14
 
 
 def _wire(plan: PlanData) -> RenderableType:
-    table = _table("sent by a rank in a step", "how often", "bytes")
-    for one in plan.wire:
-        along = f" along {one.mesh_dim}" if len(plan.mesh) > 1 else ""
-        table.add_row(f"{one.phase}: {one.kind}{along}", f"{one.times:,}", show_bytes(one.bytes))
+    table = _table("sent by a rank in a step", "times", "bytes")
+    for sent in plan.wire:
+        along = f" along {sent.mesh_dim}" if len(plan.mesh) > 1 else ""
+        table.add_row(f"{sent.phase}: {sent.kind}{along}", f"{sent.times:,}", show_bytes(sent.bytes))
     table.add_section()
     table.add_row("together", "", show_bytes(plan.wire_bytes))
     return table
@@ -75,22 +75,22 @@ def _wire(plan: PlanData) -> RenderableType:
 def _time(plan: PlanData) -> RenderableType:
     table = _table("time of a step", "time", "share")
     whole = plan.time.seconds or 1.0
-    for what, seconds in (
+    for activity, seconds in (
         ("computing", plan.time.compute),
         ("waiting for collectives", plan.time.exposed),
         ("waiting for transfers", plan.time.transfers),
         *([("waiting for the CPU's update", plan.time.updating)] if plan.time.updating else ()),
     ):
-        table.add_row(what, show_seconds(seconds), f"{seconds / whole:.1%}")
+        table.add_row(activity, show_seconds(seconds), f"{seconds / whole:.1%}")
     table.add_section()
     table.add_row("together", show_seconds(plan.time.seconds), "")
     hidden = max(0.0, plan.time.communication - plan.time.exposed)
-    said = f"collectives take {show_seconds(plan.time.communication)}, {show_seconds(hidden)} of it while it computes"
-    return Group(table, Text(_speed(plan)), Text(said))
+    text = f"collectives take {show_seconds(plan.time.communication)}, {show_seconds(hidden)} of it while it computes"
+    return Group(table, Text(_speed(plan)), Text(text))
 
 
 def _speed(plan: PlanData) -> str:
-    """Return the speed of each device: tokens or samples a second, operations, and the share of its peak."""
+    """Return the speed of each device: tokens or samples per second, operations, and the share of its peak."""
     count, unit = plan.samples_per_second, "samples"
     if plan.tokens_per_second is not None:
         count, unit = plan.tokens_per_second, "tokens"
@@ -101,14 +101,14 @@ def _speed(plan: PlanData) -> str:
 
 
 def candidates(tried: Sequence[Candidate]) -> Table:
-    """Return a table of what a search tried, and why each was not chosen."""
+    """Return a table of the candidates of a search, with verdicts."""
     table = Table("stage", "mesh", "trade-offs", "peak", "time", "verdict", box=box.SIMPLE_HEAD, title_justify="left")
-    for one in tried:
-        peak = "" if one.plan is None else show_bytes(one.plan.memory.peak)
-        seconds = "" if one.plan is None else show_seconds(one.plan.time.seconds)
-        chosen = one.verdict.startswith("the fastest")
-        grid = "x".join(map(str, one.mesh))
-        table.add_row(one.stage, grid, one.given_up, peak, seconds, one.verdict, style="bold green" if chosen else "")
+    for each in tried:
+        peak = "" if each.plan is None else show_bytes(each.plan.memory.peak)
+        seconds = "" if each.plan is None else show_seconds(each.plan.time.seconds)
+        style = "bold green" if each.verdict.startswith("the fastest") else ""
+        grid = "x".join(map(str, each.mesh))
+        table.add_row(each.stage, grid, each.trade_offs, peak, seconds, each.verdict, style=style)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Measures of a predicted step's speed: tokens, floating-point operations, and the peak that they are a share of."""
+"""Measures of a predicted step's speed: tokens, floating-point operations, and the device's peak rate."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zerograph.planner.machine import Machine
 
 
 def tokens(batch: Iterable[Tensor]) -> int | None:
-    """Return the elements of the first tensor of whole numbers of shape [samples, ...]; None where there is none."""
-    whole = (one for one in batch if one.dim() >= 2 and one.dtype in (torch.int64, torch.int32))
-    return next((one.numel() for one in whole), None)
+    """Return the number of elements of the first integer tensor [samples, ...]; None if there is none."""
+    integers = (tensor for tensor in batch if tensor.dim() >= 2 and tensor.dtype in (torch.int64, torch.int32))
+    return next((tensor.numel() for tensor in integers), None)
 
 
 def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
     """Return the operations of a rank's step.
 
     Args:
-        graph: the emitted one.
+        graph: the emitted graph.
         count: operations of a node: :func:`zerograph.passes.recompute.cost.flops` or :func:`model_flops`.
     """
     total = 0
@@ -39,19 +39,19 @@ def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
 
 
 def model_flops(node: fx.Node) -> int:
-    """Return the operations that the model's mathematics asks for: none of those that backward recomputes."""
+    """Return the operations of the model's mathematics: none for recomputed nodes."""
     if meta(node).get("recomputed"):
         return 0
     count = flops(node)
-    # Of its five products one computes the scores again.
+    # One of its five products recomputes the scores.
     return count * 4 // 5 if "scaled_dot_product" in str(node.target) and "backward" in str(node.target) else count
 
 
 def peak_rate(machine: Machine, buckets: Sequence[Bucket], low: torch.dtype | None) -> float | None:
-    """Return the data sheet's rate in the dtype that most parameters are computed with; None where it has none.
+    """Return the data sheet's rate in the compute dtype of most parameters; None if it is not listed.
 
     Args:
-        low: the dtype of mixed precision, or None.
+        low: compute dtype of mixed precision, or None.
     """
     if low is None:
         sizes: Counter[torch.dtype] = Counter()

@@ -1,8 +1,8 @@
 """Predict when each node of an emitted graph runs: compute nodes one by one, collectives beside them.
 
-A collective begins when it is started and the one before it on the wire is done; what waits for it waits until it is.
-Transfers between memories and to files have lines of their own, and so has what the CPU computes for an accelerator. A
-loop's body is predicted once and repeated.
+A collective begins when it is started and the previous one on the wire is done; a wait for it ends when it is done.
+Transfers between memories, transfers to files, and updates that the CPU computes have streams of their own. The body of
+a loop is predicted once and repeated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Stream = Literal["compute", "communication", "host", "files", "cpu"]
 
 @dataclass(frozen=True)
 class Event:
-    """One node's time.
+    """The time of one node.
 
     Attributes:
-        node: what runs, of the graph or of a loop's body.
+        node: of the graph, or of a loop's body.
         start, end: seconds from the beginning of the step.
-        stream: what it keeps busy.
-        waits: seconds that the device idles in it: for a collective, or for a transfer.
-        turn: which micro-batch, where there are several; events stand for the first turn only.
+        stream: the resource that it occupies.
+        waits: seconds that the device idles in it, for a collective or a transfer.
+        turn: micro-batch, in a loop; there are events of the first micro-batch only.
     """
 
     node: fx.Node
@@ -47,6 +47,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
+        """The duration."""
         return self.end - self.start
 
     @property
@@ -66,12 +67,13 @@ class Timeline:
 
     Attributes:
         seconds: from the first node to the last.
-        events: in order of their start; of a loop's turns the first.
-        compute: seconds that the device computes, in all turns.
-        communication: seconds that collectives take, exposed or not.
-        exposed: seconds in which the device idles and waits for a collective; ``transfers``: for a transfer;
-            ``updating``: for the CPU, which updates what rests in its memory.
-        phases: seconds of each phase, as the device sees them.
+        events: in order of their start; of a loop only the first micro-batch.
+        compute: seconds in which the device computes, in all micro-batches.
+        communication: seconds of collectives, exposed or not.
+        exposed: seconds in which the device waits for a collective.
+        transfers: seconds in which the device waits for a transfer.
+        updating: seconds in which the device waits for the CPU's update of offloaded state.
+        phases: seconds of each phase on the device.
     """
 
     seconds: float
@@ -111,14 +113,14 @@ class Timeline:
 
 
 def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
-    """Predict a step.
+    """Predict the time of a step.
 
     Args:
-        graph: the last one: in this rank's shapes, with its collectives.
-        mesh: the ranks that the graph is for; what is innermost there is closest in the network.
+        graph: the emitted graph, in this rank's shapes and with its collectives.
+        mesh: the ranks of the graph; its last dimension is closest in the network.
     """
-    values = (one for node in graph.nodes for one in costs.tensors(node.meta.get("val")))
-    walk = _Walk(machine, mesh, any(one.device.type != "cpu" for one in values))
+    values = (value for node in graph.nodes for value in costs.tensors(node.meta.get("val")))
+    walk = _Walk(machine, mesh, any(value.device.type != "cpu" for value in values))
     walk.run(graph, 1, None)
     totals = walk.totals
     events = sorted(walk.events, key=lambda event: event.start)
@@ -136,9 +138,11 @@ def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
 
 @dataclass
 class _Walk:
-    """One walk over the nodes in order; ``now`` is the device's clock, ``free`` when each other stream is.
+    """One walk over the nodes in order.
 
-    ``apart``: the graph is one of an accelerator, and what is on the CPU is not on it.
+    Attributes:
+        apart: the graph is for an accelerator, and the CPU computes nodes of CPU tensors.
+        now: the device's clock in seconds.
     """
 
     machine: Machine
@@ -152,7 +156,7 @@ class _Walk:
     _ready: dict[fx.Node, float] = field(default_factory=dict)
 
     def run(self, graph: fx.Graph, times: int, turn: int | None) -> None:
-        """Add a graph's events; what it adds to totals counts ``times``."""
+        """Add the events of a graph, and ``times`` their seconds to the totals."""
         for node in graph.nodes:
             began = self.now
             self._node(node, times, turn)
@@ -170,7 +174,7 @@ class _Walk:
         elif boxing is not None and boxing.kind != "slice":
             took = costs.wire_seconds(boxing, self.mesh, self.machine)
             self._start(node, "communication", took, times, turn)
-            # What the device gives of itself to carry it.
+            # Compute that the device loses to carrying it.
             self._compute(None, took * (1 - self.machine.overlap), times, turn)
         elif node.target is TRANSFER:
             self._start(node, "host", costs.carry_seconds(node, self.machine.device), times, turn)
@@ -181,26 +185,26 @@ class _Walk:
         else:
             self._compute(node, costs.seconds(node, self.machine.device), times, turn)
 
-    def _update(self, node: fx.Node, took: float, times: int, turn: int | None) -> None:
-        """The device has nothing to do meanwhile: what comes next reads what the CPU makes."""
-        if took:
-            self.events.append(Event(node, self.now, self.now + took, "cpu", waits=took, turn=turn))
-            self.now += took
-            self.totals["updating"] += took * times
+    def _update(self, node: fx.Node, seconds: float, times: int, turn: int | None) -> None:
+        """Add a CPU update, during which the device waits: the next nodes read its results."""
+        if seconds:
+            self.events.append(Event(node, self.now, self.now + seconds, "cpu", waits=seconds, turn=turn))
+            self.now += seconds
+            self.totals["updating"] += seconds * times
 
-    def _compute(self, node: fx.Node | None, took: float, times: int, turn: int | None) -> None:
-        if took:
+    def _compute(self, node: fx.Node | None, seconds: float, times: int, turn: int | None) -> None:
+        if seconds:
             if node is not None:
-                self.events.append(Event(node, self.now, self.now + took, "compute", turn=turn))
-            self.now += took
-            self.totals["compute"] += took * times
+                self.events.append(Event(node, self.now, self.now + seconds, "compute", turn=turn))
+            self.now += seconds
+            self.totals["compute"] += seconds * times
 
-    def _start(self, node: fx.Node, stream: Stream, took: float, times: int, turn: int | None) -> None:
+    def _start(self, node: fx.Node, stream: Stream, seconds: float, times: int, turn: int | None) -> None:
         start = max(self.now, self._free[stream])
-        self._free[stream] = self._ready[node] = start + took
-        self.events.append(Event(node, start, start + took, stream, turn=turn))
+        self._free[stream] = self._ready[node] = start + seconds
+        self.events.append(Event(node, start, start + seconds, stream, turn=turn))
         if stream == "communication":
-            self.totals["communication"] += took * times
+            self.totals["communication"] += seconds * times
 
     def _wait(self, node: fx.Node, times: int, turn: int | None) -> None:
         awaited = node.all_input_nodes[0]
@@ -218,9 +222,9 @@ def _size(node: fx.Node) -> int:
 
 
 def _arguments(event: Event) -> dict[str, Any]:
-    found = origin(event.node)
-    said = {"node": event.node.name, "module": found.module, "source": found.source, "phase": found.phase}
+    where = origin(event.node)
+    arguments = {"node": event.node.name, "module": where.module, "source": where.source, "phase": where.phase}
     boxing = boxing_of(event.node)
     if boxing is not None:
-        said |= {"tensor": str(boxing.tensor), "bytes sent": str(round(boxing.sent))}
-    return {key: value for key, value in said.items() if value}
+        arguments |= {"tensor": str(boxing.tensor), "bytes sent": str(round(boxing.sent))}
+    return {key: value for key, value in arguments.items() if value}

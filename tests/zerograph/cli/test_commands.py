@@ -48,7 +48,7 @@ def test_inspect_shows_a_step_of_any_number_of_ranks() -> None:
         (["inspect", SCRIPT, "--beside-stage", "3"], "give --report PAGE.html too"),
         (["diff", SCRIPT], "two dumps, or a script and --stages"),
         (["diff", "none", "nothing"], "there is no dump none"),
-        (["diff", SCRIPT, "--stages", "two"], "two stages are 2,3"),
+        (["diff", SCRIPT, "--stages", "two"], "give two stages, such as 2,3"),
     ],
 )
 def test_wrong_use_ends_with_2_and_says_why(arguments: list[str], why: str) -> None:

@@ -195,7 +195,7 @@ def test_dot_draws_every_node_and_edge(tmp_path: Path, micro_batches: int) -> No
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_a_drawing_that_cannot_be_written_is_an_error(found: Prepared, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder that can be written"):
+    with pytest.raises(ConfigError, match="is not a writable folder"):
         found.to_graphviz(svg=tmp_path / "nowhere" / "step.svg")
 
 

@@ -100,7 +100,7 @@ def test_where_nothing_fits_it_says_what_was_tried(pool: Pool) -> None:
     for message in pool.run(2, refused, LAYER):
         assert "nothing that config.stage = 'auto' tried fits into 16.2 KiB" in message
         assert "stage 3: does not fit: " in message
-        assert "at rest" in message
+        assert "stored" in message
 
 
 def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import zerograph as zg
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
-from zerograph.planner import lanes, plots
+from zerograph.planner import pictures
 from zerograph.planner.machine import machine
 
 SCRIPT = f"{models.__file__}:example"
@@ -62,7 +62,7 @@ def lengths(axes: Axes) -> dict[str, float]:
     return {
         str(spans.get_label()): sum(path.get_extents().width for path in spans.get_paths())
         for spans in axes.collections
-        if str(spans.get_label()) in lanes.COLOURS
+        if str(spans.get_label()) in pictures.COLOURS
     }
 
 
@@ -97,7 +97,9 @@ def test_spans_are_as_long_as_the_plans_say(tmp_path: Path, kept: dict[str, Figu
     assert rows[-1].get_xlabel() == "\N{MICRO SIGN}s"
     for plan, axes in zip(plans, rows, strict=True):
         seconds, drawn = plan["seconds"], {what: length / 1e6 for what, length in lengths(axes).items()}
-        computing = sum(drawn.get(what, 0.0) for what in ("forward", "backward", "update", "recompute", lanes.CARRYING))
+        computing = sum(
+            drawn.get(what, 0.0) for what in ("forward", "backward", "update", "recompute", pictures.CARRYING)
+        )
         assert computing == pytest.approx(seconds["compute"])
         assert drawn.get("waiting", 0.0) == pytest.approx(seconds["exposed"])
         sent = sum(drawn.get(what, 0.0) for what in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"))
@@ -116,10 +118,10 @@ def planned(micro_batches: int, overlap: float = 1.0) -> zg.Plan:
 
 def test_of_micro_batches_the_first_is_drawn_and_the_others_counted() -> None:
     plan = planned(4)
-    drawn = lanes.figure([plan])
+    drawn = pictures.timeline_figure([plan])
     (axes,) = drawn.axes
     assert [text.get_text() for text in axes.texts] == ["3 more micro-batches"]
-    whole = sum(seconds for spans in lanes.bars(plan.time, "compute").values() for _, seconds in spans)
+    whole = sum(seconds for spans in pictures.spans(plan.time, "compute").values() for _, seconds in spans)
     inside = [event for event in plan.time.events if event.turn is not None and event.stream == "compute"]
     first = max(event.end for event in inside) - min(event.start for event in inside)
     # Three turns as long as the first are not among the spans.
@@ -128,8 +130,8 @@ def test_of_micro_batches_the_first_is_drawn_and_the_others_counted() -> None:
 
 def test_what_carrying_collectives_takes_of_the_device_is_drawn() -> None:
     plan = planned(1, overlap=0.5)
-    drawn = {what: sum(one for _, one in spans) for what, spans in lanes.bars(plan.time, "compute").items()}
-    assert drawn[lanes.CARRYING] == pytest.approx(plan.time.communication / 2)
+    drawn = {what: sum(one for _, one in spans) for what, spans in pictures.spans(plan.time, "compute").items()}
+    assert drawn[pictures.CARRYING] == pytest.approx(plan.time.communication / 2)
 
 
 def test_curves_have_a_line_for_each_stage() -> None:
@@ -137,7 +139,7 @@ def test_curves_have_a_line_for_each_stage() -> None:
     found = [
         zg.plan(models.Step(layers=1), x, mesh=mesh, stage=stage) for mesh in ((2,), (4,), (2, 2)) for stage in (2, 3)
     ]
-    memory, _, efficiency = plots.figure(found).axes
+    memory, _, efficiency = pictures.scaling_figure(found).axes
     assert set(heights(memory)) == {f"{ranks}\nstage {stage}" for ranks in ("2", "4", "2x2") for stage in (2, 3)}
     lines = {line.get_label(): list(map(int, line.get_xdata())) for line in efficiency.lines}  # type: ignore[arg-type]
     assert lines["stage 2, in a line"] == [2, 4]
@@ -147,9 +149,9 @@ def test_curves_have_a_line_for_each_stage() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([SCRIPT, "--memory", "memory.txt"], "no picture's name"),
-        ([SCRIPT, "--timeline", "nowhere/timeline.png"], "nowhere is no folder"),
-        (["--params", "1e9", "--memory", "memory.png"], "of a script's step"),
+        ([SCRIPT, "--memory", "memory.txt"], "not the name of a picture"),
+        ([SCRIPT, "--timeline", "nowhere/timeline.png"], "nowhere is not a writable folder"),
+        (["--params", "1e9", "--memory", "memory.png"], "need a script's step"),
         ([SCRIPT, "--precision", "int8"], "choose fp32, bf16, fp16"),
     ],
 )

@@ -151,9 +151,9 @@ def test_auto_finds_the_fastest_that_fits() -> None:
 
     tight = plan(stage="auto", fit=needs[3])
     assert tight.fits
-    lost = {one.stage: one.verdict for one in tight.alternatives if not one.given_up and one.mesh == (8,)}
+    lost = {one.stage: one.verdict for one in tight.alternatives if not one.trade_offs and one.mesh == (8,)}
     # Four layers, and as much again: it is not compiled.
-    assert lost["off"] == "does not fit: 65.0 KiB at rest, and 65.0 KiB of gradients"
+    assert lost["off"] == "does not fit: 65.0 KiB stored, and 65.0 KiB of gradients"
 
     none = plan(stage="auto", fit=1000)
     assert not none.fits

@@ -1,4 +1,4 @@
-"""What rests elsewhere in a plan, what it takes there, and when the search for the fastest turns to it."""
+"""State that a plan offloads: its bytes, its time, and when the search for the fastest uses it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_rests_in_files_is_in_neither_memory() -> None:
 
 
 def names(found: zg.Plan) -> set[str]:
-    return {one.given_up for one in found.alternatives}
+    return {one.trade_offs for one in found.alternatives}
 
 
 def test_an_accelerator_offloads_what_does_not_fit() -> None:
@@ -111,7 +111,9 @@ def test_a_search_leaves_the_headroom_free() -> None:
     assert found.memory.peak <= needs[3]
     # As it is it would fit the device, and leave too little of it.
     assert needs["off"] < found.capacity
-    assert all("does not fit" in one.verdict for one in found.alternatives if (one.stage, one.given_up) == ("off", ""))
+    assert all(
+        "does not fit" in one.verdict for one in found.alternatives if (one.stage, one.trade_offs) == ("off", "")
+    )
 
 
 def test_the_cpu_has_nothing_to_offload_to_but_files() -> None:
@@ -129,8 +131,8 @@ def test_a_cpu_that_is_too_small_leaves_files() -> None:
     # Enough for parameters and for the three buckets of state that are in memory at once, not for all of it.
     small = replace(described, device=replace(described.device, cpu_memory=STATE // RANKS * 19 // 20))
     found = plan(stage="auto", device=small, fit=offloaded().memory.peak, nvme_path="/nowhere")
-    lost = {one.verdict for one in found.alternatives if one.given_up == "optimizer on the CPU"}
-    assert lost == {"does not fit: 97.5 KiB at rest in the CPU's memory"}
+    lost = {one.verdict for one in found.alternatives if one.trade_offs == "optimizer on the CPU"}
+    assert lost == {"does not fit: 97.5 KiB stored in the CPU's memory"}
     assert found.fits
     assert found.in_files > 0
 
@@ -149,7 +151,7 @@ def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.Monke
     # The least of them, to be looked at.
     assert len(compiled) == 1
     verdicts = {one.stage: one.verdict for one in none.alternatives if one.plan is None}
-    assert verdicts["off"] == "does not fit: 390.0 KiB at rest"
+    assert verdicts["off"] == "does not fit: 390.0 KiB stored"
 
 
 @pytest.mark.parametrize(
@@ -173,16 +175,16 @@ def test_no_plan_takes_less_than_its_layout_says(device: str, stage: str) -> Non
         places.append({"optimizer_offload": files, "parameter_offload": files})
     for place in places:
         options = {**searching.STAGES[stage], **place, "gradient_accumulation_steps": 2, "amp_dtype": torch.bfloat16}
-        rests = laid_out(Wide(), X, (RANKS,), machine(device), **options)
+        stored = laid_out(Wide(), X, (RANKS,), machine(device), **options)
         found = searching.planned(Wide(), X, (RANKS,), machine(device), **options)
-        assert 0 < rests.least <= found.memory.peak
-        assert rests.device <= found.memory.at_rest
-        assert rests.files == found.in_files
+        assert 0 < stored.lower_bound <= found.memory.peak
+        assert stored.device <= found.memory.at_rest
+        assert stored.files == found.in_files
 
 
 def test_what_is_farther_away_than_it_need_be_is_not_compiled() -> None:
     roomy = plan(stage="auto", fit=10**9)
-    there = [one for one in roomy.alternatives if one.given_up]
+    there = [one for one in roomy.alternatives if one.trade_offs]
     assert there
     assert all(one.plan is None and one.verdict == "not needed: fits without" for one in there)
 
@@ -197,7 +199,7 @@ def test_what_the_cpu_alone_makes_slower_is_not_compiled() -> None:
     limit = plan(stage=3).memory.peak
     assert plan(stage=1).memory.peak > limit
     found = plan(stage="auto", fit=limit, device=slow_cpu())
-    lost = {one.stage: one for one in found.alternatives if one.given_up == "optimizer on the CPU"}
+    lost = {one.stage: one for one in found.alternatives if one.trade_offs == "optimizer on the CPU"}
     assert lost["1"].plan is None
     assert "the CPU's update takes" in lost["1"].verdict
 

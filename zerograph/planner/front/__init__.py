@@ -1,1 +1,1 @@
-"""``zg.plan`` and ``zerograph calibrate``: the part of the planner that makes graphs of its own."""
+"""``zg.plan`` and ``zerograph calibrate``: the part of the planner that creates graphs."""

@@ -1,7 +1,7 @@
-"""Measures a machine: how fast its device computes and moves bytes, and its ranks exchange them.
+"""Measure a machine: rates of its device and of the exchange between its ranks.
 
-All ranks measure at the same time, because on one machine they share memory, and perhaps cores; what counts is the
-median rank.
+All ranks measure at the same time, because on one machine they share memory, and perhaps cores. The result is that of
+the median rank.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from zerograph.runtime.wire import selection
 c10d = torch.ops._c10d_functional
 
 _PRODUCT_SIZES = (64, 128, 256, 512, 1024)
-# Operators of a step seldom find in a cache what they read, and write where nothing was: what is measured goes
-# through so many bytes of arguments, and leaves as many results, before it comes back to the first.
+# Operators of a step seldom read from a cache, and write to new memory: measurements cycle through this many bytes of
+# arguments, and keep as many results, before they repeat the first.
 _CYCLE = 2**26
 _MOST_COPIES = 64
 _BYTES = (2**14, 2**18, 2**21, 2**24, 2**26)
 _SENT = (2**10, 2**16, 2**20, 2**23, 2**25)
 _REPEATS = 7
-# What is measured, in this order.
+# Parts of the measurement, in order.
 _PARTS = ("products", *(f"{kind} operators" for kind in operators.OPERATORS), "overhead", "collectives", "a step")
 
 
 def calibrate(name: str) -> Machine:
-    """Measure the machine that this job runs on; every rank must call it, and gets the same.
+    """Measure the machine of this job. Every rank must call it; all get the same result.
 
     Args:
-        name: what the machine is to be called.
+        name: name of the machine.
 
     Raises:
         CommunicationError: the ranks do not meet, or one of them is lost.
@@ -100,15 +100,16 @@ class _Measure:
         self._job, self._device = job, device
 
     def products(self, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+        """Yield (operations, operations per second) of linear layers of growing size."""
         for size in _PRODUCT_SIZES:
             _, count, operations = operators.linear(size, dtype, self._device)
             make = functools.partial(operators.linear, size, dtype, self._device)
             yield operations, 3 * operations / self.seconds(self.cold(make, count))
 
     def share(self, make: operators.Product) -> float:
-        """Of the rate of matrix products as large, what these reach, forward and backward.
+        """Return the share of the rate of equally large matrix products that these reach, forward and backward.
 
-        The two alternate: from one moment to the next a machine's speed can change by more than they differ.
+        Runs of both alternate: a machine's speed can change by more than their difference.
         """
         _, count, each = make(self._device)
         product = functools.partial(operators.linear, _PRODUCT_SIZES[-1], torch.float32, self._device)
@@ -120,13 +121,14 @@ class _Measure:
         return self._agreed(ratio * sum(each) / (3 * operations))
 
     def moved(self, make: operators.Operator) -> Iterator[tuple[float, float]]:
+        """Yield (bytes, bytes per second) of an operator on tensors of growing size."""
         for count in _BYTES:
             _, touched = make(count // 4, self._device)
-            took = self.seconds(self.cold(functools.partial(make, count // 4, self._device), touched))
-            yield float(touched), touched / took
+            seconds = self.seconds(self.cold(functools.partial(make, count // 4, self._device), touched))
+            yield float(touched), touched / seconds
 
     def cold(self, make: Callable[[], tuple[Run, Any, *tuple[Any, ...]]], count: int) -> Run:
-        """One that ``make`` makes after the other, each of which touches ``count`` bytes; their results are kept."""
+        """Return a call that cycles through calls from ``make``, of ``count`` bytes each, and keeps their results."""
         copies = max(2, min(_MOST_COPIES, _CYCLE // count))
         runs = itertools.cycle([make()[0] for _ in range(copies)])
         results: deque[Any] = deque(maxlen=copies)
@@ -134,31 +136,31 @@ class _Measure:
 
     def overhead(self) -> float:
         """Return the dispatch overhead per operator in seconds, measured on a tiny tensor."""
-        one = torch.ones(1, device=self._device)
+        tiny = torch.ones(1, device=self._device)
         add = torch.ops.aten.add.Tensor
 
         def run() -> None:
             for _ in range(100):
-                add(one, one)
+                add(tiny, tiny)
 
         return self.seconds(run) / 100
 
     def links(self) -> Iterator[Link]:
-        """One level: what crosses machines cannot be told from what does not."""
+        """Yield one level: traffic between machines cannot be told from traffic within one."""
         if self._job.size == 1:
             yield Link(None, Rate(((1.0, 1e12),)), 0.0)
             return
         latency = self.seconds(self._gather(_SENT[0]))
         points = []
         for count in _SENT[1:]:
-            took = self.seconds(self._gather(count)) - latency
-            # What is hardly more than the latency says nothing of the rate.
-            if took > latency / 5 or count == _SENT[-1]:
-                points.append((float(count), count / max(took, 1e-9)))
+            seconds = self.seconds(self._gather(count)) - latency
+            # A time close to the latency does not show the rate.
+            if seconds > latency / 5 or count == _SENT[-1]:
+                points.append((float(count), count / max(seconds, 1e-9)))
         yield Link(None, Rate(tuple(points)), latency)
 
     def overlap(self) -> float:
-        """How much of a gather's time computing hides, and the other way round: 1 is all, 0 is none."""
+        """Return the share of a gather's time that computing hides: 1 is all, 0 is none."""
         a, b = (torch.randn(512, 512, device=self._device) for _ in range(2))
         gather = self._gather(_SENT[-1])
         alone = self.seconds(gather)
@@ -175,34 +177,35 @@ class _Measure:
 
         shares = []
         for _ in range(_REPEATS):
-            # Each against its neighbours: by the minute a machine's speed changes more than what is to be seen.
+            # Compared with its neighbours in time: a machine's speed drifts by more than the difference.
             apart = self._once(gather, 1), self._once(compute, 1)
             shares.append((sum(apart) - self._once(both, 1)) / min(apart))
         return min(1.0, max(0.0, self._agreed(statistics.median(shares))))
 
     def in_step(self, apart: Machine) -> float:
-        """How many times as long operators take in a step as by themselves."""
+        """Return the factor between the time of operators in a step and by themselves."""
         step, batch = probe.started(self._device)
         predicted = planned(step, batch, [self._job.size], apart).time
-        seen = self.seconds(lambda: step(*batch))
-        return max(1.0, 1 + (seen - predicted.seconds) / predicted.compute)
+        measured = self.seconds(lambda: step(*batch))
+        return max(1.0, 1 + (measured - predicted.seconds) / predicted.compute)
 
     def host(self) -> float:
+        """Return the bytes per second of a copy from the device to pinned memory."""
         if self._device.type == "cpu":
             return 1e12
-        here = torch.empty(2**26, dtype=torch.uint8, device=self._device)
-        there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
-        return 2**26 / self.seconds(lambda: there.copy_(here, non_blocking=True))
+        source = torch.empty(2**26, dtype=torch.uint8, device=self._device)
+        target = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+        return 2**26 / self.seconds(lambda: target.copy_(source, non_blocking=True))
 
     def cpu(self) -> float:
-        """Bytes per second that the CPU's update of a bucket reads, all ranks at once."""
+        """Return the bytes per second that the CPU's update of a bucket reads, on all ranks at once."""
         parts = [[torch.ones(2**22)] for _ in range(4)]
         update, moved = torch.optim.AdamW([nn.Parameter(parts[0][0])], fused=True), 4 * 4 * 2**22
         update.param_groups[0]["params"][0].grad = parts[1][0]
         return moved / self.seconds(update.step)
 
     def _gather(self, sent: int) -> Callable[..., Any]:
-        """What a step gathers with, over all ranks."""
+        """Return an all-gather over all ranks, as a step runs it, in which each rank sends ``sent`` bytes."""
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
         start = selection.select_exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
         (group,) = self._job.mesh.groups
@@ -214,14 +217,13 @@ class _Measure:
         return run
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """Of one call, all ranks at once."""
+        """Return the seconds of one call, on all ranks at once."""
         run()
         times = 1
-        # All ranks decide alike: what is run may be a collective.
+        # All ranks decide alike: the call may be a collective.
         while self._agreed(self._once(run, times)) < 0.02 and times < 10_000:
             times *= 2
-        found = statistics.median(self._once(run, times) / times for _ in range(_REPEATS))
-        return self._agreed(found)
+        return self._agreed(statistics.median(self._once(run, times) / times for _ in range(_REPEATS)))
 
     def _once(self, run: Callable[[], Any], times: int) -> float:
         self._synchronise()
@@ -232,12 +234,12 @@ class _Measure:
         return time.perf_counter() - began
 
     def _agreed(self, mine: float) -> float:
-        """The median over ranks."""
+        """Return the median over ranks."""
         if self._job.size == 1:
             return mine
-        everybodys = torch.empty(self._job.size, dtype=torch.float64)
-        _torch.all_gather(everybodys, torch.tensor([mine], dtype=torch.float64), self._job.control)
-        return float(everybodys.median())
+        everyone = torch.empty(self._job.size, dtype=torch.float64)
+        _torch.all_gather(everyone, torch.tensor([mine], dtype=torch.float64), self._job.control)
+        return float(everyone.median())
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
@@ -250,7 +252,7 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _memory(device: torch.device, ranks: int) -> int:
-    """Of a GPU its own; of a machine's what each rank may have."""
+    """Return the memory of a GPU, or each rank's share of the CPU's memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

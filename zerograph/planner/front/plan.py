@@ -1,4 +1,4 @@
-"""``zg.plan``: what users call."""
+"""``zg.plan``, the function for users."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ def plan(
     nvme_path: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Plan:
-    """What a training step takes on each of any number of ranks, without running it: memory, wire, time.
+    """Predict memory, traffic and time of a training step on any number of ranks, without running it.
 
-    The step is compiled as it would be there: the same passes, the same emitted graph. No accelerator is needed, no
-    process group, and no memory for weights that are on the meta device.
+    The step is compiled as it would be on that machine: the same passes, the same emitted graph. It needs no
+    accelerator, no process group, and no memory for weights on the meta device.
 
     Args:
-        model: a module, a ``ZeroGraph``, or a function without arguments that makes one, which is called with the meta
+        model: a module, a ``ZeroGraph``, or a function without arguments that returns one; it is called with the meta
             device as default.
         batch: one rank's part of the batch: a tensor, a tuple of arguments, or a dict of them; may be on the meta
             device.
-        optimizer: of a module: a function of its parameters, ``functools.partial(torch.optim.AdamW, lr=1e-4)``. None:
-            a forward pass.
-        world_size: the number of ranks, in a line. ``mesh`` instead gives the shape of a grid, the last dimension of
-            which is closest in the network: ZeRO splits along it.
-        stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with as few
-            trade-offs for memory as it needs (see :mod:`zerograph.planner.search`); None: that of the configuration.
-        device: a machine that is built in, a YAML file, or a :class:`Machine`.
-        loss: makes a loss of what the module returns. None: that is one, or has one as ``loss``.
-        fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory that ``device`` has.
-        headroom: what of that a plan leaves free for the device's context, NCCL's buffers and fragmentation, in bytes
-            or as ``"4GiB"``. None: 8 %, and at least 2 GiB, of an accelerator; nothing of a CPU.
-        nvme_path: with ``stage="auto"``, a directory: then the optimizer's state and parameters may rest in files
-            there, too, as ``config.offload_optimizer`` and ``offload_parameters`` have it. It need not exist.
+        optimizer: for a module: a function of its parameters, ``functools.partial(torch.optim.AdamW, lr=1e-4)``; None
+            for a forward pass.
+        world_size: number of ranks, in a line.
+        mesh: shape of a grid of ranks instead; its last dimension is closest in the network, and ZeRO splits along it.
+        stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with the trade-offs
+            that it needs (see :mod:`zerograph.planner.search`); None for the graph's configuration.
+        device: a built-in machine, a YAML file, or a :class:`Machine`.
+        loss: function from the module's output to the loss; None if the output is the loss, or has it as ``loss``.
+        fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory of ``device``.
+        headroom: part of it that stays free for the device's context, NCCL's buffers and fragmentation, in bytes or
+            as ``"4GiB"``; None for 8 %, and at least 2 GiB, of an accelerator, and 0 for a CPU.
+        nvme_path: with ``stage="auto"``, a directory to which optimizer state and parameters may be offloaded, as by
+            ``config.offload_optimizer`` and ``offload_parameters``. It need not exist.
         options: further options of :class:`zerograph.config.Config`.
 
     Returns:
-        The plan. With ``stage="auto"`` that of the fastest that fits, or if none does of the one with the lowest peak,
-        and all that were tried as its ``alternatives``.
+        The plan. With ``stage="auto"``, the plan of the fastest candidate that fits, or else of the one with the lowest
+        peak; its ``alternatives`` are all candidates.
 
     Raises:
-        ConfigError: an argument that is none of these, or an option that does not exist.
+        ConfigError: an argument has another type or value, or an option does not exist.
         ZeroGraphError: as compiling the step does.
     """
     described = machine(device)
@@ -91,17 +91,22 @@ def _fastest(
     free: bool,
     options: dict[str, Any],
 ) -> Plan:
-    """``free``: a line of ranks may be made a grid of the machine's nodes."""
+    """Search the fastest plan.
+
+    Args:
+        free: a line of ranks may become a grid of the machine's nodes.
+    """
     meshes = [tuple(shape)]
     inner = described.links[0].ranks
     if free and inner is not None and inner < shape[0] and shape[0] % inner == 0:
         meshes.append((shape[0] // inner, inner))
-    found = search(graph, batch, meshes, described, **options)
-    best = found.best or min((one for one in found.candidates if one.plan is not None), key=_peak, default=None)
+    result = search(graph, batch, meshes, described, **options)
+    compiled = (candidate for candidate in result.candidates if candidate.plan is not None)
+    best = result.best or min(compiled, key=_peak, default=None)
     if best is None or best.plan is None:
-        raise ConfigError(f"nothing of this can be compiled: {found.candidates[0].verdict}")
+        raise ConfigError(f"no stage of this step can be compiled: {result.candidates[0].verdict}")
     assert isinstance(best.plan, Plan)
-    return replace(best.plan, alternatives=found.candidates)
+    return replace(best.plan, alternatives=result.candidates)
 
 
 def _size(name: str, value: int | str) -> int:
@@ -111,9 +116,9 @@ def _size(name: str, value: int | str) -> int:
     return size
 
 
-def _peak(one: Candidate) -> int:
-    assert one.plan is not None
-    return one.plan.memory.peak
+def _peak(candidate: Candidate) -> int:
+    assert candidate.plan is not None
+    return candidate.plan.memory.peak
 
 
 def _shape(world_size: int | None, mesh: Sequence[int] | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A small step that `calibrate` runs and predicts, to see how operators fare together."""
+"""A small step that `calibrate` runs and predicts, to measure how operators slow each other down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Block(nn.Module):
 
 
 class Probe(ZeroGraph):
-    """Two transformer layers between a table and a head, updated by AdamW."""
+    """Two transformer layers with an embedding and a head, updated by AdamW."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -42,13 +42,14 @@ class Probe(ZeroGraph):
         self.set_zero_mode("distributed_split", stage=2)
 
     def build(self, tokens: Tensor, following: Tensor) -> Tensor:
+        """Compute the loss of the next tokens, and its gradients."""
         loss = F.cross_entropy(self.model(tokens).flatten(0, -2), following.flatten())
         loss.backward()
         return loss
 
 
 def started(device: torch.device) -> tuple[Probe, tuple[Tensor, Tensor]]:
-    """The step behind its first two updates (the second may be another program), and a rank's batch."""
+    """Return the step after two updates (the second may be another program), and a rank's batch."""
     step = Probe(device)
     tokens, following = torch.randint(_VOCABULARY, (2, _BATCH, _CONTEXT), device=device)
     for _ in range(2):
