@@ -210,13 +210,13 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (changed(steps_done="3"), zg.ConfigError, "steps_done are '3'"),
     (changed(steps_done=-3), zg.ConfigError, "steps_done = -3"),
     (changed(random={}), zg.ConfigError, "random numbers are {}"),
-    (lambda g: g.save(3), zg.CheckpointError, "3 is no path of a checkpoint: give that of a folder"),
-    (lambda g: g.save(""), zg.CheckpointError, "'' is no path of a checkpoint: give that of a folder"),
-    (lambda g: g.save("/proc/x"), zg.CheckpointError, "/proc/x cannot be made: No such file"),
+    (lambda g: g.save(3), zg.CheckpointError, "3 is not a path of a checkpoint: give the path of a folder"),
+    (lambda g: g.save(""), zg.CheckpointError, "'' is not a path of a checkpoint: give the path of a folder"),
+    (lambda g: g.save("/proc/x"), zg.CheckpointError, "/proc/x cannot be created: No such file"),
     (lambda g: g.save("runs", keep=0), zg.ConfigError, "keep = 0: give a number of checkpoints, 1 or more"),
-    (lambda g: g.load(None), zg.CheckpointError, "None is no path of a checkpoint"),
+    (lambda g: g.load(None), zg.CheckpointError, "None is not a path of a checkpoint"),
     (lambda g: g.load("/nothing"), zg.CheckpointError, "no checkpoint in /nothing: it has no index.json"),
-    (lambda g: zg.read_checkpoint(3), zg.CheckpointError, "3 is no path of a checkpoint"),
+    (lambda g: zg.read_checkpoint(3), zg.CheckpointError, "3 is not a path of a checkpoint"),
 ]
 FRESH: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (lambda g: g.graph("box"), zg.ConfigError, r"nothing is compiled yet: call the graph, or compile"),

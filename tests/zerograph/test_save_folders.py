@@ -136,7 +136,7 @@ def test_a_job_learns_that_another_saves_there_in_turn(pool: Pool, tmp_path: Pat
     step = new_step()
     saved(step, tmp_path, 1, keep)
     assert pool.run(2, saved_by_another, tmp_path, keep, 2) == ["", ""]
-    with pytest.raises(zg.CheckpointError, match=r"another job has saved into .* since this one did: process \d+ on"):
+    with pytest.raises(zg.CheckpointError, match=r"another job has saved into .* since this job did: process \d+ on"):
         saved(step, tmp_path, 3, keep)
     assert zg.read_checkpoint(tmp_path)["steps_done"] == 2
     step.load(tmp_path)

@@ -1,5 +1,8 @@
-"""A graph's state as a checkpoint: ``contents`` names the tensors, ``document`` writes what is none, ``save`` and
-``load`` move both, ``state`` is the list of it all, and ``export`` reads it without a graph.
+"""Save a graph's state as a checkpoint and load it.
+
+``contents`` names the tensors. ``document`` encodes everything else as JSON, and ``written`` decodes and checks it.
+``save`` and ``load`` move both, ``state`` lists everything that a checkpoint holds, ``folder`` orders the checkpoints
+of a folder, and ``export`` reads a checkpoint without a graph.
 """
 
 from zerograph.state.checkpoint.state import Parts, restore, state_of

@@ -1,4 +1,4 @@
-"""What of a graph's state this rank has, tensor by tensor, under the names that a checkpoint gives them."""
+"""List the tensors of a graph's state that this rank holds, under their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,18 +27,26 @@ class Named:
     """Names in a checkpoint.
 
     Attributes:
-        parameters: of each parameter, by ``id``.
-        states: where the optimizer's state of a parameter begins, by ``id``: ``"optimizers.0.state.12."``.
-        keepers: the optimizers whose state goes by these names.
+        parameters: name of each parameter, by ``id``.
+        states: prefix of the names of a parameter's optimizer state, by ``id``: ``"optimizers.0.state.12."``.
+        optimizers: the optimizers that own this state.
     """
 
     parameters: Mapping[int, str]
     states: Mapping[int, str]
-    keepers: Optimizers
+    optimizers: Optimizers
+
+    def state_names(self, store: Store, entry: str) -> list[str | None]:
+        """Return the name of one optimizer state entry for each parameter of the store; None where it has no name."""
+        prefixes = (self.states.get(id(parameter)) for parameter in store.parameters)
+        return [None if prefix is None else prefix + entry for prefix in prefixes]
 
 
 def names_of(members: Members, optimizers: Optimizers) -> Named:
-    """``modules.model.0.weight``, and ``optimizers.0.state.12.exp_avg`` as the plain optimizer numbers it."""
+    """Name parameters ``modules.model.0.weight`` and state ``optimizers.0.state.12.exp_avg``.
+
+    The plain optimizer's ``state_dict()`` numbers the parameters in the same way.
+    """
     states = {
         id(parameter): f"optimizers.{number}.state.{index}."
         for number, optimizer in enumerate(optimizers)
@@ -48,53 +56,50 @@ def names_of(members: Members, optimizers: Optimizers) -> Named:
 
 
 def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
-    """The tensors of a store: parameters, and the optimizer's state unless there is none yet, or it is another graph's.
+    """Return the pieces of a store that this rank writes: of parameters and of optimizer state.
 
-    If several ranks have the same tensor, one of them writes it; ranks alternate.
+    State is left out if there is none yet or if it belongs to another graph's optimizer. If several ranks hold the same
+    tensor, one of them writes it; ranks alternate.
     """
-    read = _Last()
-    found: dict[str, Pieces] = {}
+    reader = _CachedReader()
+    pieces: dict[str, Pieces] = {}
     mesh = store.job.mesh
-    parameters = [named.parameters.get(id(one)) for one in store.parameters]
-    _lay(found, store.layout, parameters, store.layout.dtype, read.of(store.flat), mesh)
-    if store.fresh or store.optimizer not in named.keepers:
-        return found
+    parameters = [named.parameters.get(id(parameter)) for parameter in store.parameters]
+    _add_slots(pieces, store.layout, parameters, store.layout.dtype, reader.flat(store.flat), mesh)
+    if store.fresh or store.optimizer not in named.optimizers:
+        return pieces
     for name, spec in store.specs.items():
-        held = store.state[name]
-        entries = [None if (at := named.states.get(id(one))) is None else at + name for one in store.parameters]
+        state = store.state[name]
+        entries = named.state_names(store, name)
         layout = store.layouts.get(name)
         if layout is not None:
-            _lay(found, layout, entries, spec.plain_dtype, read.of(held), mesh)
+            _add_slots(pieces, layout, entries, spec.plain_dtype, reader.flat(state), mesh)
             continue
         for number, entry in enumerate(entries):
             if entry is not None:
-                found[entry] = one = Pieces((), spec.plain_dtype)
+                pieces[entry] = Pieces((), spec.plain_dtype)
                 if number % mesh.size == store.job.rank:
-                    one.add(0, 1, read.of(held), 0)
-    return found
+                    pieces[entry].add(0, 1, reader.flat(state), 0)
+    return pieces
 
 
 def pieces_of_plain(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> dict[str, Pieces]:
-    """Tensors that every rank has whole: ranks alternate in writing them."""
-    found = {}
+    """Return the pieces that this rank writes of tensors that every rank holds whole; ranks alternate."""
+    pieces = {}
     for number, (name, tensor) in enumerate(tensors):
-        found[name] = one = Pieces(tuple(tensor.shape), tensor.dtype)
+        pieces[name] = Pieces(tuple(tensor.shape), tensor.dtype)
         if number % ranks == rank:
-            one.parts[(0,) * tensor.dim()] = (tuple(tensor.shape), _flat(tensor.contiguous()), 0)
-    return found
+            pieces[name].parts[(0,) * tensor.dim()] = (tuple(tensor.shape), _flat(tensor.contiguous()), 0)
+    return pieces
 
 
 def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dict[str, Tensor]:
-    """What lives in no store: buffers that the module saves, parameters, and state that an optimizer holds itself.
+    """Return the tensors that are in no store: persistent buffers, parameters, and state in the optimizers themselves.
 
     Raises:
-        ConfigError: state of an optimizer that is no tensor.
+        ConfigError: an entry of an optimizer's state is not a tensor.
     """
-    skipped = unsaved_buffers(members)
-    found = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
-    for name, parameter in members.parameters.items():
-        if store_of(parameter) is None:
-            found[f"modules.{name}"] = parameter.detach()
+    tensors = plain_members(members)
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             for name, value in optimizer.state.get(parameter, {}).items():
@@ -102,15 +107,27 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
                     continue
                 if not isinstance(value, Tensor):
                     raise ConfigError(
-                        f"{type(optimizer).__name__} keeps {name!r} = {value!r:.40}: a checkpoint holds tensors"
+                        f"{type(optimizer).__name__} has state {name!r} = {value!r:.40}, which is not a tensor and "
+                        "cannot be saved in a checkpoint"
                     )
-                # What it made for a global tensor is one too.
-                found[named.states[id(parameter)] + name] = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
+                # The state of a DTensor parameter is a DTensor too.
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                tensors[named.states[id(parameter)] + name] = whole
+    return tensors
+
+
+def plain_members(members: Members) -> dict[str, Tensor]:
+    """Return persistent buffers, and parameters that are in no store, by their names in a checkpoint."""
+    skipped = unsaved_buffers(members)
+    tensors = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
+    for name, parameter in members.parameters.items():
+        if store_of(parameter) is None:
+            tensors[f"modules.{name}"] = parameter.detach()
+    return tensors
 
 
 def unsaved_buffers(members: Members) -> set[str]:
-    """Names of buffers that were registered with ``persistent=False``."""
+    """Return the names of buffers that were registered with ``persistent=False``."""
     return {
         f"{path}.{name}" if path else name
         for path, module in members.root.named_modules()
@@ -121,38 +138,41 @@ def unsaved_buffers(members: Members) -> set[str]:
 def in_place(
     store: Store, named: Named, *, states: bool, read: bool = True
 ) -> tuple[dict[str, Pieces], Callable[[], None]]:
-    """All that this rank has of a store, to be written into, and what to call when that is done.
+    """Return this rank's pieces of a store to load into, and a function to call after they are filled.
 
-    What rests in files is read into memory first and written back then; not with ``read`` False, which is for those
-    who only want to know what there is.
+    Tensors that are offloaded to files are read into memory here, and that function writes them back.
+
+    Args:
+        states: include the optimizer's state.
+        read: False leaves the files unread, for a caller that only asks which pieces there are.
     """
-    found: dict[str, Pieces] = {}
+    pieces: dict[str, Pieces] = {}
     copies: list[tuple[Extent, Tensor]] = []
 
-    def flat(held: TensorOrExtent, names: Sequence[str | None]) -> Flat:
-        if isinstance(held, Tensor):
-            return _flat(held)
+    def flat(data: TensorOrExtent, names: Sequence[str | None]) -> Flat:
+        if isinstance(data, Tensor):
+            return _flat(data)
         if not read:
-            return lambda: in_memory(held)
-        copies.append((held, read_to_overwrite(held, whole=None not in names)))
+            return lambda: in_memory(data)
+        copies.append((data, read_to_overwrite(data, whole=None not in names)))
         return _flat(copies[-1][1])
 
     mesh = store.job.mesh
-    parameters = [named.parameters.get(id(one)) for one in store.parameters]
-    _lay(found, store.layout, parameters, store.layout.dtype, flat(store.flat, parameters), mesh, every=True)
+    parameters = [named.parameters.get(id(parameter)) for parameter in store.parameters]
+    _add_slots(pieces, store.layout, parameters, store.layout.dtype, flat(store.flat, parameters), mesh, every=True)
     for name, layout in store.layouts.items() if states else ():
-        entries = [None if (at := named.states.get(id(one))) is None else at + name for one in store.parameters]
-        _lay(found, layout, entries, layout.dtype, flat(store.state[name], entries), mesh, every=True)
+        entries = named.state_names(store, name)
+        _add_slots(pieces, layout, entries, layout.dtype, flat(store.state[name], entries), mesh, every=True)
 
     def finish() -> None:
         for extent, tensor in copies:
             write(extent, tensor)
 
-    return found, finish
+    return pieces, finish
 
 
-def _lay(
-    found: dict[str, Pieces],
+def _add_slots(
+    pieces: dict[str, Pieces],
     layout: Bucket,
     names: Sequence[str | None],
     dtype: torch.dtype,
@@ -161,27 +181,27 @@ def _lay(
     *,
     every: bool = False,
 ) -> None:
-    """Note this rank's part of each slot; ``every``: also of those that another rank writes."""
+    """Add this rank's part of each named slot; with ``every`` also of slots that another rank writes."""
     *rows, own = local_part(layout.shape, layout.sbp, mesh)
-    alike, mine = _replicas(layout, mesh)
+    replicas, replica = _replicas(layout, mesh)
     for number, (name, slot) in enumerate(zip(names, layout.slots, strict=True)):
         if name is None:
             continue
-        found[name] = one = Pieces(slot.shape, dtype)
-        if not every and number % alike != mine:
+        pieces[name] = piece = Pieces(slot.shape, dtype)
+        if not every and number % replicas != replica:
             continue
         low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
         if not slot.numel and own.start == 0:
-            one.parts[(0,) * len(slot.shape)] = (slot.shape, flat, 0)
+            piece.parts[(0,) * len(slot.shape)] = (slot.shape, flat, 0)
         elif low < high:
             length = own.stop - own.start
-            for at, within in enumerate(_rows(slot, layout.rows, rows)):
-                start = at * length + low - own.start
-                one.add(low - slot.offset, high - slot.offset, flat, start, within)
+            for row, within in enumerate(_rows(slot, layout.rows, rows)):
+                start = row * length + low - own.start
+                piece.add(low - slot.offset, high - slot.offset, flat, start, within)
 
 
 def _rows(slot: Slot, rows: int | None, local: Sequence[slice]) -> list[Within | None]:
-    """The box of the parameter that each row of this rank's part is; one None where the bucket is flat."""
+    """Return the box of the parameter that each row of this rank's part holds; [None] for a flat bucket."""
     if rows is None or slot.split is None:
         return [None]
     size = slot.shape[slot.split] // rows
@@ -193,32 +213,34 @@ def _rows(slot: Slot, rows: int | None, local: Sequence[slice]) -> list[Within |
 
 
 def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """How many ranks hold the same as this one, and which of them it is."""
-    alike, mine = 1, 0
-    for one, ranks, position in zip(layout.sbp, mesh.shape, mesh.position, strict=True):
-        if not isinstance(one, Split):
-            mine = mine * ranks + position
-            alike *= ranks
-    return alike, mine
+    """Return how many ranks hold the same part as this rank, and this rank's index among them."""
+    replicas, replica = 1, 0
+    for sbp, ranks, position in zip(layout.sbp, mesh.shape, mesh.position, strict=True):
+        if not isinstance(sbp, Split):
+            replica = replica * ranks + position
+            replicas *= ranks
+    return replicas, replica
 
 
 def _flat(tensor: Tensor) -> Flat:
     return lambda: tensor.detach().view(-1)
 
 
-class _Last:
-    """Reads what rests in files: the last one stays, as its boxes are asked for one after the other."""
+class _CachedReader:
+    """Read tensors that are offloaded to files; keep the last one, since its boxes are requested in sequence."""
 
     def __init__(self) -> None:
-        self._held: TensorOrExtent | None = None
+        self._extent: Extent | None = None
         self._tensor: Tensor | None = None
 
-    def of(self, held: TensorOrExtent) -> Flat:
+    def flat(self, data: TensorOrExtent) -> Flat:
+        """Return a function that returns the data as a 1-D tensor, read from its file if it is in one."""
+
         def read() -> Tensor:
-            if isinstance(held, Tensor):
-                return held.detach().reshape(-1)
-            if self._held is not held or self._tensor is None:
-                self._held, self._tensor = held, in_memory(held).reshape(-1)
+            if isinstance(data, Tensor):
+                return data.detach().reshape(-1)
+            if self._extent is not data or self._tensor is None:
+                self._extent, self._tensor = data, in_memory(data).reshape(-1)
             return self._tensor
 
         return read

@@ -1,4 +1,4 @@
-"""Values of Python as JSON and back: schedulers, hyperparameters and counts, without any code."""
+"""Encode Python values as JSON and decode them: schedulers, hyperparameters and counts. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from zerograph.runtime.checkpoint.index import DTYPES
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value of plain Python types, small tensors or dtypes, in those that JSON has.
+    """Return a value of plain Python types, small tensors and dtypes as a JSON value.
+
+    Args:
+        where: the value's name in error messages.
 
     Raises:
-        ConfigError: something else; ``where`` names it.
+        ConfigError: the value has another type.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encode(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [encode(one, f"{where}[{at}]") for at, one in enumerate(value)]}
+        return {"tuple": [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[encode(key, where), encode(one, f"{where}[{key!r}]")] for key, one in value.items()]}
+        return {kind: [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
     if isinstance(value, Tensor) and value.dtype in DTYPES.values() and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.detach().reshape(-1).tolist()]}
     if isinstance(value, torch.dtype) and value in DTYPES.values():
         return {"dtype": str(value).removeprefix("torch.")}
     raise ConfigError(
-        f"{where} is {value!r:.60}, which a checkpoint cannot hold: it keeps numbers, texts, lists, tuples and dicts"
+        f"{where} is {value!r:.60}, which a checkpoint cannot hold: it holds numbers, strings, lists, tuples and dicts"
     )
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given.
+    """Return the value from which :func:`encode` made this JSON value.
 
     Raises:
-        CheckpointError: nothing that it returns.
+        CheckpointError: :func:`encode` returns no such value.
     """
     try:
         return _decoded(value)
@@ -51,30 +54,30 @@ def decode(value: Any) -> Any:
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decoded(one) for one in value]
+        return [_decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
-    ((kind, held),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "dtype":
-        return DTYPES[held]
-    if not isinstance(held, list):
-        raise TypeError(f"{held!r:.40} is no list")
+        return DTYPES[content]
+    if not isinstance(content, list):
+        raise TypeError(f"{content!r:.40} is not a list")
     if kind == "tuple":
-        return tuple(map(_decoded, held))
+        return tuple(map(_decoded, content))
     if kind in ("dict", "counter"):
-        pairs = {_decoded(key): _decoded(one) for key, one in held}
-        if len(pairs) != len(held):
-            raise ValueError("a key stands twice")
+        items = {_decoded(key): _decoded(item) for key, item in content}
+        if len(items) != len(content):
+            raise ValueError("a dict has the same key twice")
         if kind == "dict":
-            return pairs
-        if not all(type(one) is int for one in pairs.values()):
-            raise TypeError("a counter of what is no number")
-        return Counter(pairs)
+            return items
+        if not all(type(count) is int for count in items.values()):
+            raise TypeError("a count of a Counter is not an integer")
+        return Counter(items)
     if kind == "tensor":
-        dtype, shape, elements = held
-        if not all(type(one) is int and one >= 0 for one in shape):
-            raise ValueError(f"{shape!r:.40} is no shape")
-        if not all(isinstance(one, (int, float)) for one in elements):
-            raise TypeError("a tensor of what are no numbers")
+        dtype, shape, elements = content
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"{shape!r:.40} is not a shape")
+        if not all(isinstance(element, (int, float)) for element in elements):
+            raise TypeError("an element of a tensor is not a number")
         return torch.tensor(elements, dtype=DTYPES[dtype]).view(shape)
-    raise ValueError(f"it has a {kind!r:.40}")
+    raise ValueError(f"{kind!r:.40} is not a kind of value")

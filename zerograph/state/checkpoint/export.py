@@ -1,4 +1,4 @@
-"""A checkpoint as what plain PyTorch and other libraries read."""
+"""Export a checkpoint for plain PyTorch and other libraries."""
 
 from __future__ import annotations
 
@@ -20,58 +20,60 @@ from zerograph.state.checkpoint.written import written
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """All of a checkpoint in memory, as ``step.state_dict()`` was when it was saved; needs no job and no graph.
+    """Read a whole checkpoint into memory, as ``step.state_dict()`` returned it at the save. Needs no job and no graph.
 
     ``["modules"]["model"]`` loads into the plain model, ``["optimizers"][0]`` into the plain optimizer.
 
     Raises:
-        CheckpointError: there is none, or a file is missing or damaged.
+        CheckpointError: there is no checkpoint, or a file is missing or damaged.
     """
     reader = open_checkpoint(path)
-    found = written(reader)
+    document = written(reader)
     return {
-        "modules": {module: _module(reader, module, found.aliases) for module in modules_in(reader)},
-        "optimizers": [plain_optimizer_state(reader, number, one) for number, one in enumerate(found.groups)],
-        "lr_schedulers": found.schedulers,
-        "steps_done": found.counts[0],
-        "grad_scaler": found.scaler,
-        "random": {"seed": found.counts[2], "passes": found.counts[1]},
+        "modules": {module: _module(reader, module, document.aliases) for module in modules_in(reader)},
+        "optimizers": [plain_optimizer_state(reader, number, groups) for number, groups in enumerate(document.groups)],
+        "lr_schedulers": document.schedulers,
+        "steps_done": document.counts[0],
+        "grad_scaler": document.scaler,
+        "random": {"seed": document.counts[2], "passes": document.counts[1]},
     }
 
 
 def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: str | None = None) -> Path:
     """Write a module's parameters and buffers into one safetensors file, under the plain module's names.
 
-    ``model.load_state_dict(safetensors.torch.load_file(out), strict=False)`` reads it (tied weights are in it once, so
-    that of a model without any it may be strict). For a model of transformers give a folder: its ``config.json``, and
-    ``generation_config.json`` if it generates, are written beside, and ``from_pretrained(folder)`` loads it.
+    ``model.load_state_dict(safetensors.torch.load_file(out), strict=False)`` reads it.
+    The file holds tied weights once; a model without tied weights can be loaded with ``strict=True``. For a model of
+    transformers, give a folder: ``config.json`` and, if the model has one, ``generation_config.json`` are written into
+    it too, and ``from_pretrained(folder)`` loads it.
 
     Args:
         path: the checkpoint.
-        out: a file whose name ends in ``.safetensors``; or a folder, made if need be, for ``model.safetensors``.
-        module: the graph's attribute; None where it has only one.
+        out: a file whose name ends in ``.safetensors``, or a folder for ``model.safetensors``, created if needed.
+        module: name of the graph's attribute; may be None if the graph has only one module.
 
     Returns:
-        The safetensors file.
+        The path of the safetensors file.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or the file cannot be written.
-        ConfigError: no such module, or several to choose from.
+        ConfigError: there is no such module, or there are several and ``module`` is None.
     """
     reader = open_checkpoint(path)
-    found = written(reader)
-    there = modules_in(reader)
-    if module is None and len(there) != 1:
-        raise ConfigError(f"the checkpoint has the modules {', '.join(there) or 'none'}: say which with module=")
-    if module is not None and module not in there:
-        raise ConfigError(f"the checkpoint has no module {module!r}; it has {', '.join(there)}")
-    chosen, target = module or there[0], Path(out)
-    alone = target.suffix == ".safetensors" and not target.is_dir()
-    folder = target.parent if alone else target
-    target = target if alone else folder / "model.safetensors"
-    # Names of one tensor are one tensor: a safetensors file has it once, and loaders tie the others to it.
+    document = written(reader)
+    modules = modules_in(reader)
+    if module is None and len(modules) != 1:
+        raise ConfigError(f"the checkpoint has the modules {', '.join(modules) or 'none'}: say which with module=")
+    if module is not None and module not in modules:
+        raise ConfigError(f"the checkpoint has no module {module!r}; it has {', '.join(modules)}")
+    chosen, target = module or modules[0], Path(out)
+    only_weights = target.suffix == ".safetensors" and not target.is_dir()
+    folder = target.parent if only_weights else target
+    target = target if only_weights else folder / "model.safetensors"
+    # A safetensors file holds tied weights once, and loaders tie the other names to them.
     tensors = _module(reader, chosen, {})
-    texts = {} if alone else {name: json.dumps(one, indent=2) + "\n" for name, one in found.pretrained(chosen).items()}
+    configurations = {} if only_weights else document.pretrained(chosen)
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in configurations.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -87,17 +89,17 @@ def _write_text(text: str, path: Path) -> None:
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write beside, then put it in the target's place."""
-    beside = target.with_name(f".{target.name}.part")
+    """Write a temporary file in the target's folder, then rename it to the target."""
+    temporary = target.with_name(f".{target.name}.part")
     try:
-        write(beside)
-        os.replace(beside, target)
+        write(temporary)
+        os.replace(temporary, target)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def modules_in(reader: Reader) -> list[str]:
-    """The modules of a checkpoint: attributes of the graph that wrote it."""
+    """Return the names of a checkpoint's modules: attributes of the graph that wrote it."""
     names = (name.split(".", 2)[1] for name in reader.index.tensors if name.startswith("modules."))
     return list(dict.fromkeys(names))
 
@@ -105,11 +107,11 @@ def modules_in(reader: Reader) -> list[str]:
 def _module(reader: Reader, module: str, aliases: Mapping[str, str]) -> dict[str, Tensor]:
     start = f"modules.{module}."
     names = [name for name in reader.index.tensors if name.startswith(start)]
-    found = {}
+    tensors = {}
     for number, name in enumerate(names):
         tell("tensors", number, len(names), name)
-        found[name.removeprefix(start)] = reader.whole(name)
+        tensors[name.removeprefix(start)] = reader.whole(name)
     for alias, name in aliases.items():
         if alias.startswith(f"{module}.") and name.startswith(f"{module}."):
-            found[alias.removeprefix(f"{module}.")] = found[name.removeprefix(f"{module}.")]
-    return found
+            tensors[alias.removeprefix(f"{module}.")] = tensors[name.removeprefix(f"{module}.")]
+    return tensors

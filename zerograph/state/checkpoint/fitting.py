@@ -1,4 +1,4 @@
-"""Whether what a checkpoint says beside its tensors can be taken by what it is for: asked before anything changes."""
+"""Check that schedulers, the loss scale and generators accept a checkpoint's state, before anything changes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ from zerograph.state.checkpoint.written import Written
 from zerograph.state.hyperparameter_checks import check_scheduler
 
 
-def check_fits(found: Written, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None) -> None:
-    """Raise if a scheduler or the loss scale could not be what the checkpoint says.
-
-    How many there are is checked elsewhere.
+def check_fits(document: Written, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None) -> None:
+    """Check that each scheduler and the loss scale accept their saved state; :func:`load` checks how many there are.
 
     Raises:
-        CheckpointError: one of them is of another kind than its place.
+        CheckpointError: a scheduler or the loss scale does not accept its saved state.
     """
-    for scheduler, state in zip(schedulers, found.schedulers, strict=False):
+    for scheduler, state in zip(schedulers, document.schedulers, strict=False):
         if scheduler is not None and state is not None:
             try:
                 check_scheduler(scheduler, state)
             except ConfigError as error:
                 raise CheckpointError(f"the checkpoint does not fit: {error}") from error
-    if scaler is not None and found.scaler is not None:
+    if scaler is not None and document.scaler is not None:
         try:
-            copy.copy(scaler).check_state(found.scaler)
+            copy.copy(scaler).check_state(document.scaler)
         except ConfigError as error:
             raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
 
 
 def check_generators(reader: Reader, names: Sequence[str]) -> None:
-    """Raise if a saved state of random numbers is none.
+    """Check that a generator accepts each saved random state.
 
     Raises:
-        CheckpointError: a generator refuses it.
+        CheckpointError: a generator refuses a state.
     """
     for name in names:
         if not name.endswith(".cpu") and not torch.cuda.is_available():
@@ -50,4 +48,6 @@ def check_generators(reader: Reader, names: Sequence[str]) -> None:
         except (RuntimeError, TypeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{reader.folder} is damaged: {name} is no state of a generator: {error}") from error
+            raise CheckpointError(
+                f"{reader.folder} is damaged: {name} is not a state of a generator: {error}"
+            ) from error

@@ -1,4 +1,4 @@
-"""Folders that checkpoints are saved into: which there are, in which order, the latest, and those to be removed."""
+"""List and order the checkpoints of a folder, find the latest, and remove old ones."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from zerograph.runtime.checkpoint.storage import Reader
 
 LATEST = "latest"
 
-# The entry of a checkpoint's document that orders it among others. No clock does: it may go back, and copies of files
-# have the time of their copying.
+# The entry of a checkpoint's document that orders it among others. Times do not: a clock may go back, and a copied file
+# has the time of the copy.
 _SAVED = "saved"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint as its index says, without a check.
+    """A checkpoint as its index describes it; its files are not checked.
 
     Attributes:
-        number: one more than that of the newest checkpoint which was in the folder; 0 for those of version 0.1.
+        path: folder of the checkpoint.
+        number: one more than the number of the newest checkpoint in the folder at the save; 0 if version 0.1 wrote it.
         steps: updates done.
-        owner: the process that wrote it; None for those of version 0.1.
+        owner: the process that wrote it; None if version 0.1 wrote it.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Place:
 
     @property
     def order(self) -> tuple[int, int, str]:
+        """Return the sort key; later saves have a greater one."""
         return self.number, self.steps, self.path.name
 
 
@@ -53,54 +55,57 @@ def numbered(document: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def check_kind(folder: Path, keep: int | None) -> None:
-    """Raise if the folder is a checkpoint and is to hold some, or the other way round: it could be read as either.
+    """Check that the folder does not become both a checkpoint and a folder of checkpoints: ``load()`` reads either.
+
+    Args:
+        keep: the number of checkpoints that the folder is to hold; None to save one checkpoint as the folder itself.
 
     Raises:
-        CheckpointError: it says which it is.
+        CheckpointError: the folder already is the other of the two.
     """
     if keep is not None and (folder / index.NAME).exists():
         raise CheckpointError(
-            f"{folder} is a checkpoint, saved without keep: with keep = {keep} it would hold others, and load() could "
-            "not tell which is meant\nGive a folder of their own to those, or leave keep out."
+            f"{folder} is a checkpoint, saved without keep: with keep = {keep} it would also hold other "
+            "checkpoints, and load() could not tell which is meant\nGive those another folder, or leave keep out."
         )
     if keep is None and (folder / LATEST).is_file():
         raise CheckpointError(
-            f"{folder} holds checkpoints, saved with keep: without it the folder would be one itself, and load() could "
-            "not tell which is meant\nGive another folder, or keep."
+            f"{folder} holds checkpoints, saved with keep: without keep it would also be one itself, and load() "
+            "could not tell which is meant\nGive another folder, or keep."
         )
 
 
 def next_number(root: Path, last: int | None) -> int:
-    """Return the number of the next checkpoint in a folder, or in the place of the one that the folder is.
+    """Return the number of the next checkpoint that is saved in a folder, or as the folder itself.
 
     Args:
-        last: the number of the last one that this graph has saved there or loaded; None: it has not.
+        last: number of the last checkpoint that this graph saved there; None if there is none.
 
     Raises:
         CheckpointError: another job has saved there since.
     """
-    newest = max((place(root), *_steps_in(root)), key=lambda one: one.order)
-    since = last is not None and newest.number > last
-    if since and newest.owner is not None and not newest.owner.same_process(this_process()):
+    newest = max((place(root), *_steps_in(root)), key=lambda checkpoint: checkpoint.order)
+    is_newer = last is not None and newest.number > last
+    if is_newer and newest.owner is not None and not newest.owner.same_process(this_process()):
         raise CheckpointError(
-            f"another job has saved into {root} since this one did: {newest.owner}, {newest.path.name} with "
+            f"another job has saved into {root} since this job did: {newest.owner}, {newest.path.name} with "
             f"{newest.steps} steps done\nTwo jobs in one folder replace each other's checkpoints: end one of them, "
-            "or give each a folder of its own."
+            "or give each its own folder."
         )
     return newest.number + 1
 
 
 def place(folder: Path) -> Place:
-    """Return what the index in a folder says; number 0 where there is none, or none that can be read."""
+    """Read a folder's index; the number is 0 if there is no readable index."""
     try:
-        found = (folder / index.NAME).stat()
-        return _place(folder, found.st_ino, found.st_mtime_ns, found.st_size)
+        stat = (folder / index.NAME).stat()
+        return _place(folder, stat.st_ino, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError, RecursionError, MemoryError):
         name = re.fullmatch(r"step-(\d{8,18})", folder.name)
         return Place(folder, 0, int(name[1]) if name else 0, None)
 
 
-# Of large models an index is megabytes: those that stay are not read again with every save.
+# The index of a large model has megabytes: an unchanged one is not read again at every save.
 @functools.lru_cache(maxsize=64)
 def _place(folder: Path, *_: int) -> Place:
     body = json.loads((folder / index.NAME).read_bytes())
@@ -117,19 +122,23 @@ def _count(value: Any) -> int:
 
 
 def _steps_in(folder: Path) -> list[Place]:
-    """Return the checkpoints in a folder that holds some, the oldest first."""
-    there = [one for one in _step_folders(folder) if (one / index.NAME).is_file()]
-    return sorted(map(place, there), key=lambda one: one.order)
+    """Return the checkpoints in a folder, oldest first."""
+    paths = [path for path in _step_folders(folder) if (path / index.NAME).is_file()]
+    return sorted(map(place, paths), key=lambda checkpoint: checkpoint.order)
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    return [one for one in folder.iterdir() if re.fullmatch(r"step-\d{8,}", one.name) and one.is_dir()]
+    return [path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
 
 
 def tidy(folder: Path, data: str) -> None:
-    """Remove what no index speaks of any more, of this and of interrupted saves."""
+    """Remove the files of earlier and of interrupted saves, which the index does not name.
+
+    Args:
+        data: name of the data folder that the index names.
+    """
     for other in folder.glob("data-*"):
-        # What somebody else calls so stays.
+        # Names of another form are the user's.
         if other.name != data and re.fullmatch("data-[0-9a-f]{32}", other.name):
             shutil.rmtree(other, ignore_errors=True)
     for other in folder.glob(f".{index.NAME}.*"):
@@ -137,46 +146,46 @@ def tidy(folder: Path, data: str) -> None:
 
 
 def point(checkpoint: Path) -> None:
-    """Make ``latest`` name this checkpoint, at once."""
+    """Make ``latest`` name this checkpoint, atomically."""
     for interrupted in checkpoint.parent.glob(f".{LATEST}.*"):
         interrupted.unlink(missing_ok=True)
-    beside = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
-    with open(beside, "w", encoding="utf-8") as file:
+    temporary = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(checkpoint.name)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, checkpoint.parent / LATEST)
+    os.replace(temporary, checkpoint.parent / LATEST)
     index.sync_folder(checkpoint.parent)
 
 
 def prune(written: Path, keep: int) -> None:
-    """Leave the ``keep`` checkpoints that were written last, and nothing of saves that were interrupted.
+    """Remove all checkpoints but the ``keep`` that were written last, and the files of interrupted saves.
 
-    By their numbers, not by step: a job that went back to an earlier checkpoint keeps what it writes from there. The
-    one just written stays whatever its number is, and so does the one that ``latest`` names.
+    Checkpoints are ordered by number, not by step: a job that went back to an earlier checkpoint keeps what it writes
+    from there. The checkpoint just written is kept whatever its number is, and so is the one that ``latest`` names.
     """
     folder = written.parent
-    there = _steps_in(folder)
-    named = {written.name, _named(folder)}
-    kept = {one.path for one in there if one.path.name in named}
-    for one in reversed(there):
+    checkpoints = _steps_in(folder)
+    names = {written.name, _latest_name(folder)}
+    kept = {checkpoint.path for checkpoint in checkpoints if checkpoint.path.name in names}
+    for checkpoint in reversed(checkpoints):
         if len(kept) < keep:
-            kept.add(one.path)
-    for old in there:
+            kept.add(checkpoint.path)
+    for old in checkpoints:
         if old.path not in kept:
-            # Without its index it is none, whatever is left of it when this is interrupted.
+            # The index goes first: if the removal is interrupted, the rest is not taken for a checkpoint.
             (old.path / index.NAME).unlink(missing_ok=True)
     for path in set(_step_folders(folder)) - kept:
-        if all(one.name.startswith(("data-", f".{index.NAME}.")) for one in path.iterdir()):
+        if all(entry.name.startswith(("data-", f".{index.NAME}.")) for entry in path.iterdir()):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _named(folder: Path) -> str | None:
-    """Return the name in ``latest``, None if there is none.
+def _latest_name(folder: Path) -> str | None:
+    """Return the name in the file ``latest``, or None if there is no such file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no name of a file.
+        OSError: the file cannot be read.
+        ValueError: it does not hold a file name.
     """
     try:
         with open(index.inside(folder, LATEST), encoding="utf-8") as file:
@@ -186,37 +195,40 @@ def _named(folder: Path) -> str | None:
 
 
 def latest(folder: Path) -> Path:
-    """Return the checkpoint that the file ``latest`` names, or the newest whole one if it names none that is there.
+    """Return the checkpoint that the file ``latest`` names, or the newest whole one if that does not exist.
 
     Raises:
-        CheckpointError: there is none, or the file is damaged.
+        CheckpointError: no checkpoint is whole, or the file is damaged.
     """
     try:
-        name = _named(folder)
+        name = _latest_name(folder)
         if name is not None and index.inside(folder, name).is_dir() and (folder / name / index.NAME).exists():
             return folder / name
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be followed: {error.strerror}") from error
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / LATEST} is damaged: it names no checkpoint") from error
-    said = f"{folder} has no file {LATEST}" if name is None else f"{folder / LATEST} names {name!r}, which is not there"
-    for one in reversed(_steps_in(folder)):
+    reason = (
+        f"{folder} has no file {LATEST}" if name is None else f"{folder / LATEST} names {name!r}, which is not there"
+    )
+    for checkpoint in reversed(_steps_in(folder)):
         try:
-            Reader(one.path, index.read(one.path)).check_files()
+            Reader(checkpoint.path, index.read(checkpoint.path)).check_files()
         except CheckpointError:
             continue
         warnings.warn(
-            f"{said}: the newest whole checkpoint is loaded instead, {one.path.name} with {one.steps} steps done",
+            f"{reason}: the newest whole checkpoint is loaded instead, {checkpoint.path.name} with "
+            f"{checkpoint.steps} steps done",
             stacklevel=source.levels_to_user(),
         )
-        return one.path
-    raise CheckpointError(f"{said}, and no other checkpoint in {folder} is whole")
+        return checkpoint.path
+    raise CheckpointError(f"{reason}, and no other checkpoint in {folder} is whole")
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Return whether the folder holds checkpoints, saved with ``keep``, and is none itself."""
+    """Return whether the folder holds checkpoints, saved with ``keep``, and is not a checkpoint itself."""
     if (folder / index.NAME).exists() or not folder.is_dir():
         return False
     return (folder / LATEST).is_file() or bool(_steps_in(folder))

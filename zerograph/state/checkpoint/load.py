@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a graph, wherever its state lies by now; nothing is touched before all of it is checked."""
+"""Load a checkpoint into a graph under any layout; check all of it before changing anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
-from zerograph.state.checkpoint.contents import Named, in_place, names_of, unsaved_buffers
+from zerograph.state.checkpoint.contents import Named, in_place, names_of, plain_members, unsaved_buffers
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import folder_of, raise_interrupt
 from zerograph.state.hyperparameter_checks import check_hyperparameters
@@ -32,10 +32,10 @@ from zerograph.state.optimizer_checks import check_entries, check_groups
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
-    """The checkpoint in a folder, or the latest of a folder of checkpoints.
+    """Open the checkpoint in a folder, or the latest checkpoint of a folder of checkpoints.
 
     Raises:
-        CheckpointError: there is none, or its index is damaged.
+        CheckpointError: there is no checkpoint, or its index is damaged.
     """
     folder = folder_of(path)
     if holds_checkpoints(folder):
@@ -44,12 +44,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
 
 
 @dataclass
-class Plan:
-    """What of a checkpoint goes where.
+class _LoadPlan:
+    """How the tensors of a checkpoint are loaded.
 
     Attributes:
-        stores: those that take their tensors in place, with whether the optimizer's state comes too.
-        optimizers: numbers of those whose state is read whole, as it does not fit where it would lie.
+        stores: stores that are filled in place, each with whether its optimizer state is filled too.
+        optimizers: numbers of the optimizers whose state is read whole, since it does not fit the stores' layouts.
     """
 
     stores: list[tuple[Store, bool]]
@@ -64,19 +64,19 @@ def load(
     groups: Sequence[Sequence[Mapping[str, Any]]],
     others: Iterable[str],
 ) -> None:
-    """Parameters, buffers and optimizer state from a checkpoint. Every rank calls it.
+    """Load parameters, buffers and optimizer state from a checkpoint. Every rank calls it.
 
     Args:
-        groups: the optimizers' saved groups, without parameters.
-        others: names of tensors that will be read as well, and so are checked.
+        groups: saved parameter groups of each optimizer, with parameter numbers.
+        others: names of tensors that the caller reads afterwards; they are checked here too.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigError: the checkpoint is of another model or of other optimizers. Nothing is changed then, on any rank.
+        ConfigError: the checkpoint is of another model or of other optimizers. No rank has changed anything then.
     """
     problem: BaseException | None = None
     named = names_of(members, optimizers)
-    plan = Plan([], [])
+    plan = _LoadPlan([], [])
     try:
         _check_names(reader.index, members)
         _check_optimizers(reader.index, optimizers, groups)
@@ -84,47 +84,49 @@ def load(
         _verify(reader, plan, members, named, others)
     except BaseException as error:
         problem = error
-    facts = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
-    agree(job, "loading a checkpoint", digest(facts), lambda: facts, problem)
+    choices = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
+    agree(job, "loading a checkpoint", digest(choices), lambda: choices, problem)
     for store, states in plan.stores:
         _fill(job, reader, store, named, states=states)
     with torch.no_grad():
-        for name, tensor in _plain(members).items():
+        for name, tensor in plain_members(members).items():
             tensor.copy_(reader.whole(name))
     for number in plan.optimizers:
         state_dict.load_optimizer(optimizers[number], plain_optimizer_state(reader, number, groups[number]))
 
 
-def _check_names(found: Index, members: Members) -> None:
+def _check_names(checkpoint: Index, members: Members) -> None:
+    """Check that the checkpoint has exactly the members' tensors, with their shapes and compatible dtypes."""
     skipped = unsaved_buffers(members)
     tensors = {**members.parameters, **{n: b for n, b in members.buffers.items() if n not in skipped}}
-    mine = {f"modules.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
-    theirs = {name: entry.shape for name, entry in found.tensors.items() if name.startswith("modules.")}
-    told = [f"it lacks {name}" for name in mine if name not in theirs]
-    told += [f"it has {name}, which the graph has not" for name in theirs if name not in mine]
-    told += [
-        f"{name} is {theirs[name]} there and {shape} here"
-        for name, shape in mine.items()
-        if theirs.get(name, shape) != shape
+    shapes = {f"modules.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+    saved_shapes = {name: entry.shape for name, entry in checkpoint.tensors.items() if name.startswith("modules.")}
+    differences = [f"it lacks {name}" for name in shapes if name not in saved_shapes]
+    differences += [f"it has {name}, which the graph has not" for name in saved_shapes if name not in shapes]
+    differences += [
+        f"{name} is {saved_shapes[name]} there and {shape} here"
+        for name, shape in shapes.items()
+        if saved_shapes.get(name, shape) != shape
     ]
-    told += [
-        f"{name} is of {kind} there and of {str(tensor.dtype).removeprefix('torch.')} here"
+    differences += [
+        f"{name} is of {dtype} there and of {str(tensor.dtype).removeprefix('torch.')} here"
         for name, tensor in tensors.items()
-        if (entry := found.tensors.get(f"modules.{name}")) is not None
-        and not _converts(kind := entry.dtype, tensor.dtype)
+        if (entry := checkpoint.tensors.get(f"modules.{name}")) is not None
+        and not _converts(dtype := entry.dtype, tensor.dtype)
     ]
-    if told:
-        more = f", and {len(told) - 3} more" if len(told) > 3 else ""
-        raise ConfigError(f"the checkpoint is of another model: {'; '.join(told[:3])}{more}")
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise ConfigError(f"the checkpoint is of another model: {'; '.join(differences[:3])}{more}")
 
 
 def _converts(saved: str, dtype: torch.dtype) -> bool:
-    """Whether saved values may become those of a tensor: floating ones may be converted, others not."""
+    """Return whether values of the saved dtype can be loaded as ``dtype``: only floating ones are converted."""
     source = index.DTYPES[saved]
     return source == dtype or (source.is_floating_point and dtype.is_floating_point)
 
 
-def _check_optimizers(found: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def _check_optimizers(checkpoint: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Check that the optimizers accept their saved groups, hyperparameters and entries."""
     if len(groups) != len(optimizers):
         raise ConfigError(f"the graph has {len(optimizers)} optimizers, the checkpoint {len(groups)}")
     for number, (optimizer, saved) in enumerate(zip(optimizers, groups, strict=True)):
@@ -134,65 +136,66 @@ def _check_optimizers(found: Index, optimizers: Optimizers, groups: Sequence[Seq
         except ConfigError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from error
         shapes = {
-            at: {name: found.tensors[f"optimizers.{number}.state.{at}.{name}"].shape for name in sorted(names)}
-            for at, names in _saved_states(found, number).items()
+            key: {name: checkpoint.tensors[f"optimizers.{number}.state.{key}.{name}"].shape for name in sorted(names)}
+            for key, names in _saved_states(checkpoint, number).items()
         }
         check_entries(optimizer, saved, shapes)
 
 
-def _saved_states(found: Index, number: int) -> dict[int, set[str]]:
-    """Names of the saved entries of an optimizer's state, by the number of the parameter."""
+def _saved_states(checkpoint: Index, number: int) -> dict[int, set[str]]:
+    """Return the names of the saved entries of an optimizer's state, by the number of the parameter."""
     start = f"optimizers.{number}.state."
     states: dict[int, set[str]] = {}
-    for name in found.tensors:
+    for name in checkpoint.tensors:
         if name.startswith(start):
-            at, _, entry = name.removeprefix(start).partition(".")
-            states.setdefault(int(at), set()).add(entry)
+            parameter, _, entry = name.removeprefix(start).partition(".")
+            states.setdefault(int(parameter), set()).add(entry)
     return states
 
 
-def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> Plan:
+def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> _LoadPlan:
+    """Choose how to load each store and each optimizer."""
     stores = stores_of(members.parameters.values())
     whole = []
     for number, optimizer in enumerate(optimizers):
         saved = _saved_states(reader.index, number)
         own = [store for store in stores if store.optimizer is optimizer]
         elsewhere = any(
-            (found := store_of(one)) is None or found.is_provisional or found.optimizer not in (None, optimizer)
-            for one in parameters_of(optimizer)
+            (store := store_of(parameter)) is None or store.is_provisional or store.optimizer not in (None, optimizer)
+            for parameter in parameters_of(optimizer)
         )
-        if elsewhere or not all(_takes(reader, store, optimizer, number, saved) for store in own):
+        if elsewhere or not all(_fits(reader, store, optimizer, number, saved) for store in own):
             whole.append(number)
     kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]
-    return Plan([(one, one.optimizer in kept) for one in stores], whole)
+    return _LoadPlan([(store, store.optimizer in kept) for store in stores], whole)
 
 
-def _takes(
+def _fits(
     reader: Reader, store: Store, optimizer: torch.optim.Optimizer, number: int, saved: Mapping[int, set[str]]
 ) -> bool:
-    """Whether the store can hold the saved state as it is: all entries, in its shapes, with equal step counts."""
-    numbers = {id(parameter): at for at, parameter in enumerate(parameters_of(optimizer))}
-    if not all(id(one) in numbers for one in store.parameters):
+    """Return whether the store can hold the saved state: all entries, in its shapes, with equal step counts."""
+    numbers = {id(parameter): position for position, parameter in enumerate(parameters_of(optimizer))}
+    if not all(id(parameter) in numbers for parameter in store.parameters):
         return False
-    entries = [saved.get(numbers[id(one)], set()) for one in store.parameters]
+    entries = [saved.get(numbers[id(parameter)], set()) for parameter in store.parameters]
     if not any(entries):
         return True
-    if any(one != set(store.specs) for one in entries):
+    if any(names != set(store.specs) for names in entries):
         return False
     tensors = reader.index.tensors
     for name in store.specs:
-        full = [f"optimizers.{number}.state.{numbers[id(one)]}.{name}" for one in store.parameters]
+        keys = [f"optimizers.{number}.state.{numbers[id(parameter)]}.{name}" for parameter in store.parameters]
         layout = store.layouts.get(name)
         if layout is None:
-            if any(tensors[one].shape != () for one in full) or len({float(reader.whole(one)) for one in full}) > 1:
+            if any(tensors[key].shape != () for key in keys) or len({float(reader.whole(key)) for key in keys}) > 1:
                 return False
-        elif any(tensors[one].shape != slot.shape for one, slot in zip(full, layout.slots, strict=True)):
+        elif any(tensors[key].shape != slot.shape for key, slot in zip(keys, layout.slots, strict=True)):
             return False
     return True
 
 
-def _verify(reader: Reader, plan: Plan, members: Members, named: Named, others: Iterable[str]) -> None:
-    """Read everything that this rank will read, and check it, before anything is overwritten."""
+def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]) -> None:
+    """Read and check every chunk that this rank will load, before anything is overwritten."""
     seen: set[tuple[str, Chunk]] = set()
 
     def check(name: str, chunks: Iterable[Chunk]) -> None:
@@ -204,12 +207,12 @@ def _verify(reader: Reader, plan: Plan, members: Members, named: Named, others: 
     metadata = reader.read_metadata().state_dict_metadata
     for store, states in plan.stores:
         pieces, _ = in_place(store, named, states=states and _has_state(reader, store, named), read=False)
-        for name, one in pieces.items():
+        for name, piece in pieces.items():
             stored: Any = metadata[name]
             entry = reader.index.tensors[name]
-            for item in create_read_items_for_chunk_list(name, stored, one.__create_chunk_list__()):
+            for item in create_read_items_for_chunk_list(name, stored, piece.__create_chunk_list__()):
                 check(name, [next(c for c in entry.chunks if c.offsets == tuple(item.storage_index.offset or ()))])
-    for name in (*_plain(members), *others):
+    for name in (*plain_members(members), *others):
         check(name, reader.index.tensors[name].chunks)
     for number in plan.optimizers:
         for name, entry in reader.index.tensors.items():
@@ -218,54 +221,49 @@ def _verify(reader: Reader, plan: Plan, members: Members, named: Named, others: 
 
 
 def _has_state(reader: Reader, store: Store, named: Named) -> bool:
+    """Return whether the checkpoint has optimizer state for the store."""
     start = named.states[id(store.parameters[0])]
     return any(start + name in reader.index.tensors for name in store.specs)
 
 
 def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool) -> None:
-    there = states and _has_state(reader, store, named)
-    pieces, finish = in_place(store, named, states=there)
+    """Fill a store in place; with ``states`` also its optimizer state, which is cleared if none was saved."""
+    has_state = states and _has_state(reader, store, named)
+    pieces, finish = in_place(store, named, states=has_state)
     _read(job, reader, pieces)
     finish()
     if not states:
         return
-    if not there:
+    if not has_state:
         load_states(store, [{} for _ in store.parameters])
         return
     store.fresh = False
     for name in store.specs:
         if name not in store.layouts:
-            held = store.state[name]
-            assert isinstance(held, Tensor)
-            held.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
+            scalar = store.state[name]
+            assert isinstance(scalar, Tensor)
+            scalar.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
 
 
 def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
+    """Read the pieces from the checkpoint's files into memory. Every rank calls it."""
     alone = job.size == 1
     with explaining_failures(job, "loading a checkpoint"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         group: dist.ProcessGroup | None = None if alone else job.control
         try:
             load_pieces(pieces, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group, no_dist=alone)
-        # It is none of Exception's.
+        # CheckpointException is not an Exception but a BaseException.
         except CheckpointException as error:
             raise_interrupt(error, job.rank)
             rank, (cause, *_) = min(error.failures.items())
             raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
 
 
-def _plain(members: Members) -> dict[str, Tensor]:
-    """What lies in no store, by its name in the checkpoint."""
-    skipped = unsaved_buffers(members)
-    found = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
-    found |= {f"modules.{name}": p.detach() for name, p in members.parameters.items() if store_of(p) is None}
-    return found
-
-
 def plain_optimizer_state(reader: Reader, number: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ``state_dict()`` of the plain optimizer would be."""
+    """Return what ``state_dict()`` of the plain optimizer would return."""
     states = {
-        at: {name: reader.whole(f"optimizers.{number}.state.{at}.{name}") for name in sorted(names)}
-        for at, names in sorted(_saved_states(reader.index, number).items())
+        key: {name: reader.whole(f"optimizers.{number}.state.{key}.{name}") for name in sorted(names)}
+        for key, names in sorted(_saved_states(reader.index, number).items())
     }
     return {"state": states, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""What `from_pretrained` of transformers needs beside the weights: the model's own configuration, as JSON."""
+"""Read the configuration files that `from_pretrained` of transformers needs in addition to the weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ FILES: Mapping[str, str] = {"config": "config.json", "generation_config": "gener
 
 
 def configurations(module: nn.Module) -> dict[str, Any]:
-    """The files that ``save_pretrained`` would write beside the weights, by name, as what JSON has.
+    """Return the JSON files that ``save_pretrained`` would write in addition to the weights, by file name.
 
-    {} for other models. A configuration is known by its ``to_json_string()``: transformers need not be installed.
+    A configuration is recognized by its method ``to_json_string()``: transformers need not be installed. For models of
+    other libraries the result is {}.
     """
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for attribute, file in FILES.items():
         write = getattr(getattr(module, attribute, None), "to_json_string", None)
         if not callable(write):
@@ -25,15 +26,15 @@ def configurations(module: nn.Module) -> dict[str, Any]:
         try:
             body = json.loads(write())
         except (TypeError, ValueError):
-            # Somebody else's method of that name.
+            # Another library's method of the same name.
             continue
         if isinstance(body, dict):
-            found[file] = body
-    if FILES["config"] not in found:
+            files[file] = body
+    if FILES["config"] not in files:
         return {}
-    # As save_pretrained sets them: the class to make, and the dtype to load in.
-    dtypes = [one.dtype for one in module.parameters() if one.is_floating_point()]
-    found[FILES["config"]]["architectures"] = [type(module).__name__]
+    # save_pretrained sets the same two keys: the class to construct, and the dtype to load in.
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    files[FILES["config"]]["architectures"] = [type(module).__name__]
     if dtypes:
-        found[FILES["config"]]["dtype"] = str(dtypes[0]).removeprefix("torch.")
-    return found
+        files[FILES["config"]]["dtype"] = str(dtypes[0]).removeprefix("torch.")
+    return files

@@ -1,4 +1,7 @@
-"""Writing a checkpoint: each rank its part, beside what is there; the index at the end makes it the one that counts."""
+"""Write a checkpoint: each rank its own files, then rank 0 the index.
+
+The files get new names, so an earlier checkpoint in the folder is valid until the new index replaces its index.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,15 @@ from zerograph.state.checkpoint.folder import check_kind, next_number, numbered,
 
 @dataclass(eq=False)
 class Saver:
-    """The saves of one graph, one after another; a save in the background has a process group of its own."""
+    """Run the saves of one graph one at a time, in a process group of their own."""
 
     _group: dist.ProcessGroup | None = None
-    _ending: Callable[[], object] | None = None
+    # Destroys the group.
+    _finalizer: Callable[[], object] | None = None
     _world: Any = None
     _thread: threading.Thread | None = None
-    _failed: list[BaseException] = field(default_factory=list)
-    # By folder: the number of the checkpoint that this graph saved there last. Rank 0 has it.
+    _errors: list[BaseException] = field(default_factory=list)
+    # By folder: number of the last checkpoint that this graph saved there; on rank 0 only.
     _numbers: dict[Path, int] = field(default_factory=dict)
 
     def save(
@@ -54,13 +58,17 @@ class Saver:
         keep: int | None,
         steps_done: int,
     ) -> None:
-        """Write the tensors that this rank has, and rank 0 the index. Every rank calls it.
+        """Write this rank's tensors, and on rank 0 the index. Every rank calls it.
 
         Args:
-            contents: yields this rank's tensors, and the document; what it raises is an error on every rank.
+            path: folder of the checkpoint; with ``keep`` the folder that holds the checkpoints.
+            contents: returns this rank's tensors and the document; an error that it raises is raised on every rank.
+            asynchronous: copy the tensors to CPU memory and write them in a background thread.
+            keep: number of checkpoints to keep in the folder, or None.
+            steps_done: updates done, part of the checkpoint's name with ``keep``.
 
         Raises:
-            CheckpointError: on every rank; what was there is still there.
+            CheckpointError: the save failed, on every rank. Earlier checkpoints are unchanged.
         """
         self.wait()
         problem: BaseException | None = None
@@ -78,31 +86,31 @@ class Saver:
                 raise CheckpointError(f"{target} cannot be written to: no permission")
             pieces, document = contents()
         except OSError as error:
-            problem = CheckpointError(f"{target} cannot be made: {error.strerror}")
+            problem = CheckpointError(f"{target} cannot be created: {error.strerror}")
         except BaseException as error:
             problem = error
-        facts = {"the path of the checkpoint": str(path), "keep": str(keep)}
-        agree(job, "saving a checkpoint", digest(facts), lambda: facts, problem)
-        with self._undisturbed(job):
+        arguments = {"the path of the checkpoint": str(path), "keep": str(keep)}
+        agree(job, "saving a checkpoint", digest(arguments), lambda: arguments, problem)
+        with self._cleanup_on_error(job):
             self._renew_group(job)
         root = target if keep is None else target.parent
-        begun = _Begun(target, root, keep)
-        with self._undisturbed(job, begun):
-            with explaining_failures(job, "beginning to save a checkpoint"), _own_exchange():
-                begun.begin(job, self._group, self._numbers.get(root))
-            begun.writer = Writer(target, begun.data, begun.numbered(document), job.rank, begun.tidy)
-            with reporting_failures(job, "saving a checkpoint"), _own_exchange():
-                kept = _copied(pieces) if asynchronous else pieces
+        save = _Save(target, root, keep)
+        with self._cleanup_on_error(job, save):
+            with explaining_failures(job, "beginning to save a checkpoint"), _mark_interrupts():
+                save.begin(job, self._group, self._numbers.get(root))
+            save.writer = Writer(target, save.data, save.numbered(document), job.rank, save.tidy)
+            with reporting_failures(job, "saving a checkpoint"), _mark_interrupts():
+                pieces = _copied(pieces) if asynchronous else pieces
             if asynchronous:
                 self._thread = threading.Thread(
-                    target=self._in_background, args=(job, kept, begun), name="zerograph checkpoint", daemon=False
+                    target=self._in_background, args=(job, pieces, save), name="zerograph checkpoint", daemon=False
                 )
                 self._thread.start()
                 return
-            self._write(job, kept, begun)
+            self._write(job, pieces, save)
 
     def wait(self) -> None:
-        """Until the last save is done.
+        """Wait until the last save has ended.
 
         Raises:
             CheckpointError: it failed.
@@ -110,79 +118,80 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._failed:
-            raise self._failed.pop()
+        if self._errors:
+            raise self._errors.pop()
 
     def forget(self) -> None:
-        """Take what is in a folder as known: a checkpoint was loaded, and its writer is not another job now."""
+        """Forget the last checkpoint numbers: after a load, the checkpoints in a folder are not another job's."""
         self._numbers.clear()
 
-    def _in_background(self, job: Job, pieces: Mapping[str, Pieces], begun: _Begun) -> None:
+    def _in_background(self, job: Job, pieces: Mapping[str, Pieces], save: _Save) -> None:
         try:
-            with self._undisturbed(job, begun):
-                self._write(job, pieces, begun)
+            with self._cleanup_on_error(job, save):
+                self._write(job, pieces, save)
         except BaseException as error:
-            self._failed.append(error)
+            self._errors.append(error)
 
-    def _write(self, job: Job, pieces: Mapping[str, Pieces], begun: _Begun) -> None:
-        _write(job, pieces, begun.writer, self._group)
+    def _write(self, job: Job, pieces: Mapping[str, Pieces], save: _Save) -> None:
+        _write(job, pieces, save.writer, self._group)
         if job.rank == 0:
-            self._numbers[begun.root] = begun.number
+            self._numbers[save.root] = save.number
 
     @contextlib.contextmanager
-    def _undisturbed(self, job: Job, begun: _Begun | None = None) -> Iterator[None]:
-        """Clear away after a save that failed or was interrupted inside; the error passes through as it is.
+    def _cleanup_on_error(self, job: Job, save: _Save | None = None) -> Iterator[None]:
+        """Remove the files of a save that fails or is interrupted inside; reraise the error unchanged.
 
-        An exchange that this rank alone breaks off (Ctrl-C, ``sys.exit``) is one that the others would wait in. They
-        are told by the end of the group's connections, so the group is not used again.
+        If this rank alone leaves a collective (Ctrl-C, ``sys.exit``), the other ranks wait in it. Destroying the group
+        closes its connections, which ends their wait; the next save creates a new group.
         """
         try:
             yield
         except BaseException as error:
             if not isinstance(error, CheckpointError):
-                # Frames that have ended may still hold the group.
-                for each in _chain(error):
-                    traceback.clear_frames(each.__traceback__)
+                # Frames in the traceback may still refer to the group.
+                for cause in _chain(error):
+                    traceback.clear_frames(cause.__traceback__)
                 self._end_group()
-            if begun is not None:
-                begun.fail(job)
+            if save is not None:
+                save.fail(job)
             if not isinstance(error, Exception):
                 job.liveness.report_failure(error)
             raise
 
     def _renew_group(self, job: Job) -> None:
-        """Make the group of saves if some rank has none: it ended after an interrupted save."""
+        """Create the process group of saves if a rank has none: an interrupted save destroys it."""
         if job.size == 1:
             return
         with explaining_failures(job, "beginning to save a checkpoint"):
-            mine = torch.tensor([self._group is not None and self._world is job.world], device="cpu").int()
-            everybodys = torch.empty(job.size, dtype=mine.dtype, device="cpu")
-            _torch.all_gather(everybodys, mine, job.control)
-            if everybodys.all():
+            has_group = torch.tensor([self._group is not None and self._world is job.world], device="cpu").int()
+            all_have_group = torch.empty(job.size, dtype=has_group.dtype, device="cpu")
+            _torch.all_gather(all_have_group, has_group, job.control)
+            if all_have_group.all():
                 return
             self._end_group()
             self._group = dist.new_group(timeout=timedelta(seconds=job.timeout), backend="gloo")
             self._world = job.world
-            # It goes with the graph that saves: torch would keep its sockets and threads until the job ends.
-            ending = weakref.finalize(self, _end, self._group)
-            ending.atexit = False
-            self._ending = ending
+            # Destroyed together with the graph: torch would keep its sockets and threads until the job ends.
+            finalizer = weakref.finalize(self, _destroy, self._group)
+            finalizer.atexit = False
+            self._finalizer = finalizer
 
     def _end_group(self) -> None:
-        self._group, ending, self._ending = None, self._ending, None
-        if ending is not None:
-            ending()
+        self._group, finalizer, self._finalizer = None, self._finalizer, None
+        if finalizer is not None:
+            finalizer()
 
 
 @dataclass(eq=False)
-class _Begun:
-    """A save from its beginning to its end.
+class _Save:
+    """A save in progress.
 
     Attributes:
-        target: the checkpoint's folder.
-        root: the folder that is locked: it holds the checkpoint with ``keep``, else it is the same.
-        data: the name of its data, which no save had before; the same on all ranks.
-        number: its number among the checkpoints in ``root``, on rank 0.
+        target: folder of the checkpoint.
+        root: folder that is locked: with ``keep`` the parent of ``target``, else ``target``.
+        keep: number of checkpoints to keep in ``root``, or None.
+        data: name of the folder of its tensors, unique to this save and equal on all ranks.
+        number: its number among the checkpoints in ``root``; on rank 0 only.
     """
 
     target: Path
@@ -194,105 +203,108 @@ class _Begun:
     _lock: FolderLock | None = None
 
     def begin(self, job: Job, group: dist.ProcessGroup | None, last: int | None) -> None:
-        """Lock the folder on rank 0, and share the name of the data.
+        """Lock the folder on rank 0, and broadcast the name of the data folder.
 
         Raises:
-            CheckpointError: on every rank: another job saves there, or has saved there since this one did.
+            CheckpointError: another job saves there, or has saved there since this one did. Raised on every rank.
         """
-        told: list[tuple[str, str]] = [("", "")]
+        # The name of the data folder, and the error message.
+        message: list[tuple[str, str]] = [("", "")]
         if job.rank == 0:
             self.data = f"data-{uuid.uuid4().hex}"
             try:
                 self._lock = lock(self.root, job.timeout)
                 self.number = next_number(self.root, last)
-                told = [(self.data, "")]
+                message = [(self.data, "")]
             except CheckpointError as error:
-                told = [("", str(error))]
+                message = [("", str(error))]
             except OSError as error:
-                told = [("", f"{self.root} cannot be read: {error.strerror}")]
+                message = [("", f"{self.root} cannot be read: {error.strerror}")]
         if group is not None:
-            dist.broadcast_object_list(told, group=group, group_src=0)
-        self.data, refused = told[0]
-        if refused:
-            raise CheckpointError(refused)
+            dist.broadcast_object_list(message, group=group, group_src=0)
+        self.data, problem = message[0]
+        if problem:
+            raise CheckpointError(problem)
 
     def numbered(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the document with this save's number."""
         return numbered(document, self.number)
 
     def tidy(self) -> None:
-        """Do what comes after the index is there, on rank 0."""
+        """Remove old files and update ``latest`` after the index is written, on rank 0."""
         tidy(self.target, self.data)
         if self.keep is not None:
             point(self.target)
             prune(self.target, self.keep)
-        # Here, while the other ranks wait: none returns before the lock's file has gone.
+        # The other ranks still wait here, so none returns before the lock file is removed.
         self.end()
 
     def end(self) -> None:
+        """Release the lock of the folder."""
         if self._lock is not None:
             self._lock.release()
 
     def fail(self, job: Job) -> None:
-        """Leave nothing of it. A rank other than 0 does not know whether the index will be replaced yet."""
+        """Remove the save's files, on rank 0: other ranks do not know whether the index is written yet."""
         if self.data and job.rank == 0:
             drop(self.target, self.data)
         self.end()
         if job.rank == 0:
             with contextlib.suppress(OSError):
-                # Of a folder that was made for it; another is not empty.
+                # Fails if the folder was not created for this save: then it is not empty.
                 self.target.rmdir()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and those that it was raised from or while handling."""
+    """Yield the error and, recursively, its causes and contexts."""
     seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and all(each is not other for other in seen):
-            seen.append(each)
-            waiting += [each.__cause__, each.__context__]
-            yield each
+    pending: list[BaseException | None] = [error]
+    while pending:
+        cause = pending.pop()
+        if cause is not None and all(cause is not other for other in seen):
+            seen.append(cause)
+            pending += [cause.__cause__, cause.__context__]
+            yield cause
 
 
-def _end(group: dist.ProcessGroup) -> None:
-    # It may have gone with its job.
+def _destroy(group: dist.ProcessGroup) -> None:
+    # The end of the job may have destroyed it already.
     with contextlib.suppress(AssertionError, RuntimeError, ValueError):
         dist.destroy_process_group(group)
 
 
 def folder_of(path: object) -> Path:
-    """A checkpoint's folder as the user gave it.
+    """Return the user's path of a checkpoint as a ``Path``.
 
     Raises:
-        CheckpointError: no path.
+        CheckpointError: it is not a path.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        raise CheckpointError(f"{path!r:.60} is no path of a checkpoint: give that of a folder")
+        raise CheckpointError(f"{path!r:.60} is not a path of a checkpoint: give the path of a folder")
     return Path(text)
 
 
 def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
-    """The same in memory of its own, on the CPU."""
-    found = {}
-    for name, one in pieces.items():
-        found[name] = copy = Pieces(one.shape, one.dtype)
-        for at, (sizes, flat, start) in one.parts.items():
+    """Copy the pieces to CPU memory."""
+    copies = {}
+    for name, piece in pieces.items():
+        copies[name] = copy = Pieces(piece.shape, piece.dtype)
+        for offsets, (sizes, flat, start) in piece.parts.items():
             numel = torch.Size(sizes).numel()
-            copy.parts[at] = (sizes, constant(flat()[start : start + numel].to("cpu", one.dtype, copy=True)), 0)
-    return found
+            copy.parts[offsets] = (sizes, constant(flat()[start : start + numel].to("cpu", piece.dtype, copy=True)), 0)
+    return copies
 
 
 def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.ProcessGroup | None) -> None:
-    """Write, and install the index.
+    """Write the pieces, and on rank 0 the index.
 
     Raises:
-        CheckpointError: a rank could not; the same on all.
-        BaseException: what interrupted this rank, as it is (Ctrl-C, ``sys.exit``).
+        CheckpointError: a rank could not write; the same error on all ranks.
+        BaseException: the interrupt of this rank, unchanged (Ctrl-C, ``sys.exit``).
     """
-    with explaining_failures(job, "saving a checkpoint"), _own_exchange(), warnings.catch_warnings():
-        # Without a group torch warns that there is one process, which is so.
+    with explaining_failures(job, "saving a checkpoint"), _mark_interrupts(), warnings.catch_warnings():
+        # Without a group torch warns that there is only one process, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             save_pieces(
@@ -302,19 +314,19 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
                 process_group=group,
                 no_dist=group is None,
             )
-        # Torch's own is none of Exception's.
+        # CheckpointException is not an Exception but a BaseException.
         except (CheckpointException, RuntimeError) as error:
             if writer.interrupted is not None:
                 raise writer.interrupted from None
             if isinstance(error, RuntimeError):
                 raise
             raise_interrupt(error, job.rank)
-            raise CheckpointError(_told(error, writer)) from error
+            raise CheckpointError(_failure_message(error, writer)) from error
 
 
 @contextlib.contextmanager
-def _own_exchange() -> Iterator[None]:
-    """Let an interrupt inside break off the exchanges of the save alone: those of the step are whole."""
+def _mark_interrupts() -> Iterator[None]:
+    """Mark an interrupt inside as one that only breaks off the save's collectives, not those of the step."""
     try:
         yield
     except Exception:
@@ -325,13 +337,14 @@ def _own_exchange() -> Iterator[None]:
 
 
 def raise_interrupt(error: CheckpointException, rank: int) -> None:
-    """Raise what ended this rank's part if it is no error but an interrupt: torch makes one failure of both."""
+    """Reraise the interrupt that ended this rank's part, if any: torch reports errors and interrupts alike."""
     own = error.failures.get(rank)
     if own is not None and not isinstance(own[0], Exception):
         raise own[0] from None
 
 
 def _installed(folder: Path, data: str) -> bool:
+    """Return whether the folder's index names this data folder."""
     try:
         return index.read(folder).data == data
     except CheckpointError:
@@ -339,7 +352,7 @@ def _installed(folder: Path, data: str) -> bool:
 
 
 def drop(folder: Path, data: str) -> None:
-    """Remove what a failed save has written; but what the index speaks of by now is whole, and stays."""
+    """Remove the files of a failed save, unless the index already names them: then the checkpoint is whole."""
     if _installed(folder, data):
         return
     shutil.rmtree(folder / data, ignore_errors=True)
@@ -347,12 +360,12 @@ def drop(folder: Path, data: str) -> None:
         (folder / f".{index.NAME}.{data}").unlink()
 
 
-def _told(error: CheckpointException, writer: Writer) -> str:
-    """What went wrong on the first rank that failed."""
+def _failure_message(error: CheckpointException, writer: Writer) -> str:
+    """Describe the error of the first rank that failed."""
     rank, (cause, *_) = min(error.failures.items())
-    said = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    reason = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}".removesuffix(": ")
     if _installed(writer.folder, writer.data):
-        return f"the checkpoint in {writer.folder} is whole, but what comes after it failed, rank {rank}: {said}"
+        return f"the checkpoint in {writer.folder} is whole, but what comes after it failed, rank {rank}: {reason}"
     return (
-        f"the checkpoint in {writer.folder} could not be written, rank {rank}: {said}\nWhat was there before is kept."
+        f"the checkpoint in {writer.folder} could not be written, rank {rank}: {reason}\nWhat was there before is kept."
     )

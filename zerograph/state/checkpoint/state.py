@@ -1,4 +1,4 @@
-"""Everything that a checkpoint of a graph holds, and putting it back."""
+"""Collect everything that a checkpoint of a graph holds, and restore it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ from zerograph.state.state_dict import load_groups, numbered_groups
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What of a graph a checkpoint holds; ``counts``: steps, forward passes, and the seed of random numbers."""
+    """The parts of a graph that a checkpoint holds.
+
+    Attributes:
+        counts: updates done, forward passes done, and the seed of random numbers.
+    """
 
     members: Members
     optimizers: Optimizers
@@ -42,10 +46,13 @@ class Parts:
 
 
 def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[str, Any]]:
-    """What this rank has of each tensor, and the document of everything else.
+    """Return this rank's pieces of each tensor, and a document of everything else.
+
+    Args:
+        configuration: text of the graph's configuration, for readers.
 
     Raises:
-        ConfigError: something that a checkpoint cannot hold.
+        ConfigError: a checkpoint cannot hold a part of the state.
     """
     members, job = parts.members, parts.job
     named = names_of(members, parts.optimizers)
@@ -54,9 +61,9 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         pieces |= pieces_of_store(store, named)
     pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
     pieces |= _generators(job)
-    for name, one in pieces.items():
-        if one.dtype not in DTYPES.values():
-            raise ConfigError(f"{name} is of {one.dtype}, which a checkpoint cannot hold")
+    for name, piece in pieces.items():
+        if piece.dtype not in DTYPES.values():
+            raise ConfigError(f"{name} is of {piece.dtype}, which a checkpoint cannot hold")
     steps, passes, seed = parts.counts
     document = {
         "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
@@ -66,15 +73,17 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         "passes_done": passes,
         "seed": seed,
         "aliases": dict(members.aliases),
-        "pretrained": {name: held for name, one in members.root.named_children() if (held := configurations(one))},
+        "pretrained": {
+            name: files for name, module in members.root.named_children() if (files := configurations(module))
+        },
         "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
         "lr_schedulers": [
-            None if one is None else encode(one.state_dict(), f"the state of {type(one).__name__}")
-            for one in parts.schedulers
+            None if scheduler is None else encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
+            for scheduler in parts.schedulers
         ],
         "optimizers": [
-            [encode(group, f"{type(one).__name__}.param_groups") for group in numbered_groups(one)]
-            for one in parts.optimizers
+            [encode(group, f"{type(optimizer).__name__}.param_groups") for group in numbered_groups(optimizer)]
+            for optimizer in parts.optimizers
         ],
     }
     try:
@@ -85,11 +94,11 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
 
 
 def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
-    """Put a checkpoint back into a graph; what the graph counts is returned.
+    """Load a checkpoint into a graph and return its counts.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: it is of something else. Nothing is changed then.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: it is of another model or of other optimizers. Nothing is changed then.
     """
     problem: BaseException | None = None
     reader: Reader | None = None
@@ -104,14 +113,14 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         check_generators(reader, generators)
     except BaseException as error:
         problem = error
-    # A file that one rank cannot read is an error on all.
+    # A file that one rank cannot read is an error on all ranks.
     agree(job, "loading a checkpoint", 0, dict, problem)
     assert reader is not None
     assert saved is not None
     groups = saved.groups
     load(job, reader, parts.members, parts.optimizers, groups, generators)
-    for optimizer, held in zip(parts.optimizers, groups, strict=True):
-        load_groups(optimizer, held)
+    for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
+        load_groups(optimizer, optimizer_groups)
     for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(state)
@@ -122,14 +131,14 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
 
 
 def _generators(job: Job) -> dict[str, Pieces]:
-    """The state of torch's own generators on each rank, which samplers of data draw from."""
-    found = {}
+    """Return the pieces of each rank's state of torch's default generators, which data samplers draw from."""
+    pieces = {}
     for rank in range(job.size):
         for kind, state in _states().items():
-            found[_generator_of(rank) + kind] = one = Pieces(tuple(state.shape), state.dtype)
+            pieces[_generator_of(rank) + kind] = piece = Pieces(tuple(state.shape), state.dtype)
             if rank == job.rank:
-                one.add(0, state.numel(), constant(state), 0)
-    return found
+                piece.add(0, state.numel(), constant(state), 0)
+    return pieces
 
 
 def _states() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its tensors: read, with everything of the type that it must have."""
+"""Decode the document of a checkpoint, and check the type of every entry."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Written:
     """A checkpoint's document, decoded.
 
     Attributes:
-        groups: of each optimizer its parameter groups, with the numbers of their parameters.
-        schedulers: of each optimizer the state of its scheduler, or None; scaler: that of the loss scaling, or None.
-        counts: steps, forward passes, and the seed of random numbers.
-        ranks: how many wrote it.
-        aliases: other names of tensors of modules.
-        configurations: of models of transformers, by module, the files beside the weights, as what JSON has.
+        groups: parameter groups of each optimizer, with the numbers of their parameters.
+        schedulers: state of each optimizer's scheduler, or None.
+        scaler: state of the loss scaling, or None.
+        counts: updates done, forward passes done, and the seed of random numbers.
+        ranks: number of ranks that wrote it.
+        aliases: from further names of tied tensors to the name that the checkpoint has.
+        configurations: by module, JSON files that models of transformers need in addition to the weights, by file name.
     """
 
     groups: list[list[dict[str, Any]]]
@@ -39,24 +40,24 @@ class Written:
     configurations: Mapping[str, Mapping[str, Any]]
 
     def pretrained(self, module: str) -> dict[str, Any]:
-        """What ``from_pretrained`` needs beside a module's weights, by the file's name; {} for other modules."""
-        # Only these names: a checkpoint does not say where to write.
-        held = self.configurations.get(module, {})
-        return {name: held[name] for name in FILES.values() if name in held}
+        """Return the JSON files of a module that ``from_pretrained`` needs, by file name; {} for other modules."""
+        # Only these names: a checkpoint must not choose where to write.
+        files = self.configurations.get(module, {})
+        return {name: files[name] for name in FILES.values() if name in files}
 
 
 def written(reader: Reader) -> Written:
-    """The document of a checkpoint.
+    """Decode and check the document of a checkpoint.
 
     Raises:
-        CheckpointError: something in it is missing, or of another type than what :func:`state_of` writes.
+        CheckpointError: an entry is missing, or has another type than :func:`state_of` writes.
     """
     document = reader.index.document
     try:
-        groups = [[_group(one) for one in _list(groups)] for groups in _list(document["optimizers"])]
-        found = Written(
+        groups = [[_group(group) for group in _list(groups)] for groups in _list(document["optimizers"])]
+        decoded = Written(
             groups,
-            [None if one is None else _texts(decode(one)) for one in _list(document["lr_schedulers"])],
+            [None if state is None else _texts(decode(state)) for state in _list(document["lr_schedulers"])],
             None if document["grad_scaler"] is None else _texts(decode(document["grad_scaler"])),
             (_whole(document["steps_done"]), _whole(document["passes_done"]), _seed(document["seed"])),
             _whole(document["ranks"]),
@@ -64,40 +65,40 @@ def written(reader: Reader) -> Written:
             # Checkpoints of version 0.1 have none.
             {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
         )
-        for number, one in enumerate(groups):
-            _check_numbers(number, one)
-        if len(found.schedulers) != len(groups):
+        for number, optimizer_groups in enumerate(groups):
+            _check_numbers(number, optimizer_groups)
+        if len(decoded.schedulers) != len(groups):
             raise ValueError("it needs a scheduler, or None, for each optimizer")
-        _check_tensors(reader, found)
+        _check_tensors(reader, decoded)
     except KeyError as error:
         raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{reader.folder} is damaged: in its document {error!s:.200}") from error
-    return found
+    return decoded
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.40} is no list")
+        raise TypeError(f"{value!r:.40} is not a list")
     return value
 
 
 def _texts(value: Any) -> dict[str, Any]:
-    """A dict by texts."""
+    """Return the value if it is a dict with string keys."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{value!r:.40} is no state")
+        raise TypeError(f"{value!r:.40} is not a state dict")
     return value
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r:.40} is no count")
+        raise TypeError(f"{value!r:.40} is not a count")
     return value
 
 
 def _seed(value: Any) -> int | None:
     if value is not None and type(value) is not int:
-        raise TypeError(f"{value!r:.40} is no seed")
+        raise TypeError(f"{value!r:.40} is not a seed")
     return value
 
 
@@ -106,31 +107,31 @@ def _group(value: Any) -> dict[str, Any]:
 
 
 def _check_numbers(optimizer: int, groups: list[dict[str, Any]]) -> None:
-    """Parameters are numbered through, group after group."""
-    numbers = [one for group in groups for one in _list(group["params"])]
-    if not all(type(one) is int for one in numbers) or numbers != list(range(len(numbers))):
+    """Check that the groups number the parameters 0, 1, 2 and so on."""
+    numbers = [number for group in groups for number in _list(group["params"])]
+    if not all(type(number) is int for number in numbers) or numbers != list(range(len(numbers))):
         raise ValueError(f"the parameters of optimizer {optimizer} have the numbers {numbers!r:.40}")
 
 
 def _aliases(reader: Reader, value: Any) -> Mapping[str, str]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} are no other names")
+        raise TypeError(f"{value!r:.40} is not a dict of aliases")
     for alias, name in value.items():
         if not isinstance(name, str) or f"modules.{name}" not in reader.index.tensors:
-            raise ValueError(f"{alias!r:.40} is another name of {name!r:.40}, which is not there")
+            raise ValueError(f"{alias!r:.40} is an alias of {name!r:.40}, which is not there")
         if f"modules.{alias}" in reader.index.tensors:
-            raise ValueError(f"{alias!r:.40} is a name and another name")
+            raise ValueError(f"{alias!r:.40} is both a tensor and an alias")
     return value
 
 
-def _check_tensors(reader: Reader, found: Written) -> None:
-    """Every tensor is something's."""
-    sizes = [sum(len(group["params"]) for group in groups) for groups in found.groups]
+def _check_tensors(reader: Reader, document: Written) -> None:
+    """Check that every tensor belongs to a module, to a parameter's optimizer state or to a generator."""
+    sizes = [sum(len(group["params"]) for group in groups) for groups in document.groups]
     for name, entry in reader.index.tensors.items():
         if not _NAMES.fullmatch(name):
-            raise ValueError(f"{name!r:.60} belongs to nothing")
+            raise ValueError(f"{name!r:.60} is not a name of a tensor in a checkpoint")
         kind, number, *rest = name.split(".")
         if kind == "optimizers" and not (int(number) < len(sizes) and int(rest[1]) < sizes[int(number)]):
             raise ValueError(f"{name!r:.60} belongs to no parameter")
         if kind == "generators" and (entry.dtype != "uint8" or len(entry.shape) != 1):
-            raise ValueError(f"{name!r:.60} is no state of a generator")
+            raise ValueError(f"{name!r:.60} is not a state of a generator")
