@@ -163,7 +163,7 @@ PLACEMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.local(nn.ReLU(), inputs=3), r"inputs=...\) has 3: give sbp.split"),  # type: ignore[call-overload]
     (lambda: zg.local(nn.ReLU(), inputs=sbp.partial_sum), r"has P: give sbp.split\(d\) or sbp.broadcast"),
     (lambda: zg.local(nn.ReLU(), outputs=sbp.broadcast), r"has B: give sbp.split\(d\), or sbp.partial_sum"),
-    (lambda: zg.sharded_init("cpu").__enter__(), r"takes a placement, as zg.placement.* not 'cpu'"),  # type: ignore[arg-type]
+    (lambda: zg.sharded_init("cpu").__enter__(), r"takes a placement, such as zg.placement.* not 'cpu'"),  # type: ignore[arg-type]
 ]
 
 

@@ -1,4 +1,4 @@
-"""``sharded_init()``: models that are made split from the start, with the values that plain construction gives."""
+"""Construct models that are sharded from the start, with the values of plain construction: ``sharded_init()``."""
 
 from __future__ import annotations
 
@@ -28,52 +28,54 @@ from zerograph.state.construction.program import Memory, Operation, Ref, ref, te
 from zerograph.state.construction.recorder import Guard, Recorder, live_tensors
 from zerograph.state.construction.replay import replay
 
-_DOING = "making what sharded_init() has recorded"
+_DOING = "running the construction that sharded_init() has recorded"
 
-# The recorder that is at work, if any.
+# The active recorder, if any.
 _recording: list[Recorder] = []
 
-# A parameter, the layout of its bucket, and this rank's part of that.
+# A parameter, the layout of its bucket, and this rank's part of the bucket.
 _Part = tuple[nn.Parameter, Bucket, Tensor]
 
 
 @contextlib.contextmanager
 def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
-    """Make models inside whose parameters are split between the ranks from the start, and never whole on any.
+    """Construct models inside with parameters that are sharded from the start and never all whole on a rank.
 
-    ``with zg.sharded_init(): model = Llama(config)`` gives ``model`` bitwise the values that it would have on one
-    device, after ``torch.manual_seed`` with rank 0's seed: what the construction computes is recorded, and done at the
-    end of the block, operator by operator, on every rank; each keeps its part of a parameter and drops the rest as soon
-    as nothing needs it any more. No weights are sent. Random generators stand afterwards where plain construction would
-    have left rank 0's. Memory: this rank's parts, and the few whole tensors that construction computes with at once.
+    After ``with zg.sharded_init(): model = Llama(config)``, ``model`` has bitwise the values that it would have on one
+    device, with rank 0's random state. The operators of the construction are recorded. At the end of the block every
+    rank runs them one by one, keeps its part of each parameter, and frees the rest after its last use. No weights are
+    sent. The default random generators end in the state that plain construction would leave on rank 0. Memory: this
+    rank's parts, and the few whole tensors that the construction uses at a time.
 
-    Every rank must make the same. The parameters are then as those of a graph between steps: they refuse to be computed
-    with, optimizers can be built on them, and each graph takes them over when it compiles. Buffers and other tensors
-    are whole on all ranks. Weights that the construction reads from files are whole while it lasts.
+    Every rank must construct the same model. Its parameters are then like those of a graph between steps: computing
+    with them is an error, optimizers can be built on them, and a graph takes them over when it compiles. Buffers and
+    other tensors are whole on all ranks. Weights that the construction reads from files are whole until its end.
 
     Args:
-        placement: of a grid of ranks, parameters are split along the last dimension and copied along the others. By
-            default all ranks in a line, which splits most. A graph may use another.
+        placement: a mesh of all ranks. Parameters are split along its last dimension and replicated along the others.
+            The default is one dimension, which splits most. A graph may use another placement.
 
     Raises:
-        PlacementError: not a placement, or one that leaves ranks out.
-        ConfigError: used inside itself or inside ``build()``; a lazy module; gradients made inside.
-        CaptureError: the construction does what cannot be put off.
-        RankMismatchError: ranks make different models, or another rank has failed.
+        PlacementError: ``placement`` is not a placement, or leaves ranks out.
+        ConfigError: it is used inside itself or inside ``build()``, a module is lazy, or a parameter has a gradient.
+        CaptureError: the construction does something that cannot be recorded.
+        RankMismatchError: ranks construct different models, or another rank has failed.
         CommunicationError: another rank does not answer.
     """
     if _recording:
-        raise ConfigError("sharded_init() inside of sharded_init(): one around all that is to be made split is enough")
+        raise ConfigError(
+            "sharded_init() inside of sharded_init(): use one block around everything that is to be sharded"
+        )
     if torch.compiler.is_compiling():
-        raise ConfigError("sharded_init() inside of build(): make the model before, and give it to the graph")
+        raise ConfigError("sharded_init() inside of build(): construct the model before, and give it to the graph")
     if placement is not None and not isinstance(placement, DeviceMesh):
         raise PlacementError(
-            f"sharded_init() takes a placement, as zg.placement('cpu', ranks=[0, 1]) makes one, not {placement!r:.60}"
+            f"sharded_init() takes a placement, such as zg.placement('cpu', ranks=[0, 1]), not {placement!r:.60}"
         )
     job = join(Config().timeout, placement)
     with _torch.plain_tensors():
-        # What is there already stays as it is.
-        before = {id(one): one for one in live_tensors(collect=False) if isinstance(one, nn.Parameter)}
+        # Parameters that exist already are not sharded.
+        before = {id(tensor): tensor for tensor in live_tensors(collect=False) if isinstance(tensor, nn.Parameter)}
     recorder = Recorder(_first_ranks_generators(job))
     _recording.append(recorder)
     try:
@@ -81,7 +83,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
             yield
     except BaseException as error:
         _abandon(recorder)
-        # The others wait for this rank at the end of the block.
+        # The other ranks wait for this one at the end of the block.
         agree(job, _DOING, 0, dict, error)
         raise
     finally:
@@ -90,29 +92,29 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
 
 
 def _first_ranks_generators(job: Job) -> Generators:
-    """The generators that models are drawn from, as rank 0's stand: those that a user makes are as he made them."""
-    found = Generators()
-    found.number(torch.default_generator)
+    """Return the default generators with rank 0's states; generators that the user creates keep their own."""
+    generators = Generators()
+    generators.number(torch.default_generator)
     if torch.cuda.is_available():
-        # Also if the model is to be made on the CPU: that is known only later, when this rank cannot ask the others.
-        found.number(default_generator(torch.device("cuda")))
-    broadcast_small(job, [one.entry for one in found.watched], "random numbers")
-    return found
+        # Even if the model is constructed on the CPU: the device is known only later, without a collective there.
+        generators.number(default_generator(torch.device("cuda")))
+    broadcast_small(job, [watched.initial for watched in generators.watched], "random numbers")
+    return generators
 
 
 def is_recording() -> bool:
-    """Whether a model is being made inside :func:`sharded_init`: nothing in it has values yet."""
+    """Return whether a :func:`sharded_init` block is active: tensors constructed in it have no values yet."""
     return bool(_recording)
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
-    """What is there at the end of the block.
+class _Survivors:
+    """Tensors of the construction that are alive at the end of the block.
 
     Attributes:
-        parameters: in an order that is the same on all ranks, each with where it lies.
-        whole: numbers of the memories whose bytes all ranks keep.
-        views: tensors that share memory with a parameter, and lose it.
+        parameters: parameters with their views of memory, in the same order on all ranks.
+        whole: numbers of the memories that all ranks keep whole.
+        views: tensors that share memory with a parameter; they become hollow.
     """
 
     parameters: tuple[tuple[nn.Parameter, Ref], ...]
@@ -121,115 +123,127 @@ class _Made:
 
 
 def _finish(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) -> None:
-    """Do what was recorded. A collective; nothing changes unless all goes well on all ranks."""
+    """Run the recorded program and fill the tensors, or change nothing if any rank fails. A collective."""
     try:
-        made = _agreed(job, recorder, before)
-        parts, whole = _done(job, recorder, made)
+        survivors = _agreed_survivors(job, recorder, before)
+        parts, whole = _replayed(job, recorder, survivors)
     except BaseException:
         _abandon(recorder)
         raise
     with _torch.plain_tensors(), torch.no_grad():
         for number in list(whole):
             _fill(recorder.program.memories[number], whole.pop(number))
-        for tensor in made.views:
+        for tensor in survivors.views:
             hollow_out(tensor)
     for parameter, layout, part in parts:
         create_provisional_store(job, layout, parameter, part)
 
 
-def _agreed(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
-    """What all ranks have made alike."""
+def _agreed_survivors(job: Job, recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Survivors:
+    """Return the surviving tensors, after a check that all ranks have recorded the same program. A collective."""
     problem: BaseException | None = None
-    made = _Made((), frozenset(), ())
+    survivors = _Survivors((), frozenset(), ())
     lines: list[str] = []
     try:
         recorder.note_reseeds()
         with _torch.plain_tensors():
-            made = _collected(recorder, before)
-            entries = [one.entry for one in recorder.generators.watched]
-            lines = fingerprint(recorder.program, entries, [at for _, at in made.parameters], sorted(made.whole))
+            survivors = _survivors(recorder, before)
+            states = [watched.initial for watched in recorder.generators.watched]
+            views = [view for _, view in survivors.parameters]
+            lines = fingerprint(recorder.program, states, views, sorted(survivors.whole))
     except BaseException as error:
         problem = error
     agree(job, _DOING, digest(lines), lambda: _numbered(lines), problem)
-    return made
+    return survivors
 
 
-def _collected(recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Made:
-    """What of all that was made somebody still holds.
+def _survivors(recorder: Recorder, before: Mapping[int, nn.Parameter]) -> _Survivors:
+    """Return the tensors of the construction that are still alive.
 
     Raises:
-        ConfigError: a lazy module, or a parameter with a gradient.
+        ConfigError: a module is lazy, or a parameter has a gradient.
     """
     live = live_tensors()
     parameters = [
-        one
-        for one in live
-        if isinstance(one, nn.Parameter) and id(one) not in before and not one.is_meta and store_of(one) is None
+        tensor
+        for tensor in live
+        if isinstance(tensor, nn.Parameter)
+        and id(tensor) not in before
+        and not tensor.is_meta
+        and store_of(tensor) is None
     ]
-    if any(isinstance(one, UninitializedParameter) for one in parameters):
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ConfigError(
-            "a lazy module made inside sharded_init() has parameters without a shape: there is nothing to split yet\n"
-            "Give the module its sizes, or make it outside and run it once."
+            "a lazy module inside sharded_init() has parameters without a shape, which cannot be sharded\n"
+            "Give the module its sizes, or construct it outside of sharded_init() and run it once."
         )
-    trained = next((one for one in parameters if one.grad is not None), None)
+    trained = next((parameter for parameter in parameters if parameter.grad is not None), None)
     if trained is not None:
         raise ConfigError(
             f"backward() inside sharded_init() gave a parameter of shape {tuple(trained.shape)} a gradient, which a "
-            "split parameter cannot keep\nTrain in a graph, or give gradients up inside: model.zero_grad()."
+            "sharded parameter cannot keep\nTrain in a graph, or call model.zero_grad() inside the block."
         )
-    # What numpy made and no operator has seen gets its number here, in an order that all ranks have.
-    split = sorted((one for one in parameters if one.numel()), key=lambda one: _place(recorder, one))
-    placed = tuple((one, ref(one, recorder.take_in(one))) for one in split)
-    of_parameters = {at.memory for _, at in placed}
+    # A memory from numpy that no operator has used gets its number here, in the same order on all ranks.
+    non_empty = (parameter for parameter in parameters if parameter.numel())
+    ordered = sorted(non_empty, key=lambda parameter: _sort_key(recorder, parameter))
+    sharded = tuple((parameter, ref(parameter, recorder.take_in(parameter))) for parameter in ordered)
+    parameter_memories = {view.memory for _, view in sharded}
     memories = recorder.program.memories
     operations = [entry for entry in recorder.program.entries if isinstance(entry, Operation)]
-    # What was there before and is written to.
+    # Memories from before the block that the construction writes.
     whole = {number for operation in operations for number in operation.writes if memories[number].outside}
     views = []
-    known = set(map(id, split))
-    for one in live:
-        memory = None if one.is_meta or id(one) in known else recorder.memory_of(one)
+    sharded_ids = set(map(id, ordered))
+    for tensor in live:
+        memory = None if tensor.is_meta or id(tensor) in sharded_ids else recorder.memory_of(tensor)
         if memory is not None and not memory.outside:
-            if memory.number in of_parameters:
-                views.append(one)
+            if memory.number in parameter_memories:
+                views.append(tensor)
             else:
                 whole.add(memory.number)
-    return _Made(placed, frozenset(whole), tuple(views))
+    return _Survivors(sharded, frozenset(whole), tuple(views))
 
 
-def _place(recorder: Recorder, parameter: nn.Parameter) -> tuple[Any, ...]:
+def _sort_key(recorder: Recorder, parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return a key that orders parameters equally on all ranks."""
     memory = recorder.memory_of(parameter)
     shape = parameter.storage_offset(), tuple(parameter.shape), parameter.stride(), str(parameter.dtype)
     return (0, memory.number, *shape) if memory is not None else (1, digest_of(parameter.untyped_storage()), *shape)
 
 
-def _done(job: Job, recorder: Recorder, made: _Made) -> tuple[list[_Part], dict[int, torch.UntypedStorage]]:
-    """This rank's parts, and the bytes of what is whole by memory: all from rank 0's random numbers, on all ranks."""
+def _replayed(
+    job: Job, recorder: Recorder, survivors: _Survivors
+) -> tuple[list[_Part], dict[int, torch.UntypedStorage]]:
+    """Run the program with rank 0's random numbers. A collective.
+
+    Returns:
+        This rank's parts of the parameters, and the storages of whole memories by number.
+    """
     problem: BaseException | None = None
     parts: list[_Part] = []
     whole: dict[int, torch.UntypedStorage] = {}
     by_memory: dict[int, list[tuple[nn.Parameter, Ref]]] = {}
-    for parameter, at in made.parameters:
-        by_memory.setdefault(at.memory, []).append((parameter, at))
+    for parameter, view in survivors.parameters:
+        by_memory.setdefault(view.memory, []).append((parameter, view))
 
     def take(number: int, storage: torch.UntypedStorage) -> None:
-        for parameter, at in by_memory.get(number, ()):
+        for parameter, view in by_memory.get(number, ()):
             layout = _layout(job, parameter)
-            parts.append((parameter, layout, split_part(job, layout, tensor_at(at, storage))))
-        if number in made.whole:
+            parts.append((parameter, layout, split_part(job, layout, tensor_at(view, storage))))
+        if number in survivors.whole:
             whole[number] = storage
 
     try:
         with _torch.plain_tensors():
-            replay(recorder.program, {*by_memory, *made.whole}, recorder.generators, take)
+            replay(recorder.program, {*by_memory, *survivors.whole}, recorder.generators, take)
     except BaseException as error:
         problem = error
-    agree(job, "keeping what sharded_init() has made", 0, dict, problem)
+    agree(job, "sharding the parameters of sharded_init()", 0, dict, problem)
     return parts, whole
 
 
 def _layout(job: Job, parameter: nn.Parameter) -> Bucket:
-    """A bucket that the parameter has to itself."""
+    """Return the layout of a bucket of this parameter alone."""
     mesh = job.mesh
     with _torch.plain_tensors():
         ranks, numel = mesh.shape[-1], parameter.numel()
@@ -240,20 +254,21 @@ def _layout(job: Job, parameter: nn.Parameter) -> Bucket:
 
 
 def _fill(memory: Memory, values: torch.UntypedStorage) -> None:
+    """Copy the values into the memory's own storage, which gets its size first if it is hollow."""
     if not memory.outside:
         memory.storage.resize_(memory.nbytes)
     memory.storage.copy_(values)
 
 
 def _abandon(recorder: Recorder) -> None:
-    """Leave nothing behind that looks like a model: what somebody still holds of it refuses to be used."""
+    """Restore the generators, and make every tensor of the construction that is still alive hollow."""
     recorder.generators.restore()
     with _torch.plain_tensors(), torch.no_grad():
-        for one in live_tensors():
-            memory = None if one.is_meta else recorder.memory_of(one)
-            if memory is not None and not memory.outside and one.numel():
-                hollow_out(one)
+        for tensor in live_tensors():
+            memory = None if tensor.is_meta else recorder.memory_of(tensor)
+            if memory is not None and not memory.outside and tensor.numel():
+                hollow_out(tensor)
 
 
 def _numbered(lines: Sequence[str]) -> dict[str, str]:
-    return {f"line {number} of what construction does": line for number, line in enumerate(lines)}
+    return {f"line {number} of the construction": line for number, line in enumerate(lines)}

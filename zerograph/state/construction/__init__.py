@@ -1,5 +1,6 @@
-"""Models made split from the start: what their construction would do is recorded, and then done piece by piece.
+"""Construct models that are sharded from the start: record the construction, then run it tensor by tensor.
 
-``program`` is what was recorded, ``recorder`` records it, ``generators`` keeps track of random numbers meanwhile,
-``schedule`` says what of it is done when and how long each value lives, ``replay`` does it.
+``recorder`` records the operators of the construction as a ``program``, and ``generators`` tracks the states of random
+generators meanwhile. ``schedule`` selects and orders the entries to run and finds how long each value lives, ``replay``
+runs them, and ``fingerprint`` describes a program so that ranks can compare theirs.
 """

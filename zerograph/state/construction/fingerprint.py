@@ -1,4 +1,4 @@
-"""What a construction does, in lines that are the same on all ranks that make the same model."""
+"""Describe a construction in lines of text, equal on all ranks that construct the same model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from zerograph.state.construction.program import Program, Ref, Reseed
 def fingerprint(
     program: Program, generators: Sequence[Tensor], parameters: Sequence[Ref], whole: Sequence[int]
 ) -> list[str]:
-    """Every entry of the program, what it begins with, and what is kept. Which GPU of its machine a rank has is not.
+    """Return one line for each entry of the program, for its initial state, and for what is kept.
+
+    The lines do not contain device indices: ranks of one machine have different GPUs.
 
     Args:
-        generators: the state that each began in.
+        generators: initial state of each generator.
+        parameters: the parameters that are sharded.
+        whole: numbers of the memories that every rank keeps whole.
     """
-    lines = [f"generator {number}: {digest_of(one.untyped_storage())}" for number, one in enumerate(generators)]
+    lines = [f"generator {number}: {digest_of(state.untyped_storage())}" for number, state in enumerate(generators)]
     lines += [
-        f"memory {one.number}: from outside of the construction, {one.nbytes} bytes {digest_of(one.storage)}"
-        for one in program.memories
-        if one.outside
+        f"memory {memory.number}: from outside of the construction, {memory.nbytes} bytes {digest_of(memory.storage)}"
+        for memory in program.memories
+        if memory.outside
     ]
     for entry in program.entries:
         if isinstance(entry, Reseed):
@@ -34,16 +38,16 @@ def fingerprint(
                 state = f"a state of the user's, {digest_of(entry.state.untyped_storage())}"
             lines.append(f"generator {entry.generator} is set to {state}")
         else:
-            given = pytree.tree_map(_shown, (list(entry.args), entry.kwargs))
-            drawn = "" if entry.generator is None else f", from generator {entry.generator}"
-            lines.append(f"{entry.operator} {given}, by default {entry.default_dtype}{drawn}")
-    return [*lines, *(f"parameter {_shown(one)}" for one in parameters), f"kept whole: {list(whole)}"]
+            arguments = pytree.tree_map(_shown, (list(entry.args), entry.kwargs))
+            draw = "" if entry.generator is None else f", from generator {entry.generator}"
+            lines.append(f"{entry.operator} {arguments}, default dtype {entry.default_dtype}{draw}")
+    return [*lines, *(f"parameter {_shown(parameter)}" for parameter in parameters), f"kept whole: {list(whole)}"]
 
 
 def digest_of(storage: torch.UntypedStorage) -> str:
-    """Equal for equal bytes."""
-    found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return hashlib.blake2b(found.cpu().numpy().data, digest_size=8).hexdigest()
+    """Return a digest of the storage's bytes."""
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return hashlib.blake2b(data.cpu().numpy().data, digest_size=8).hexdigest()
 
 
 def _shown(value: Any) -> Any:

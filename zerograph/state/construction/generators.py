@@ -1,7 +1,7 @@
-"""Random generators while nothing is drawn: which state of theirs the user saves, restores or sets.
+"""Track random generators while draws are only recorded: which states the user saves, restores or sets.
 
-Recording draws no numbers, so a generator's state says nothing of how much has been drawn. It is given a state of our
-own after each recorded draw, which no seed leads to; saving it and restoring it later thereby names the draw.
+Recording draws no numbers, so a generator's state does not change with a draw. After each recorded draw the generator
+is seeded with a random number, its *token*. If the user saves and restores that state, the token identifies the draw.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from zerograph.state.construction.program import Reseed
 
 @dataclass(eq=False)
 class Watched:
-    """A generator that is drawn from.
+    """A generator that the construction draws from.
 
     Attributes:
-        found: its state when it was first met.
-        entry: the state in which what is recorded begins; rank 0's, where all ranks take that.
-        tokens: the number of the entry that drew last, by each state that we gave it since; -1: none.
-        now: the state as it was when we looked last.
+        original: its state at its first use; restored if the construction fails.
+        initial: the state that the recorded program starts in: ``original``, or rank 0's for the default generators.
+        tokens: from states that recording gave the generator to the number of the entry that drew last; -1: no draw.
+        last_state: its state at the last look.
     """
 
     generator: torch.Generator
-    found: Tensor
-    entry: Tensor
+    original: Tensor
+    initial: Tensor  # on the CPU; overwritten in place by rank 0's state
     tokens: dict[bytes, int]
-    now: bytes
+    last_state: bytes
 
 
 @dataclass(eq=False)
@@ -41,43 +41,43 @@ class Generators:
     watched: list[Watched] = field(default_factory=list)
 
     def number(self, generator: torch.Generator) -> int:
-        """The generator's number; from its first mention on it is watched."""
-        for number, one in enumerate(self.watched):
-            if one.generator is generator or one.generator == generator:
+        """Return the generator's number; start to watch it at the first call."""
+        for number, watched in enumerate(self.watched):
+            if watched.generator is generator or watched.generator == generator:
                 return number
         state = generator.get_state()
         self.watched.append(Watched(generator, state, state.clone(), {_key(state): -1}, _key(state)))
         return len(self.watched) - 1
 
-    def changed(self, number: int) -> Reseed | None:
-        """What the user did to the generator's state since the last look."""
-        one = self.watched[number]
-        state = one.generator.get_state()
-        if (key := _key(state)) == one.now:
+    def take_reseed(self, number: int) -> Reseed | None:
+        """Return the user's change of the generator's state since the last look, or None."""
+        watched = self.watched[number]
+        state = watched.generator.get_state()
+        if (key := _key(state)) == watched.last_state:
             return None
-        one.now = key
-        return Reseed(number, None, one.tokens[key]) if key in one.tokens else Reseed(number, state, -1)
+        watched.last_state = key
+        return Reseed(number, None, watched.tokens[key]) if key in watched.tokens else Reseed(number, state, -1)
 
-    def drew(self, number: int, entry: int) -> None:
-        """The program's entry of that number is to draw from the generator."""
-        one = self.watched[number]
-        one.generator.manual_seed(secrets.randbits(63))
-        one.now = _key(one.generator.get_state())
-        one.tokens[one.now] = entry
+    def mark_draw(self, number: int, entry: int) -> None:
+        """Give the generator a token for the program's entry that draws from it."""
+        watched = self.watched[number]
+        watched.generator.manual_seed(secrets.randbits(63))
+        watched.last_state = _key(watched.generator.get_state())
+        watched.tokens[watched.last_state] = entry
 
     def restore(self) -> None:
-        """Put all generators into the state in which they were found."""
-        for one in self.watched:
-            one.generator.set_state(one.found)
+        """Set all generators to their original states."""
+        for watched in self.watched:
+            watched.generator.set_state(watched.original)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """What draws on that device when nobody says otherwise."""
+    """Return the default generator of the device."""
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        found: torch.Generator = torch.cuda.default_generators[index]
-        return found
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
     return torch.default_generator
 
 

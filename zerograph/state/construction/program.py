@@ -1,4 +1,4 @@
-"""What the construction of a model does, as data: operators over memories, which need not exist yet."""
+"""Represent the construction of a model as data: operators over memories that may not be allocated yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from zerograph._torch import OpOverload
 
 @dataclass(eq=False)
 class Memory:
-    """A storage that construction uses.
+    """A storage that the construction uses.
 
     Attributes:
-        number: its name.
-        nbytes: as large as it is to be.
-        storage: what the tensors of construction lie in. Until the end it is of 0 bytes (*hollow*), unless ``outside``.
-        shape_only: the same on the meta device: there shapes and strides of results are found out.
-        outside: not made by a recorded operator: what came from numpy or Python, or was there before. It has its bytes.
+        number: its index in ``Program.memories``.
+        nbytes: its final size in bytes.
+        storage: storage of the tensors that the construction sees. It has 0 bytes (is *hollow*) until the end, unless
+            ``outside``.
+        shape_only: storage on the meta device, for the inference of shapes and strides.
+        outside: True if no recorded operator created it: it comes from numpy or Python, or existed before. It has its
+            bytes.
     """
 
     number: int
@@ -34,12 +36,13 @@ class Memory:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the storage."""
         return self.storage.device
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in a memory; ``offset`` and ``stride`` in elements."""
+    """A tensor as a view of a memory; ``offset`` and ``stride`` in elements."""
 
     memory: int
     shape: tuple[int, ...]
@@ -50,7 +53,7 @@ class Ref:
     negative: bool = False
 
     def fills(self, nbytes: int) -> bool:
-        """Whether each byte of a memory of that size belongs to exactly one of its elements."""
+        """Return whether each byte of a memory of this size belongs to exactly one element of the tensor."""
         if math.prod(self.shape) * self.dtype.itemsize != nbytes:
             return False
         expected = 1
@@ -63,7 +66,7 @@ class Ref:
 
 
 def ref(tensor: Tensor, memory: Memory) -> Ref:
-    """How a tensor lies in the memory that is its storage."""
+    """Return the tensor as a view of the memory that is its storage."""
     return Ref(
         memory.number,
         tuple(tensor.shape),
@@ -75,12 +78,12 @@ def ref(tensor: Tensor, memory: Memory) -> Ref:
     )
 
 
-def tensor_at(found: Ref, storage: torch.UntypedStorage) -> Tensor:
-    """The tensor that lies so in a storage, which must be large enough, and on whose device it is."""
-    plain = torch.empty(0, dtype=found.dtype, device=storage.device)
-    plain = plain.set_(storage, found.offset, found.shape, found.stride)
-    plain = plain.conj() if found.conjugate else plain
-    return _torch.negative_view(plain) if found.negative else plain
+def tensor_at(view: Ref, storage: torch.UntypedStorage) -> Tensor:
+    """Return the tensor that is this view of the storage, which must be large enough."""
+    plain = torch.empty(0, dtype=view.dtype, device=storage.device)
+    plain = plain.set_(storage, view.offset, view.shape, view.stride)
+    plain = plain.conj() if view.conjugate else plain
+    return _torch.negative_view(plain) if view.negative else plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +91,12 @@ class Operation:
     """One operator call.
 
     Attributes:
-        args, kwargs: with a :class:`Ref` for each tensor.
-        results: of its flattened result what lies in a memory that it makes; None for the rest.
-        reads, writes, makes: numbers of memories. What it overwrites without a look it does not read.
-        overwrites: of those it writes, the ones of which nothing remains that was there before.
+        args, kwargs: its arguments, with a :class:`Ref` for each tensor.
+        results: for each leaf of its result the view of a memory that the call creates; None for other leaves.
+        reads, writes, makes: numbers of the memories that it reads, writes and creates.
+        overwrites: the memories among ``writes`` whose previous contents it replaces entirely.
         generator: number of the generator that it draws from; None if it draws nothing.
-        default_dtype: what an operator that is told no dtype makes.
+        default_dtype: torch's default dtype at the call.
         where: the user's line.
     """
 
@@ -111,7 +114,7 @@ class Operation:
 
     @property
     def allocates(self) -> bool:
-        """It makes memory without values: nothing has to be done before somebody writes to that."""
+        """Return whether it only allocates memory: replay allocates at the first write."""
         return self.operator.overloadpacket in _EMPTY
 
 
@@ -127,10 +130,11 @@ _EMPTY = {
 
 @dataclass(frozen=True, eq=False)
 class Reseed:
-    """The user put a generator into another state: one given as bytes, or that after an earlier entry that drew.
+    """A change of a generator's state by the user.
 
     Attributes:
-        after: number of that entry; -1: the state when recording began.
+        state: the new state, or None if the user restored one that an earlier entry left.
+        after: number of the entry after which the generator had the restored state; -1: its initial state.
     """
 
     generator: int
@@ -140,9 +144,10 @@ class Reseed:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What an entry does with values: it reads them, changes parts of them, or makes them.
+    """The values that an entry reads, changes in part, and creates.
 
-    ``at`` is the value in each memory that it touches, by number.
+    Attributes:
+        at: the value in each memory that it touches, by the memory's number.
     """
 
     reads: frozenset[int] = frozenset()
@@ -153,15 +158,15 @@ class Use:
 
 @dataclass(eq=False)
 class Program:
-    """Everything recorded so far, in order.
+    """All recorded entries, in order.
 
-    A *value* is what a memory holds from one overwriting to the next.
+    A *value* is the content of a memory from one overwrite to the next; values are numbered.
 
     Attributes:
-        uses: what each entry does with values.
-        memory_of: the memory of each value.
-        current: the value that each memory holds now.
-        writers: the entries that make or change each value.
+        uses: values that each entry uses.
+        memory_of: number of the memory of each value.
+        current: the value that each memory holds now, by the memory's number.
+        writers: numbers of the entries that create or change each value.
     """
 
     memories: list[Memory] = field(default_factory=list)
@@ -174,7 +179,7 @@ class Program:
     def add_memory(
         self, storage: torch.UntypedStorage, shape_only: torch.UntypedStorage, *, outside: bool = False
     ) -> Memory:
-        """A memory as large as ``shape_only``."""
+        """Add a memory of the size of ``shape_only``."""
         memory = Memory(len(self.memories), shape_only.nbytes(), storage, shape_only, outside)
         self.memories.append(memory)
         if outside:
@@ -182,7 +187,7 @@ class Program:
         return memory
 
     def append(self, entry: Operation | Reseed) -> int:
-        """Record the entry; returns its number."""
+        """Append the entry and return its number."""
         number = len(self.entries)
         self.entries.append(entry)
         if isinstance(entry, Reseed):

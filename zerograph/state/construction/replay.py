@@ -1,4 +1,4 @@
-"""Doing what was recorded, on real memory that is given back as soon as nobody needs it."""
+"""Run a recorded program in real memory, and free each value after its last use."""
 
 from __future__ import annotations
 
@@ -15,83 +15,83 @@ from zerograph.state.construction.generators import Generators
 from zerograph.state.construction.program import Operation, Program, Ref, Reseed, tensor_at
 from zerograph.state.construction.schedule import Step, schedule
 
-# Called with the number of a memory and the storage that has its final values.
+# Called with the number of a memory and the storage with its final values.
 Take = Callable[[int, torch.UntypedStorage], None]
 
 
 def replay(program: Program, wanted: Collection[int], generators: Generators, take: Take) -> None:
-    """Do all of it; ``take`` gets each memory that is wanted as soon as its values are final.
+    """Run the program, and call ``take`` with each wanted memory as soon as its values are final.
 
-    The generators stand afterwards where plain construction would have left them.
+    The generators end in the states in which plain construction would leave them.
     """
     draws = Draws(program, generators, once=True)
     _Replay(program, schedule(program, wanted, 0), wanted, draws, take).run()
-    for one, state in zip(generators.watched, draws.now, strict=True):
-        one.generator.set_state(state)
+    for watched, state in zip(generators.watched, draws.now, strict=True):
+        watched.generator.set_state(state)
 
 
 def values_now(program: Program, wanted: Ref, draws: Draws) -> Tensor:
-    """What a tensor holds at this point of the construction, which goes on.
+    """Return the tensor's current values in the middle of a construction.
 
-    Random numbers that it depends on are drawn for it, and again at the end.
+    Random numbers that it depends on are drawn here, and once more at the end.
     """
-    found: list[torch.UntypedStorage] = []
+    storages: list[torch.UntypedStorage] = []
     end = len(program.entries)
     steps = schedule(program, [wanted.memory], end)
     random = any(program.entries[step.number].generator is not None for step in steps)
     if random:
         steps = schedule(program, [wanted.memory], draws.settled)
         draws.watch_more()
-    states = [one.generator.get_state() for one in draws.generators.watched]
+    states = [watched.generator.get_state() for watched in draws.generators.watched]
     try:
-        _Replay(program, steps, [wanted.memory], draws, lambda _, storage: found.append(storage)).run()
+        _Replay(program, steps, [wanted.memory], draws, lambda _, storage: storages.append(storage)).run()
     finally:
-        for one, state in zip(draws.generators.watched, states, strict=True):
-            one.generator.set_state(state)
+        for watched, state in zip(draws.generators.watched, states, strict=True):
+            watched.generator.set_state(state)
     draws.settled = end if random else draws.settled
-    return tensor_at(wanted, found[0])
+    return tensor_at(wanted, storages[0])
 
 
 class Draws:
-    """The states that the generators go through as a program is done.
+    """The states of the generators while a program runs.
 
     Attributes:
-        settled: the entries before this one have been done, so the states before all their draws are known.
-        now: the state of each generator after them.
+        settled: number of entries that have run: the generator's state before each of their draws is stored.
+        now: state of each generator after these entries.
     """
 
     def __init__(self, program: Program, generators: Generators, *, once: bool = False) -> None:
         self.generators = generators
         self.settled = 0
         self.now: list[Tensor] = []
-        # A state has some thousand bytes: what is done once keeps only those that something goes back to.
+        # A state has some thousand bytes: a program that runs once keeps only the states that a reseed restores.
         self._once = once
-        again = (entry.after for entry in program.entries if isinstance(entry, Reseed))
-        self._needed = set(again) if once else set()
+        restored = (entry.after for entry in program.entries if isinstance(entry, Reseed))
+        self._needed = set(restored) if once else set()
         self._before: dict[int, Tensor] = {}
         self._after: dict[int, Tensor] = {}
         self.watch_more()
 
     def watch_more(self) -> None:
-        """Generators that were met since begin in the state in which they were found."""
-        self.now += [one.entry for one in self.generators.watched[len(self.now) :]]
+        """Add the initial states of generators that are watched since the last call."""
+        self.now += [watched.initial for watched in self.generators.watched[len(self.now) :]]
 
     def reseed(self, entry: Reseed) -> None:
-        """Do that entry."""
-        state = self.generators.watched[entry.generator].entry if entry.after < 0 else self._after[entry.after]
+        """Set the generator's state as the entry says."""
+        state = self.generators.watched[entry.generator].initial if entry.after < 0 else self._after[entry.after]
         self.now[entry.generator] = state if entry.state is None else entry.state
 
     @contextlib.contextmanager
     def drawing(self, number: int, generator: int) -> Iterator[None]:
-        """Inside, the generator stands where the entry of that number is to draw."""
-        one = self.generators.watched[generator].generator
-        again = number in self._before
+        """Set the generator inside to the state before the draw of this entry, and store its state after it."""
+        source = self.generators.watched[generator].generator
+        is_repeated = number in self._before
         before = self._before.get(number, self.now[generator])
-        one.set_state(before)
+        source.set_state(before)
         yield
-        if again:
+        if is_repeated:
             return
-        self.now[generator] = after = one.get_state()
+        self.now[generator] = after = source.get_state()
         if not self._once:
             self._before[number] = before
         if not self._once or number in self._needed:
@@ -106,10 +106,11 @@ class _Replay:
         self._wanted = {program.current[memory] for memory in wanted}
         changed = {value for step in steps for value in program.uses[step.number].changes}
         self._changed = {value for value in changed if program.memories[program.memory_of[value]].outside}
-        self._held: dict[int, torch.UntypedStorage] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
     def run(self) -> None:
-        before = torch.get_default_dtype()
+        """Run the steps."""
+        default_dtype = torch.get_default_dtype()
         with torch.no_grad(), _torch.plain_tensors():
             try:
                 for step in self._steps:
@@ -123,7 +124,7 @@ class _Replay:
                 for value in sorted(self._wanted):
                     self._end(value)
             finally:
-                torch.set_default_dtype(before)
+                torch.set_default_dtype(default_dtype)
 
     def _operate(self, step: Step, entry: Operation) -> None:
         use = self._program.uses[step.number]
@@ -139,40 +140,42 @@ class _Replay:
         args: list[Any] = pytree.tree_map(real, list(entry.args))
         kwargs: dict[str, Any] = pytree.tree_map(real, entry.kwargs)
         with contextlib.nullcontext() if entry.generator is None else self._draws.drawing(step.number, entry.generator):
-            made = pytree.tree_leaves(entry.operator(*args, **kwargs))
-        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        keys = {_torch.storage_key(one.untyped_storage()) for one in given}
-        for one, wanted in zip(made, entry.results, strict=True):
-            if wanted is not None and (value := use.at[wanted.memory]) not in self._held:
-                self._held[value] = self._laid(one, wanted, keys)
+            results = pytree.tree_leaves(entry.operator(*args, **kwargs))
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        input_keys = {_torch.storage_key(tensor.untyped_storage()) for tensor in inputs}
+        for result, view in zip(results, entry.results, strict=True):
+            if view is not None and (value := use.at[view.memory]) not in self._storages:
+                self._storages[value] = self._result_storage(result, view, input_keys)
 
-    def _laid(self, made: Tensor, wanted: Ref, given: Collection[int]) -> torch.UntypedStorage:
-        """The storage of what an operator made, laid as it was thought to be: a device may have an order of its own."""
-        storage = made.untyped_storage()
-        layout = tuple(made.shape), tuple(made.stride()), made.storage_offset(), made.dtype
-        same = layout == (wanted.shape, wanted.stride, wanted.offset, wanted.dtype)
-        if same and _torch.storage_key(storage) not in given:
+    def _result_storage(self, result: Tensor, view: Ref, input_keys: Collection[int]) -> torch.UntypedStorage:
+        """Return a storage with the result in its recorded strides, which may differ from those on the device."""
+        storage = result.untyped_storage()
+        layout = tuple(result.shape), tuple(result.stride()), result.storage_offset(), result.dtype
+        is_same = layout == (view.shape, view.stride, view.offset, view.dtype)
+        if is_same and _torch.storage_key(storage) not in input_keys:
             return storage
-        laid = torch.UntypedStorage(self._program.memories[wanted.memory].nbytes, device=storage.device)
-        tensor_at(wanted, laid).copy_(made)
-        return laid
+        copy = torch.UntypedStorage(self._program.memories[view.memory].nbytes, device=storage.device)
+        tensor_at(view, copy).copy_(result)
+        return copy
 
     def _storage(self, value: int, *, overwritten: bool = False) -> torch.UntypedStorage:
-        if value not in self._held:
+        """Return the storage of a value; allocate it at its first use."""
+        if value not in self._storages:
             memory = self._program.memories[self._program.memory_of[value]]
             if memory.outside:
-                # It changes when all has gone well, and not before.
-                found = memory.storage.clone() if value in self._changed else memory.storage
+                # The original changes only after all ranks have succeeded.
+                storage = memory.storage.clone() if value in self._changed else memory.storage
             elif overwritten:
-                found = torch.UntypedStorage(memory.nbytes, device=memory.device)
+                storage = torch.UntypedStorage(memory.nbytes, device=memory.device)
             else:
-                # Where plainly there would be whatever was in memory: so all ranks have the same.
-                found = torch.zeros(memory.nbytes, dtype=torch.uint8, device=memory.device).untyped_storage()
-            self._held[value] = found
-        return self._held[value]
+                # Plain construction would see uninitialized memory here; zeros are equal on all ranks.
+                storage = torch.zeros(memory.nbytes, dtype=torch.uint8, device=memory.device).untyped_storage()
+            self._storages[value] = storage
+        return self._storages[value]
 
     def _end(self, value: int) -> None:
+        """Pass a wanted value to ``take``, and free the value's storage."""
         if value in self._wanted:
             self._wanted.discard(value)
             self._take(self._program.memory_of[value], self._storage(value))
-        self._held.pop(value, None)
+        self._storages.pop(value, None)

@@ -1,8 +1,8 @@
-"""What of a program has to be done, in which order, and how long each value lives.
+"""Select and order the entries of a program to run, and find how long each value lives.
 
-Draws keep their order, and none is left out: each moves the generator on, even where another overwrites its result.
-Everything else is done only if something of it remains, and as soon as what it reads is there: then a copy of a whole
-model in another dtype, or of a teacher for its student, is made parameter by parameter, and not while all of them wait.
+All draws run, in their order: each advances the generator, even if its result is overwritten later. Other entries run
+only if a wanted value depends on them, and as soon as their inputs exist. A copy of a whole model (in another dtype, or
+of a teacher for its student) is thereby made parameter by parameter, without all parameters in memory at once.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from zerograph.state.construction.program import Operation, Program, Reseed
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An entry of the program by its number; ``ends`` are the values that nobody touches after it."""
+    """One entry of the program to run, by number; ``ends`` are the values whose last use it is."""
 
     number: int
     ends: tuple[int, ...]
 
 
 def schedule(program: Program, wanted: Collection[int], draws_from: int) -> tuple[Step, ...]:
-    """What has to be done for the memories ``wanted`` to be as they are now, in order.
+    """Return the steps that compute the current values of the memories ``wanted``, in order.
 
     Args:
-        draws_from: from the entry of this number on all random numbers are drawn, whatever becomes of them; and what
-            returns nothing, and is there to raise if something is wrong, is done.
+        draws_from: number of the first entry from which on every draw runs, even if its result is unused, and every
+            entry without a result, such as an assertion.
     """
     kept = {number for number in range(draws_from, len(program.entries)) if _has_effects(program.entries[number])}
     end = len(program.entries)
-    # A value, and the entry that needs it as it is before it.
+    # Pairs of a value and the entry that needs it as it is before that entry.
     needs = [(program.current[memory], end) for memory in wanted]
     needs += [(value, number) for number in kept for value in program.uses[number].reads | program.uses[number].changes]
-    known: dict[int, int] = {}
+    # By value: the latest entry whose needs have been followed.
+    visited: dict[int, int] = {}
     while needs:
         value, limit = needs.pop()
-        if known.get(value, -1) >= limit:
+        if visited.get(value, -1) >= limit:
             continue
-        known[value] = limit
+        visited[value] = limit
         for number in program.writers[value]:
             entry = program.entries[number]
             if number < limit and number not in kept and not (isinstance(entry, Operation) and entry.allocates):
                 kept.add(number)
                 use = program.uses[number]
-                needs += [(one, number) for one in use.reads | use.changes]
+                needs += [(operand, number) for operand in use.reads | use.changes]
     return _ordered(program, sorted(kept))
 
 
@@ -66,19 +67,19 @@ def _ordered(program: Program, kept: Sequence[int]) -> tuple[Step, ...]:
 
 
 def _places(program: Program, kept: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Sorted by these, every entry comes after what it depends on, and what draws nothing as soon as it can."""
-    # By value: the last entry that wrote it, and those that have read it since.
-    wrote: dict[int, int] = {}
-    read: dict[int, list[int]] = {}
+    """Return sort keys that place each entry after its dependencies; entries without a draw as early as possible."""
+    # By value: the last entry that wrote it, and the entries that have read it since.
+    last_writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
     places: dict[int, tuple[int, int]] = {}
     for number in kept:
         entry, use = program.entries[number], program.uses[number]
-        before = {wrote[value] for value in use.reads | use.changes if value in wrote}
-        before |= {one for value in use.changes for one in read.get(value, ())}
-        fixed = isinstance(entry, Reseed) or entry.generator is not None or not before
-        places[number] = number if fixed else max(places[one][0] for one in before), number
+        dependencies = {last_writer[value] for value in use.reads | use.changes if value in last_writer}
+        dependencies |= {reader for value in use.changes for reader in readers.get(value, ())}
+        fixed = isinstance(entry, Reseed) or entry.generator is not None or not dependencies
+        places[number] = number if fixed else max(places[dependency][0] for dependency in dependencies), number
         for value in use.reads:
-            read.setdefault(value, []).append(number)
+            readers.setdefault(value, []).append(number)
         for value in use.makes | use.changes:
-            wrote[value], read[value] = number, []
+            last_writer[value], readers[value] = number, []
     return places
