@@ -383,25 +383,6 @@ def test_offsets_are_not_cut_into_micro_batches() -> None:
         step.prepare(mesh.line(1, 0, "one"), torch.arange(8), torch.tensor([0, 2, 4, 6]), classes(4))
 
 
-@torch.library.custom_op("zerograph_tests::attend", mutates_args=())
-def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return x.clone()
-
-
-@attend.register_fake
-def _(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def test_boundaries_of_sequences_are_recognised_by_the_operator_that_reads_them() -> None:
-    step = Predict(nn.Linear(8, 4), lambda model, x, lengths: attend(model(x), lengths.to(torch.int64)))
-    x, lengths = numbers(0, 6, 8), torch.tensor([0, 2, 6])
-    with pytest.warns(UserWarning, match="no rule"):
-        step.prepare(mesh.line(2, 0, "both"), x, zg.replicated(lengths))
-    with pytest.raises(zg.InputError, match=r"the cu_seqlens of zerograph_tests\.attend"):
-        step.prepare(mesh.line(2, 0, "both"), x, lengths)
-
-
 class Predict(zg.ZeroGraph):
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -134,6 +134,8 @@ def _check_boundaries(
         index = arguments.get(schema.name)
         if schema.name not in _BOUNDARIES or not isinstance(index, fx.Node):
             continue
+        if schema.name == "sorted_sequence" and meta(index)["val"].dim() > 1:
+            continue  # one sequence for each row of the batch
         number = _number_of_input(index, split)
         if number is None:
             continue
@@ -149,13 +151,16 @@ def _check_boundaries(
                 f"{batch.names[number]} of shape {tuple(batch.tensors[number].shape)} has boundaries, the "
                 f"{schema.name} of {node.target}, within a part of the batch\n{_source_line(node)}"
                 "A plain input is split along dimension 0: the concatenated boundaries of all parts are not those of "
-                f"the whole batch.\n{_LOCAL} Or pass one padded row for each sample."
+                f"the whole batch.\n{_LOCAL} Or pass one padded row for each sample. "
+                f"If every rank holds all boundaries, pass zg.replicated({batch.names[number]})."
             )
 
 
 # Names of operators' arguments that hold the positions where one sequence ends and the next begins.
 _BOUNDARIES = (
+    "boundaries",
     "offsets",
+    "sorted_sequence",
     "cu_seqlens",
     "cu_seqlens_q",
     "cu_seqlens_k",
