@@ -27,6 +27,7 @@ from zerograph.passes.communication.coalesce import coalesce
 from zerograph.passes.communication.release import release
 from zerograph.passes.communication.schedule import schedule
 from zerograph.passes.context import Context
+from zerograph.passes.lower.bind_sizes import bind_sizes
 from zerograph.passes.lower.localize import localize
 from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
 from zerograph.passes.memory.fit_memory_budget import fit_memory_budget
@@ -141,6 +142,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(gather_in_place, "local", time=False, bodies=False),
     # keep a memory budget, and use it to avoid and hide collectives
     Pass(fit_memory_budget, "local", time=False, bodies=False, essential=True),
+    # sizes that differ between calls are inputs
+    Pass(bind_sizes, "local", time=False, bodies=False, essential=True),
 )
 
 
@@ -247,6 +250,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     return tuple(records)
 
 
+@_torch.raw_sizes()
 def _apply(entry: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Run a pass over the graph and, after ``loop``, over the body of each loop in it."""
     if entry.time:
@@ -269,6 +273,7 @@ def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
     return [module, *(inner.body for inner in loops(module.graph))]
 
 
+@_torch.raw_sizes()
 def _finalize(module: fx.GraphModule) -> fx.GraphModule:
     for inner in loops(module.graph):
         inner.body = fx.GraphModule(inner.body, inner.body.graph)
@@ -296,6 +301,7 @@ def _graph_after(captured: fx.GraphModule, context: Context, passes: int) -> fx.
     return _finalize(module)
 
 
+@_torch.raw_sizes()
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Copy a graph's nodes; values and metadata are shared."""
     copy = fx.Graph()

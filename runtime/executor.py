@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from zerograph._torch import written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
 from zerograph.ir.alias import WAIT
+from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta
 from zerograph.ir.step_graph import placeholders
@@ -50,13 +52,20 @@ class Executor:
     job: Job
     graph: fx.GraphModule
     function: Compiled
-    feeds: Sequence[Tensor | Lookup | int]
+    feeds: Sequence[Tensor | Lookup | int | SizeInput]
     written: Sequence[int]
     numbers: Mapping[str, Tensor]  # each [], float64
     seed: Tensor  # [], int64
     low_overhead: Compiled | None = None
 
-    def __call__(self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, doing: str) -> list[Tensor]:
+    def __call__(
+        self,
+        batch: Sequence[Tensor],
+        numbers: Mapping[str, float],
+        seed: int,
+        doing: str,
+        sizes: Mapping[SizeInput, int],
+    ) -> list[Tensor]:
         """Run the step on this rank's part of the batch.
 
         Args:
@@ -64,6 +73,7 @@ class Executor:
             numbers: the value of each of ``self.numbers``.
             seed: the seed of this step's random numbers.
             doing: the step's name in messages: ``"step 3"``.
+            sizes: value of each symbolic size that the graph reads.
 
         Returns:
             The values that the graph returns.
@@ -76,13 +86,10 @@ class Executor:
             for name, tensor in self.numbers.items():
                 tensor.fill_(numbers[name])
             self.seed.fill_(seed)
-            inputs = [
-                feed if isinstance(feed, Tensor) else batch[feed] if isinstance(feed, int) else feed()
-                for feed in self.feeds
-            ]
+            inputs = [_input_of(feed, batch, sizes) for feed in self.feeds]
             # The graph is compiled for contiguous tensors.
             arguments = [
-                value if isinstance(feed, Tensor) else value.contiguous()
+                value if isinstance(feed, (Tensor, SizeInput)) else value.contiguous()
                 for feed, value in zip(self.feeds, inputs, strict=True)
             ]
             try:
@@ -152,7 +159,7 @@ def bind(
     Raises:
         VerificationError: a placeholder has no tensor.
     """
-    feeds: list[Tensor | Lookup | int] = []
+    feeds: list[Tensor | Lookup | int | SizeInput] = []
     numbers: dict[str, Tensor] = {}
     seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
@@ -172,6 +179,8 @@ def bind(
             feeds.append(numbers[role.name])
         elif role.kind == "seed":
             feeds.append(seed)
+        elif role.kind == "size":
+            feeds.append(meta(node)["size"])
         elif role.kind == "input":
             feeds.append(int(role.name))
         elif role in lookups:
@@ -189,6 +198,14 @@ def with_low_overhead(executor: Executor) -> Executor:
         return executor
     constant_feeds = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
     return replace(executor, low_overhead=reduce_overhead(module, constant_feeds))
+
+
+def _input_of(feed: Tensor | Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Mapping[SizeInput, int]) -> Any:
+    if isinstance(feed, Tensor):
+        return feed
+    if isinstance(feed, int):
+        return batch[feed]
+    return sizes[feed] if isinstance(feed, SizeInput) else feed()
 
 
 def _feed_of(value: TensorOrExtent, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:

@@ -112,7 +112,9 @@ class _Rewriter:
         if node.op != "call_function" or node in self._returned:
             return False
         if node.target in _VIEWS:
-            (source,) = node.all_input_nodes
+            source, *sizes = node.all_input_nodes
+            if sizes:
+                return False
             if source in self._constants:
                 with torch.no_grad():
                     self._constants[node] = _evaluate(node, self._constants[source], *node.args[1:])
@@ -169,7 +171,9 @@ class _Rewriter:
         """Return whether the node only reshapes a slice of a 1-D tensor."""
         if node.op != "call_function" or node.target != aten.view.default or node in self._returned:
             return False
-        (piece,) = node.all_input_nodes
+        piece, *sizes = node.all_input_nodes
+        if sizes:
+            return False
         along_first = piece.target == aten.slice.Tensor and len(piece.args) == 4 and piece.args[1] == 0
         return "val" in node.meta and bool(along_first)
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 # The module of each name, for when it is asked for; the same as above, where type checkers and editors read it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "ir.annotate": ("annotate", "replicated"),
+    "ir.marks": ("mark_dynamic",),
     "state.checkpoint.export": ("read_checkpoint",),
     "compat.deepspeed": ("from_deepspeed",),
     "compat.settings": ("Settings",),

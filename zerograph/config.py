@@ -194,6 +194,15 @@ class Config:
         without this option. It is an error if a loss is not finite before it is scaled, or if the scale cannot be
         lowered: it is at ``min_scale`` (1.0, for instance), or the scaler is a ``StaticGradScaler``.""",
     )
+    dynamic_shapes: Literal["auto"] | bool = option(
+        "auto",
+        Check(lambda value: value in ("auto", True, False), "choose 'auto', True or False"),
+        """Whether one compiled step serves inputs of different sizes. ``"auto"`` (default), as in ``torch.compile``:
+        the first size of a dimension is static; when a second one comes, the step is compiled once more with that
+        dimension symbolic, and no further size compiles again. True: all dimensions of plain inputs are symbolic from
+        the start. False: each size compiles a step, and all ranks must hold equally many rows. See also
+        :func:`zerograph.mark_dynamic`.""",
+    )
     check_replicas: int | None = option(
         None,
         whole_number(0, "steps", optional=True),

@@ -15,17 +15,28 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
+from zerograph.base.source import levels_to_user
 from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.batch import Batch, arrange_outputs, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
+from zerograph.compiler.dimensions import Dimensions, Kind, local_sizes
 from zerograph.compiler.layout import Planned
-from zerograph.compiler.members import Members, Tree, adopt_global, capture_facts, current, has_global, layout_facts
+from zerograph.compiler.members import (
+    Members,
+    Tree,
+    adopt_global,
+    capture_facts,
+    current,
+    has_global,
+    layout_facts,
+    model_sizes,
+)
 from zerograph.compiler.preparation import check_target
-from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, show_facts
+from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, Situation, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError
+from zerograph.errors import CaptureError, CommunicationError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.environment import EnvironmentObserver
@@ -81,6 +92,9 @@ class ZeroGraph(Inspected, Stateful):
         self._recompiles = Recompiles()
         self._member_tree: Tree | None = None
         self._last_entry: CacheEntry | None = None
+        self._last_situation: Situation | None = None
+        self._dimensions = Dimensions()
+        self._compilations = 0
         self._snapshot: Snapshot | None = None
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
@@ -178,7 +192,7 @@ class ZeroGraph(Inspected, Stateful):
 
     def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
-        inputs = batch.tensors, numbers, self._seed_of_step(), self._doing()
+        inputs = batch.tensors, numbers, self._seed_of_step(), self._doing(), step.size_values(batch)
         values = executor(*inputs)
         # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
@@ -276,6 +290,10 @@ class ZeroGraph(Inspected, Stateful):
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         plain = self.config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
+        kind = batch.pattern(), self.config.dynamic_shapes
+        # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
+        sizes = [local_sizes(batch)] * mesh.size
+        batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
         facts = self._capture_facts(members)
         return members, batch, (tuple(facts.values()), batch.key(), members.meta)
 
@@ -303,28 +321,40 @@ class ZeroGraph(Inspected, Stateful):
             if check is not None:
                 check()
             selection = self._select(call)
-            if selection.entry.step is not None:
-                selection.entry.step.check_files()
+            if self._latest is not None:
+                self._latest.check_files()
         except BaseException as error:
             problem = error
-        self._agree(job, selection, problem)
+        everybody = self._agree(job, selection, problem)
         assert selection is not None
-        step = selection.entry.step
-        if step is None:
-            step = self._compile(job, selection)
-        elif selection.members is not None:
+        unresolved, kind = selection.batch, (selection.situation.pattern, selection.situation.mode)
+        selection.batch = self._resolve_sizes(job.mesh, job.grid, unresolved, kind, everybody)
+        entry = self._entry(selection)
+        step = entry.step
+        if step is None and selection.batch.sizes:
+            try:
+                step = self._compile(job, selection, entry)
+            except CommunicationError:
+                raise
+            except Exception as error:
+                self._compile_static(kind, error)
+                selection.batch = self._resolve_sizes(job.mesh, job.grid, unresolved, kind, everybody)
+                entry = self._entry(selection)
+                step = entry.step
+        step = step or self._compile(job, selection, entry)
+        if selection.members is not None:
             self._remember(call, selection)
-        self._latest = step
+        self._last_entry, self._latest = replace(entry, step=step), step
         return step, selection.batch
 
     def _select(self, call: Call) -> Selection:
-        """Return the step for a call: by the snapshot of the last call where nothing changed, else by the facts."""
+        """Return what a call brings: by the snapshot of the last call where nothing but sizes changed, else anew."""
         snapshot = self._snapshot
         if snapshot is not None and not self._compiler.guards():
             batch = snapshot.match(call)
             if batch is not None:
                 self._check_usable(snapshot.stores)
-                return Selection(batch, snapshot.entry)
+                return Selection(batch, snapshot.situation)
         self._snapshot = None
         members = self._adopted()
         self._check_usable(self._stores(members))
@@ -333,42 +363,85 @@ class ZeroGraph(Inspected, Stateful):
         batch = read_batch(*call.arguments, job.mesh, job.grid, plain, self._compiler.micro_batches)
         self._compiler.updates.lift_changed(self.config)
         facts = self._capture_facts(members)
-        key, layout = ((tuple(facts.values()), batch.key()), self.config.key()), layout_facts(members)
-        last = self._last_entry
-        if last is not None and (last.key, last.layout) == (key, layout):
+        situation = Situation(
+            tuple(facts.values()),
+            self.config.key(),
+            layout_facts(members),
+            batch.pattern(),
+            self._shape_mode(members),
+            digest=0,
+        )
+        last = self._last_situation
+        if last is not None and situation.is_like(last):
             return Selection(batch, last, members, facts, repeated=True)
-        if job.size > 1 and key not in self._digests:
-            self._digests[key] = digest({**batch.facts(), **show_facts(facts, self.config.shown())})
-        entry = CacheEntry(key, layout, self._steps.get((key, layout)), self._digests.get(key, 0))
-        return Selection(batch, entry, members, facts)
+        if job.size > 1:
+            key = situation.facts, situation.config, situation.pattern
+            if key not in self._digests:
+                self._digests[key] = digest({**batch.facts(), **show_facts(facts, self.config.shown())})
+            situation = replace(situation, digest=self._digests[key])
+        return Selection(batch, situation, members, facts)
 
-    def _agree(self, job: Job, selection: Selection | None, problem: BaseException | None) -> None:
-        """Return if all ranks selected the same step; else raise on every rank.
+    def _agree(self, job: Job, selection: Selection | None, problem: BaseException | None) -> list[list[int]]:
+        """Return the sizes of the inputs of all ranks, if these agree on the rest; else raise on every rank.
 
         Args:
             selection: None if there is a ``problem``.
         """
-        number = 0
+        number, sizes = 0, []
         if selection is not None:
-            number = selection.entry.digest ^ (selection.entry.step is None)
+            # Ranks that have compiled equally often know the same steps.
+            number = selection.situation.digest ^ self._compilations
+            sizes = local_sizes(selection.batch)
             if self.config.check_replicas:
                 number ^= digest(self._counts())  # The counts decide whether replicas are compared now.
 
         def texts() -> dict[str, str]:
             assert selection is not None
             shown = show_facts(selection.facts or self._capture_facts(self._members()), self.config.shown())
-            compiled = "missing" if selection.entry.step is None else "there"
-            return {**selection.batch.facts(), **shown, "the compiled step": compiled, **self._counts()}
+            compilations = {"the number of compiled steps": str(self._compilations)}
+            return {**selection.batch.facts(), **shown, **compilations, **self._counts()}
 
-        agree(job, self._doing(), number, texts, problem)
+        return agree(job, self._doing(), number, texts, problem, sizes)
 
-    def _compile(self, job: Job, selection: Selection) -> CompiledStep:
+    def _resolve_sizes(
+        self, mesh: Mesh, grid: Any, batch: Batch, kind: Kind, everybody: Sequence[Sequence[int]]
+    ) -> Batch:
+        return self._dimensions.resolve(batch, kind, everybody, mesh, grid, lambda: model_sizes(self._members()))
+
+    def _compile_static(self, kind: Kind, error: Exception) -> None:
+        """Have each size compiled by itself, after a step with dynamic dimensions failed to compile on all ranks."""
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        self._dimensions.refuse(kind, reason)
+        warnings.warn(
+            f"{self._doing()} could not be compiled for inputs whose sizes differ between calls, so each size is "
+            f"compiled by itself:\n  {reason}\nconfig.dynamic_shapes = False does so from the start, without this "
+            "warning.",
+            stacklevel=levels_to_user(),
+        )
+
+    def _shape_mode(self, members: Members) -> Literal["auto"] | bool:
+        """Return ``config.dynamic_shapes``; backends that compile the graph get static sizes only."""
+        return self.config.dynamic_shapes if self._compiler.runs_symbolic_sizes(members) else False
+
+    def _entry(self, selection: Selection) -> CacheEntry:
+        """Return the step for a selection whose sizes are resolved, or the key to compile one under."""
+        situation, last = selection.situation, self._last_entry
+        key = situation.key(selection.batch)
+        if last is not None and (last.key, last.layout) == (key, situation.layout):
+            return last
+        return CacheEntry(key, situation.layout, self._steps.get((key, situation.layout)))
+
+    def _compile(self, job: Job, selection: Selection, entry: CacheEntry) -> CompiledStep:
         """Compile the step for a selection that has none, and keep it."""
-        batch, members, facts, key = selection.batch, selection.members, selection.facts, selection.entry.key
-        assert members is not None
+        batch, facts, key = selection.batch, selection.facts, entry.key
+        members = self._adopted() if selection.members is None else selection.members
+        facts = facts or self._capture_facts(members)
         texts = {**dict(batch.constants), **show_facts(facts, self.config.shown())}
         self._recompiles.count((batch.kind(), self.config.key()), members, texts, self._doing())
         step = self._compiler.compile(job, members, batch, key[0], self._doing())
+        self._compilations += 1
+        situation = selection.situation
+        self._dimensions.add_guards((situation.pattern, situation.mode), batch.variant, step.captured.guards)
         if self._seed is None:
             self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
         # Steps bound to dissolved stores would keep their memory.
@@ -377,16 +450,16 @@ class ZeroGraph(Inspected, Stateful):
         }
         keys = [key, *self._compiler.keys_after(step, batch, facts, lambda: self._capture_facts(self._members()))]
         layout = layout_facts(members)
-        self._steps |= {(key, layout): step for key in keys}
-        self._last_entry = replace(selection.entry, layout=layout, step=step)
+        self._steps |= {(one, layout): step for one in keys}
+        selection.situation = replace(selection.situation, layout=layout)
         logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
         return step
 
     def _remember(self, call: Call, selection: Selection) -> None:
-        """Keep the selected step as the last one; on the second such call in a row, take a snapshot of the call."""
-        self._last_entry = selection.entry
+        """Keep the situation as the last one; on the second such call in a row, take a snapshot of the call."""
+        self._last_situation = selection.situation
         if selection.repeated and self._member_tree is not None and not self._compiler.guards():
-            self._snapshot = take_snapshot(call, self._member_tree, selection.batch, selection.entry)
+            self._snapshot = take_snapshot(call, self._member_tree, selection.batch, selection.situation)
 
     def _refuse_where_nothing_runs(self) -> None:
         """Raise inside ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""

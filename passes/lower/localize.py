@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from zerograph.passes.accumulation.time_boxing import enter, leave, pack
 from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
 from zerograph.passes.context import Context
 from zerograph.passes.lower.inline import inline_region
+from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
 
@@ -180,72 +180,29 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
         meta(node)["draw_dim"] = time.dim
 
 
-@dataclass(frozen=True)
-class _Lowering:
-    """Emits the nodes that replace one boxing node.
-
-    Attributes:
-        graph: the graph.
-        node: the boxing node, whose origin, SBP and global shape the new nodes get.
-        context: the context of the passes.
-        change: the change of SBP.
-    """
-
-    graph: fx.Graph
-    node: fx.Node
-    context: Context
-    change: Boxing
-
-    @property
-    def ranks(self) -> int:
-        return self.change.ranks
-
-    @property
-    def rank(self) -> int:
-        return self.context.mesh.position[self.change.dim]
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return emit_like(self.node, target, *args, **kwargs)
-
-    def collective(self, target: Any, *args: Any) -> fx.Node:
-        """Emit an asynchronous collective and its wait; return the wait."""
-        start = self.emit(target, *args, self.context.mesh.groups[self.change.dim])
-        meta(start)["boxing"] = self.change
-        return self.emit(c10d.wait_tensor.default, start)
-
-    def contiguous(self, source: fx.Node) -> fx.Node:
-        if source.meta["val"].is_contiguous():
-            return source
-        return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
-
-    def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
-        """Cut ``source`` along ``cut`` into one equal part per rank; concatenate the parts along ``join``."""
-        if cut == join:
-            return source
-        size = source.meta["val"].shape[cut] // self.ranks
-        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.ranks)]
-        return self.emit(aten.cat.default, parts, join)
-
-
 def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     change: Boxing = meta(node)["boxing"]
     source = node.args[0]
     assert isinstance(source, fx.Node)
     meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
-        lowering = _Lowering(graph, node, context, change)
+        lowering = Lowering(graph, node, context, change)
         if change.ranks == 1 or change.source[change.dim] == change.target[change.dim]:
             result = lowering.emit(aten.alias.default, source)
         elif change.dim == context.time_dim:
             result = _lower_time(lowering, source, change)
         else:
             before, after = change.source[change.dim], change.target[change.dim]
-            result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
+            split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]
+            if any(is_symbolic(meta(node)["global"][dim]) for dim in split):
+                result = lower_symbolic(lowering, source, before, after)
+            else:
+                result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _lower_time(lower: _Lowering, source: fx.Node, change: Boxing) -> fx.Node:
+def _lower_time(lower: Lowering, source: fx.Node, change: Boxing) -> fx.Node:
     before, after = change.source[-1], change.target[-1]
     if isinstance(after, Split):
         part = lower.emit(enter, source, after.dim, change.ranks)
@@ -268,28 +225,28 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     graph.erase_node(node)
 
 
-def _all_reduce(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _all_reduce(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     return lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
 
 
-def _reduce_scatter(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _reduce_scatter(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
     return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
 
 
-def _all_gather(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _all_gather(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
     return lower.rearranged(whole, cut=0, join=_dim(before))
 
 
-def _all_to_all(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _all_to_all(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
     sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
     received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
     return lower.rearranged(received, cut=0, join=_dim(before))
 
 
-def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _slice(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     dim = _dim(after)
     size = source.meta["val"].shape[dim] // lower.ranks
     start = lower.rank * size
@@ -299,7 +256,7 @@ def _slice(lower: _Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Nod
     return lower.contiguous(part)
 
 
-_LOWERINGS: dict[tuple[type, type], Callable[[_Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
+_LOWERINGS: dict[tuple[type, type], Callable[[Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
     (PartialSum, Broadcast): _all_reduce,
     (PartialSum, Split): _reduce_scatter,
     (Split, Broadcast): _all_gather,

@@ -22,6 +22,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Signature, Split
+from zerograph.ir.sizes import hints
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
 from zerograph.passes.context import Context
@@ -114,7 +115,7 @@ class _Walk:
                 node.target, node.args = aten.reshape.default, (_factored(node, source, dim, sizes), list(target))
             self.batch[node] = _batch_dim(target, math.prod(shape[:dim]) * order.front, self.ranks)
             return
-        merged = _merged(shape, target, dim)
+        merged = None if _is_symbolic(node) else _merged(shape, target, dim)
         if merged is None:
             self.batch[node] = _batch_dim(target, math.prod(shape[:dim]), self.ranks)
             return
@@ -214,7 +215,11 @@ def _factored(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[int, int,
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(int(size) for size in node.meta["val"].shape)
+    return hints(node.meta["val"].shape)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return not all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _same_dimension(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.errors import PlacementError
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import NdSbp, Split, broadcast
+from zerograph.ir.sizes import has_symbolic_inputs
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -44,6 +46,12 @@ def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         sbp = _input_sbp(starts, context.batch.inputs)
         assert sbp is not None
         ranks = piece_count(sbp, context.mesh)
+        if ranks > 1 and has_symbolic_inputs(module.graph):
+            where = origin(node)
+            raise PlacementError(
+                f"{node.target} has offsets into a batch whose size differs between calls or ranks\n"
+                f"  {where.source}   {where.code}\nPass bags of equal size (2-D indices), padded with padding_idx."
+            )
         if ranks > 1:
             node.update_arg(positions[1], _in_whole(node, starts, meta(indices)["val"].shape[0] // ranks, ranks))
     return module

@@ -19,6 +19,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
+from zerograph.ir.sizes import has_symbolic_inputs
 from zerograph.ir.step_graph import nbytes, placeholders, source_bucket
 from zerograph.passes import rules
 from zerograph.passes.context import Context
@@ -34,7 +35,8 @@ def shard_embeddings(module: fx.GraphModule, context: Context) -> fx.GraphModule
     """Keep a large embedding table split by rows; move indices and rows instead."""
     graph = module.graph
     # With several micro-batches the rows would travel in each, the table once for all (at stage 3 as often).
-    if context.mesh.dims > 1 or context.ranks == 1:
+    # The exchange of rows is laid out for equal parts of a static batch.
+    if context.mesh.dims > 1 or context.ranks == 1 or has_symbolic_inputs(graph):
         return module
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
     for node in placeholders(graph, "bucket"):

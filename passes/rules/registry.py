@@ -13,7 +13,8 @@ from zerograph._torch import OpOverload, schema_arguments
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
 from zerograph.ir.region import local, region_of
-from zerograph.ir.sbp import Signature, broadcast
+from zerograph.ir.sbp import Signature, Split, broadcast
+from zerograph.ir.sizes import hints, sizes_of
 from zerograph.passes.rules.factors import Linear, Shape, mismatch, signatures
 
 aten = torch.ops.aten
@@ -183,7 +184,18 @@ def signatures_of(
         linear: Linear = (tuple(range(len(inputs))),)
     else:
         linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
-    return signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
+    legal = signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
+    return tuple(signature for signature in legal if _divides(signature, (*inputs, *outputs), ranks))
+
+
+def _divides(signature: Signature, tensors: Sequence[Tensor], ranks: int) -> bool:
+    """Return whether ranks can split each dimension of symbolic size that the signature splits."""
+    for sbp, tensor in zip((*signature.inputs, *signature.outputs), tensors, strict=True):
+        if isinstance(sbp, Split):
+            size = tensor.shape[sbp.dim]
+            if not isinstance(size, int) and not sizes_of(size).divides(size, ranks):
+                return False
+    return True
 
 
 def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> None:
@@ -284,4 +296,4 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
-    return tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors)
+    return tuple(hints(tensor.shape) for tensor in tensors)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zerograph.ir.random import uniform
+from zerograph.ir.sizes import hints
 from zerograph.passes.rules.registry import Operands, dim_names, rule, together, whole
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ rule(aten.squeeze.dims, _mapped(_squeezed), linear=(0,))
 
 
 def _reshaped(operands: Operands) -> str:
-    source, target = _common_factors(tuple(operands.inputs[0].shape), tuple(operands.outputs[0].shape))
+    source, target = _common_factors(hints(operands.inputs[0].shape), hints(operands.outputs[0].shape))
     return f"{source} -> {target}"
 
 

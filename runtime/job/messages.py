@@ -10,6 +10,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# Number of sizes that each rank may add to a note, and of ranks up to which each has places of its own in it.
+MAX_SIZES, MAX_RANKS = 8, 32
+_LARGE = 2**62
 # A tag that no message has.
 _NO_TAG = 2**30
 
@@ -20,8 +23,8 @@ class Mailbox(Protocol):
     def send_note(self, number: int, values: Sequence[int]) -> None:
         """Send a note."""
 
-    def receive_note(self, number: int) -> list[int]:
-        """Wait for the note of this number and return its values."""
+    def receive_note(self, number: int, count: int) -> list[int]:
+        """Wait for the note of this number and return its first ``count`` values."""
         ...
 
     def hang_up(self) -> None:
@@ -57,21 +60,51 @@ class Notes:
         """
         self._mailboxes, self._host_ranks, self._across = mailboxes, host_ranks, across
 
-    def compare(self, number: int, flag: bool) -> tuple[bool, bool]:
-        """Return whether the number is the same on all ranks, and whether the flag is set on any.
+    def compare(self, number: int, flag: bool, sizes: Sequence[int] = ()) -> tuple[bool, bool, list[list[int]] | None]:
+        """Compare a number and a flag, and gather sizes, from 0 up and equally many on each rank.
+
+        Returns:
+            Whether all ranks came with the same number; whether any of them came with the flag; and the sizes of each
+            rank, or None where a note has no room for them: then the caller gathers them.
 
         Raises:
             RuntimeError: another rank has ended, failed or hung up, or does not answer in time.
         """
         self._number += 1
         try:
-            note = self._reduce([number, ~number, -int(flag)], self._host_ranks, self._through_mailboxes)
+            # Every note is equally long, so that ranks that do different things understand each other.
+            note = [number, ~number, -int(flag), *self._written(sizes)]
+            note = self._reduce(note, self._host_ranks, self._through_mailboxes)
             note = self._reduce(note, self._across, self._over_group)
         except Exception:
             # A rank that comes later must not wait for this one.
             self.hang_up()
             raise
-        return note[0] == ~note[1], note[2] != 0
+        return note[0] == ~note[1], note[2] != 0, self._read(note[3:], sizes)
+
+    def _written(self, sizes: Sequence[int]) -> list[int]:
+        """Return this rank's sizes so that the least of what all ranks write tells the sizes of all.
+
+        Up to ``MAX_RANKS`` ranks each has places of its own, which the others fill with a large number. More ranks
+        share places for the least and the greatest sizes.
+        """
+        own = [*sizes, *[_LARGE] * (MAX_SIZES - len(sizes))] if len(sizes) <= MAX_SIZES else [_LARGE] * MAX_SIZES
+        ranks, rank = self._group.size(), self._group.rank()
+        if ranks > MAX_RANKS:
+            return [*own, *(-size for size in own)]
+        others = [_LARGE] * MAX_SIZES
+        return [size for at in range(ranks) for size in (own if at == rank else others)]
+
+    def _read(self, known: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
+        count, ranks = len(sizes), self._group.size()
+        if count > MAX_SIZES:
+            return None
+        if ranks <= MAX_RANKS:
+            gathered = [list(known[at : at + count]) for at in range(0, ranks * MAX_SIZES, MAX_SIZES)]
+            # Simulated ranks have written nothing: they come with the sizes of this one.
+            return [list(sizes) if _LARGE in written else written for written in gathered]
+        equal = [-size for size in known[MAX_SIZES : MAX_SIZES + count]] == list(known[:count])
+        return [list(sizes)] * ranks if equal else None
 
     def _reduce(
         self, note: list[int], ranks: Sequence[int], exchange: Callable[[list[int], int, int, int], list[int]]
@@ -87,7 +120,7 @@ class Notes:
 
     def _through_mailboxes(self, note: list[int], receiver: int, sender: int, distance: int) -> list[int]:
         self._mailboxes[receiver].send_note(self._number, note)
-        return self._mailboxes[sender].receive_note(self._number)
+        return self._mailboxes[sender].receive_note(self._number, len(note))
 
     def _over_group(self, note: list[int], receiver: int, sender: int, distance: int) -> list[int]:
         outgoing = torch.tensor(note, dtype=torch.int64, device="cpu")

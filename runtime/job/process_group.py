@@ -332,8 +332,13 @@ def digest(value: object) -> int:
 
 
 def agree(
-    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
-) -> None:
+    job: Job,
+    doing: str,
+    number: int,
+    facts: Callable[[], Mapping[str, str]],
+    problem: BaseException | None = None,
+    sizes: Sequence[int] = (),
+) -> list[list[int]]:
     """Check that the number is equal on all ranks and that none has a problem; else raise on every rank.
 
     Args:
@@ -342,14 +347,20 @@ def agree(
         number: a digest of everything that must be equal.
         facts: returns the same in words, by name and in order; called only if ranks differ.
         problem: an error or interrupt of this rank, which the other ranks would else wait for.
+        sizes: numbers from 0 up to gather, as many on each rank.
+
+    Returns:
+        The sizes of each rank.
 
     Raises:
         RankMismatchError: ranks differ (the message names the first fact that does), or another rank has a problem.
         CommunicationError: a rank did not answer.
         BaseException: this rank's own ``problem``.
     """
-    if (reports := differing(job, doing, number, facts, problem)) is not None:
+    reports, everybody = _compare(job, doing, number, facts, problem, sizes)
+    if reports is not None:
         raise RankMismatchError(first_difference(reports, doing))
+    return everybody
 
 
 def differing(
@@ -365,10 +376,22 @@ def differing(
         CommunicationError: a rank did not answer.
         BaseException: this rank's own ``problem``.
     """
+    return _compare(job, doing, number, facts, problem, ())[0]
+
+
+def _compare(
+    job: Job,
+    doing: str,
+    number: int,
+    facts: Callable[[], Mapping[str, str]],
+    problem: BaseException | None,
+    sizes: Sequence[int],
+) -> tuple[list[dict[str, str]] | None, list[list[int]]]:
+    """Return every rank's facts if the numbers differ, else None; and every rank's sizes."""
     if job.size == 1:
         if problem is not None:
             raise problem
-        return None
+        return None, [list(sizes)]
     # Ranks at different steps may be equal in all else. And if one broke off alone, its next message would be taken for
     # the one that it has not sent.
     broke_off = job.liveness.broke_off
@@ -377,11 +400,11 @@ def differing(
     job.liveness.agreed += 1
     try:
         with explaining_failures(job, f"comparing notes before {doing}"):
-            equal, problems = job.notes.compare(number, problem is not None)
+            equal, problems, everybody = job.notes.compare(number, problem is not None, sizes)
             if equal and not problems:
                 if broke_off:
                     job.liveness.resume()
-                return None
+                return None, _gather_sizes(job, sizes) if everybody is None else everybody
             reports: list[Any] = [None] * job.size
             problem_text = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
             named_facts = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
@@ -399,7 +422,16 @@ def differing(
     if problems_by_rank:
         first = problems_by_rank[min(problems_by_rank)]
         raise RankMismatchError(f"{name_ranks(problems_by_rank)} failed before {doing}:\n  {first}\nNo rank went on.")
-    return [named_facts for _, named_facts in reports]
+    return [named_facts for _, named_facts in reports], []
+
+
+def _gather_sizes(job: Job, sizes: Sequence[int]) -> list[list[int]]:
+    """Return every rank's sizes. Ranks whose numbers are equal have equally many."""
+    own = torch.tensor(sizes, dtype=torch.int64, device="cpu")  # [sizes]
+    everybody = torch.empty(job.size * len(own), dtype=torch.int64, device="cpu")  # [ranks * sizes]
+    _torch.all_gather(everybody, own, job.control)
+    gathered: list[list[int]] = everybody.view(job.size, len(own)).tolist()
+    return gathered
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.ir.rows import library as rows_library
 from zerograph.runtime.wire import direct
 from zerograph.runtime.wire.direct import HostGroup
 from zerograph.runtime.wire.peer import INLINE
@@ -50,6 +51,20 @@ def _gather_into(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> 
 
 def _gather_into_fake(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
     return buffer
+
+
+def _gather_rows(part: Tensor, rows: Sequence[int], total: int, group_name: str) -> Tensor:
+    """Start gathering parts of unequal length along dimension 0; ``rows`` has the length of each rank's part."""
+    whole = part.new_empty((total, *part.shape[1:]))
+    parts = list(whole.split(list(rows)))
+    group = _torch.process_group(group_name)
+    if group.name() == "gloo":
+        rank = group.rank()
+        parts[rank].copy_(part)
+        _exchange(whole, [parts[rank]] * len(parts), parts, group_name)
+    else:
+        dist.all_gather(parts, part, group=group)
+    return whole
 
 
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -116,8 +131,11 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     works: list[dist.Work | None] = []
     for step in range(1, ranks):
         sender, receiver = (rank - step) % ranks, (rank + step) % ranks
-        works.append(dist.irecv(incoming[sender], group=group, group_src=sender))
-        works.append(dist.isend(outgoing[receiver], group=group, group_dst=receiver))
+        # Both ranks know that a tensor is empty.
+        if incoming[sender].numel():
+            works.append(dist.irecv(incoming[sender], group=group, group_src=sender))
+        if outgoing[receiver].numel():
+            works.append(dist.isend(outgoing[receiver], group=group, group_dst=receiver))
     _torch.register_works(result, [work for work in works if work is not None])
 
 
@@ -218,6 +236,8 @@ def _define(
     return operator
 
 
+for _device in ("CPU", "CUDA"):
+    rows_library.impl("gather_rows", _gather_rows, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"

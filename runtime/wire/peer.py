@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from zerograph.runtime.job.messages import MAX_RANKS, MAX_SIZES
 from zerograph.runtime.wire import cross_memory
 
 # Tensors announced to a peer that it has not read yet, at most.
@@ -31,7 +32,7 @@ _WORD = 8
 INLINE = 256
 _INLINED = 4 * _SLOTS
 # Two notes, used alternately: values, then the note's number. Then a word that is 1 once the peer has hung up.
-_VALUES = 3
+_VALUES = 3 + MAX_SIZES * MAX_RANKS
 _NOTES = _INLINED + _SLOTS * INLINE // _WORD
 _HUNG_UP = _NOTES + 2 * (_VALUES + 1)
 _WORDS = _HUNG_UP + 1
@@ -187,17 +188,17 @@ class Peer:
             self.wait_read(number)
 
     def send_note(self, number: int, values: Sequence[int]) -> None:
-        """Send a note of ``_VALUES`` integers; it replaces the note before the last.
+        """Send a note of at most ``_VALUES`` integers; it replaces the note before the last.
 
         Raises:
             RuntimeError: the peer has ended.
         """
-        words = (ctypes.c_int64 * (_VALUES + 1))(*values, number)
+        words, count = (ctypes.c_int64 * (len(values) + 1))(*values, number), len(values)
         here, there = ctypes.addressof(words), _note(number)
-        self._write([(there, here, _VALUES * _WORD), (there + _VALUES, here + _VALUES * _WORD, _WORD)])
+        self._write([(there, here, count * _WORD), (there + _VALUES, here + count * _WORD, _WORD)])
 
-    def receive_note(self, number: int) -> list[int]:
-        """Wait for the peer's note of this number and return its values.
+    def receive_note(self, number: int, count: int) -> list[int]:
+        """Wait for the peer's note of this number and return its first ``count`` values.
 
         Raises:
             RuntimeError: the peer has ended, failed or hung up, this rank has hung up, or there is no answer in time.
@@ -207,7 +208,7 @@ class Peer:
         if self._is_cut():
             whose = "this rank" if self._hung_up else f"rank {self.rank}"
             raise RuntimeError(f"{whose} has hung up")
-        return self.inbox[place : place + _VALUES]
+        return self.inbox[place : place + count]
 
     def hang_up(self) -> None:
         """End all waits for notes, now and later, on both sides."""

@@ -136,6 +136,14 @@ def offloaded() -> PreparedStep:
     return prepare(step, torch.ones(4, 4)).step
 
 
+def any_batch() -> PreparedStep:
+    """With a dimension 0 of any size on each rank."""
+    x = torch.ones(4, 3, 4)
+    zg.mark_dynamic(x, 0)
+    model = mlp(4, 2)
+    return LossStep(model, sgd(model), 2, mean_square, backend="eager").prepare(line(2, 0, "ranks"), x).step
+
+
 # A step in which each pass changes something.
 STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "stage 3": (
@@ -196,6 +204,7 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "optimizer on the CPU": (with_optimizer_on_the_cpu, ("prefetch_offloaded",)),
     "activations on the CPU": (with_activations_on_the_cpu, ("offload_activations",)),
     "files": (offloaded, ("offload",)),
+    "any batch": (any_batch, ("bind_sizes",)),
     "budget": (
         lambda: step_of(mlp(8, 8, 8), torch.ones(4, 8), bucket_size=300, memory_budget="1GiB"),
         ("fit_memory_budget",),

@@ -179,7 +179,7 @@ def on_hosts(hosts: str) -> list[Any]:
         losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
         job = join(40.0, grid)
     assert not job.notes._mailboxes
-    answers = [job.notes.compare(7 + (job.rank == odd), job.rank == odd) for odd in range(-1, job.size)]
+    answers = [job.notes.compare(7 + (job.rank == odd), job.rank == odd)[:2] for odd in range(-1, job.size)]
     assert answers == [(True, False), *[(False, True)] * job.size]
     return [*losses, *step.state_dict()["modules"]["model"].values()]
 
@@ -272,13 +272,16 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
         direct.host_groups(job)
     last = job.size - 1
     assert len(job.notes._mailboxes) == (host or job.size) - 1
-    equal = [job.notes.compare(number, False) for number in range(MANY)]
-    different = [job.notes.compare(7 + (rank == one), False) for one in range(job.size)]
-    flagged = [job.notes.compare(7, rank == one) for one in range(job.size)]
+    equal = [job.notes.compare(number, False)[:2] for number in range(MANY)]
+    different = [job.notes.compare(7 + (rank == one), False)[:2] for one in range(job.size)]
+    flagged = [job.notes.compare(7, rank == one)[:2] for one in range(job.size)]
     assert set(equal) == {(True, False)}
     assert set(different) == {(False, False)}
     assert set(flagged) == {(True, True)}
-    return [job.notes.compare(-5 if rank == last else 2**62, rank == 0), job.notes.compare(-(2**63), False)]
+    gathered = job.notes.compare(7, False, [rank, 5 * rank])[2]
+    assert gathered == [[one, 5 * one] for one in range(job.size)]
+    assert job.notes.compare(7, False, range(9))[2] is None
+    return [job.notes.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.notes.compare(-(2**63), False)[:2]]
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2)])

@@ -72,7 +72,7 @@ def test_a_change_of_state_is_seen(change: str) -> None:
 
 
 BATCHES: dict[str, tuple[Any, ...]] = {
-    "another shape": (torch.ones(2, 3), 0.5),
+    "another dimension": (torch.ones(4, 3, 1), 0.5),
     "another dtype": (torch.ones(4, 3, dtype=torch.float64), 0.5),
     "a gradient": (torch.ones(4, 3, requires_grad=True), 0.5),
     "another layout": (torch.ones(4, 3).to_sparse(), 0.5),

@@ -20,6 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerograph._torch.sizes import SizeEnv
+
 
 def _register_fused_updates() -> torch.library.Library:
     """Register meta kernels that return nothing for the fused optimizer updates.
@@ -57,7 +59,13 @@ def fake_mode() -> CachingFakeMode:
 
     Its shape environment makes ``lr.item()`` of an optimizer's update a node.
     """
-    return CachingFakeMode(shape_env=ShapeEnv(allow_scalar_outputs=True), allow_non_fake_inputs=True)
+    return CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
+
+
+def size_env(mode: FakeTensorMode) -> SizeEnv:
+    """Return the shape environment of a mode of :func:`fake_mode`."""
+    assert isinstance(mode.shape_env, SizeEnv)
+    return mode.shape_env
 
 
 def fake_inputs(values: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import fx
 
 from zerograph._torch import pytree
 from zerograph.capture.state_changes import StateChanges
+from zerograph.ir.dims import SizeGuard
 from zerograph.ir.region import Region
 
 
@@ -32,3 +33,4 @@ class Captured:
     gradients: tuple[str, ...]
     regions: tuple[Region, ...] = ()
     state_changes: StateChanges = field(default_factory=StateChanges)
+    guards: tuple[SizeGuard, ...] = ()

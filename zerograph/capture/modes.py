@@ -153,7 +153,7 @@ _FIXED_SHAPES = {
 
 
 def _is_static(tensor: Tensor) -> bool:
-    return all(isinstance(size, int) for size in tensor.shape)
+    return not any(map(_torch.depends_on_values, tensor.shape))
 
 
 @contextlib.contextmanager

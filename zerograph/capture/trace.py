@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,10 +28,12 @@ from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
 from zerograph.errors import CaptureError
 from zerograph.ir import finite_check
+from zerograph.ir.dims import Dim, SizeGuard
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.gradient_edits import total_norm
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.region import Region
+from zerograph.ir.sizes import Sizes, inline_sizes
 from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, restore_origins
 
 ParameterGroups = Sequence[tuple[dict[str, Any], Sequence[str]]]
@@ -39,14 +43,24 @@ ParameterGroups = Sequence[tuple[dict[str, Any], Sequence[str]]]
 class TensorSpec:
     """Global shape, dtype and device of a tensor that enters the step."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | Dim, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
 
-    def fake(self) -> Tensor:
-        """Return an empty tensor like this; inside a fake mode, a fake one."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    @property
+    def numel(self) -> int:
+        """Number of elements of a tensor without dynamic dimensions."""
+        return math.prod(size for size in self.shape if isinstance(size, int))
+
+    def fake(self, sizes: Sizes | None = None) -> Tensor:
+        """Return an empty tensor like this; inside a fake mode, a fake one.
+
+        Args:
+            sizes: has the symbols of dynamic dimensions, if there are any.
+        """
+        shape: Any = self.shape if sizes is None else sizes.concrete(self.shape)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +86,7 @@ class Capture:
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
         checked: also return whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
         guarded: places of Python state that are guards already: the caller captures again when one changes.
+        sizes: global size of each dynamic dimension of ``inputs`` in the call.
     """
 
     build: Callable[..., Any]
@@ -91,6 +106,7 @@ class Capture:
     scaled: bool = False
     checked: bool = False
     guarded: Sequence[Place] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def run(self) -> Captured:
         """Trace ``build()`` and return its graph.
@@ -101,7 +117,25 @@ class Capture:
                 that belongs to no module of the graph, with a tensor that the previous step should have left in an
                 attribute, or with random numbers of Python or numpy.
         """
-        tracer = _Tracer(self)
+        hints = {dim.name: dim.hint for dim in self._dims()}
+        for _ in range(_MOST_TRACES):
+            captured = self._captured(hints)
+            refuted = [guard for guard in captured.guards if not guard.holds(self.sizes)]
+            if not refuted:
+                return captured
+            hints = _other_hints(self._dims(), hints, captured.guards, self.sizes)
+        raise CaptureError(
+            "build() needs a size of its inputs as a Python number, so no graph serves several sizes "
+            f"({refuted[0].condition})\n  {refuted[0].line}   {refuted[0].code}\n"
+            "Use x.shape[0] for len(x), and operators on the whole tensor for a loop over its rows; or set "
+            "config.dynamic_shapes = False: each size is then compiled by itself, and ranks hold equally many rows."
+        )
+
+    def _dims(self) -> list[Dim]:
+        return sorted({size for spec in self.inputs for size in spec.shape if isinstance(size, Dim)}, key=str)
+
+    def _captured(self, hints: Mapping[str, int]) -> Captured:
+        tracer = _Tracer(self, hints)
         with tracer.environment():
             graph, trace, stored = self._traced(tracer)
             _refuse_foreign_parameters(graph)
@@ -111,11 +145,19 @@ class Capture:
             strip_profiling(graph.graph)
             keep_first_writes(graph.graph, len(tracer.state))
             graph = without_mutation(graph)
+            tracer.sizes.close()
+        inline_sizes(graph.graph)
         self._name_roles(graph.graph, trace)
         clean(graph.graph, self.trained)
         graph.recompile()
         return Captured(
-            graph, trace.output_spec, tuple(trace.returned), tuple(trace.gradients), tuple(trace.regions), state_changes
+            graph,
+            trace.output_spec,
+            tuple(trace.returned),
+            tuple(trace.gradients),
+            tuple(trace.regions),
+            state_changes,
+            tracer.sizes.guards,
         )
 
     def _traced(self, tracer: _Tracer) -> tuple[fx.GraphModule, _Trace, Mapping[str, Tensor]]:
@@ -155,6 +197,37 @@ class Capture:
         restore_origins(graph)
 
 
+# A size that is asked about may need another hint, with which the trace may ask about more.
+_MOST_TRACES = 6
+
+
+def _other_hints(
+    dims: Sequence[Dim], hints: Mapping[str, int], guards: Sequence[SizeGuard], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return hints for which all guards decide as for the sizes of the call."""
+    hints = dict(hints)
+    for dim in dims:
+        mine = [guard for guard in guards if dim.name in guard.symbols]
+        if all(guard.holds(hints) == guard.holds(sizes) for guard in mine):
+            continue
+        size, pieces = sizes[dim.name], dim.pieces
+        near = [prime * factor * pieces for factor in (1, 2, 4, 8, 16) for prime in _primes_near(size, factor * pieces)]
+        for hint in [*near, size]:
+            if hint % pieces == 0 and all(
+                guard.holds({**hints, dim.name: hint}) == guard.holds(sizes) for guard in mine
+            ):
+                hints[dim.name] = hint
+                break
+    return hints
+
+
+def _primes_near(size: int, factor: int) -> list[int]:
+    """Return primes whose product with ``factor`` is about ``size``, nearest first."""
+    around = sorted(range(3, 2 * size // factor + 16), key=lambda number: abs(number * factor - size))
+    primes = (number for number in around if all(number % low for low in range(2, math.isqrt(number) + 1)))
+    return list(itertools.islice(primes, 8))
+
+
 @dataclass
 class _Trace:
     """What one trace of ``build()`` yields besides its graph.
@@ -187,9 +260,11 @@ class _Tracer:
         python_state: the rest of the Python state that ``build()`` can reach, as it was before.
     """
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, hints: Mapping[str, int]) -> None:
         self._capture = capture
         self._mode = _torch.fake_mode()
+        dims = [replace(dim, hint=hints[dim.name]) for dim in capture._dims()]
+        self.sizes = Sizes(_torch.size_env(self._mode), dims)
         with self._mode:
             self.state = {name: _parameter(spec) for name, spec in capture.parameters.items()}
             self.state |= {name: spec.fake() for name, spec in capture.buffers.items()}
@@ -199,7 +274,7 @@ class _Tracer:
                 _copy_attributes(original, fake)
                 # Weakly: graphs keep their fakes.
                 fake._zerograph_original = weakref.ref(original)  # type: ignore[attr-defined]
-            batch = [spec.fake() for spec in capture.inputs]
+            batch = [spec.fake(self.sizes) for spec in capture.inputs]
             seed = torch.empty((), dtype=torch.int64)
             self._device = next((tensor.device for tensor in self.state.values()), torch.device("cpu"))
             scale = [torch.empty((), device=self._device)] if capture.scaled else []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from zerograph._torch import pytree
 from zerograph.capture.trace import TensorSpec
 from zerograph.errors import InputError, PlacementError
 from zerograph.ir.annotate import is_replicated
+from zerograph.ir.dims import Dim
+from zerograph.ir.marks import Marks, marks_of
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, show, to_dtensor
 
@@ -37,6 +39,13 @@ class Batch:
         mesh: device mesh of the DTensors among them; None if all tensors are plain.
         cut: for each tensor, True if it is cut into micro-batches along dimension 0.
         plain: for each tensor, True if it is a plain tensor, False if it is a DTensor.
+        whole: for each tensor, True if it is a plain tensor that every rank holds whole: 0-d or replicated.
+        micro_batches: number of micro-batches.
+        marks: for each tensor the limits of its dimensions that the user marked as dynamic.
+        sizes: the sizes of each dynamic dimension in this call: of rows for each rank along the mesh dimension that
+            splits them, else one.
+        place: position of this rank along that mesh dimension.
+        variant: number of the form of the sizes that one step serves.
     """
 
     tensors: tuple[Tensor, ...]
@@ -49,10 +58,41 @@ class Batch:
     mesh: DeviceMesh | None
     cut: tuple[bool, ...]
     plain: tuple[bool, ...]
+    whole: tuple[bool, ...] = ()
+    micro_batches: int = 1
+    marks: tuple[Marks, ...] = ()
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    place: int = 0
+    variant: int = 0
+
+    def pattern(self) -> tuple[Any, ...]:
+        """Return what must be equal on all ranks: the kind without the sizes of plain inputs, and the constants."""
+        is_tensor = tuple(leaf is Tensor for leaf in self.leaves)
+        inputs = tuple(
+            (len(spec.shape) if plain and not whole else spec.shape, spec.dtype, spec.device, marks)
+            for plain, whole, spec, marks in zip(self.plain, self.whole, self.specs, self.marks, strict=True)
+        )
+        return self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants
+
+    def resolved(
+        self, specs: tuple[TensorSpec, ...], sizes: Mapping[str, tuple[int, ...]], place: int, variant: int
+    ) -> Batch:
+        """Return the batch with global shapes, and the sizes of their dynamic dimensions.
+
+        A tensor without rows takes its other dimensions from the ranks that have some.
+        """
+        tensors = tuple(
+            _without_rows(tensor, spec.shape, sizes) if plain and not whole and not len(tensor) else tensor
+            for tensor, spec, plain, whole in zip(self.tensors, specs, self.plain, self.whole, strict=True)
+        )
+        # As in with_tensors().
+        batch = object.__new__(Batch)
+        vars(batch).update(vars(self), tensors=tensors, specs=specs, sizes=sizes, place=place, variant=variant)
+        return batch
 
     def key(self) -> tuple[Any, ...]:
         """Return a key that is equal for batches that one compiled step serves: the kind and the constants."""
-        return self.kind(), self.constants
+        return self.kind(), self.constants, self.variant
 
     def kind(self) -> tuple[Any, ...]:
         """Return nesting, global shapes, dtypes, devices, placements, and the positions of constants."""
@@ -74,8 +114,13 @@ class Batch:
     def facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text by name."""
         inputs = {
-            f"input {name}": f"local shape {tuple(tensor.shape)}, {tensor.dtype}, {show(sbp)}"
-            for name, tensor, sbp in zip(self.names, self.tensors, self.sbp, strict=True)
+            f"input {name}": (
+                f"{tensor.dim()} dimensions" if plain and not whole else f"local shape {tuple(tensor.shape)}"
+            )
+            + f", {tensor.dtype}, {show(sbp)}"
+            for name, tensor, sbp, plain, whole in zip(
+                self.names, self.tensors, self.sbp, self.plain, self.whole, strict=True
+            )
         }
         return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **inputs}
 
@@ -132,7 +177,15 @@ def read_batch(
         meshes[0] if meshes else None,
         cut,
         tuple(not isinstance(leaf, DTensor) for _, leaf in inputs),
+        tuple(not isinstance(leaf, DTensor) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
+        micro_batches,
+        tuple(marks_of(leaf) for _, leaf in inputs),
     )
+
+
+def _without_rows(tensor: Tensor, shape: Sequence[int | Dim], sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    others = [sum(sizes[size.name]) if isinstance(size, Dim) else size for size in shape[1:]]
+    return tensor.new_empty((0, *others))
 
 
 # The names of the leaves, and the tree, by nesting.

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerograph.capture.captured import Captured
+from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import Planned
+from zerograph.ir.dims import SizeInput
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import output_nodes
@@ -88,6 +90,15 @@ class CompiledStep(RewrittenStep):
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
         return tuple(role.name for role in roles if role.kind != "output")
+
+    def size_values(self, batch: Batch) -> dict[SizeInput, int]:
+        """Return the value of each symbolic size that the graph reads, for a batch."""
+        feeds = (feed for feed in self.executor.feeds if isinstance(feed, SizeInput))
+        position = self.context.mesh.position
+        return {
+            feed: position[int(feed.dim)] if feed.kind == "position" else feed.value(batch.sizes[feed.dim], batch.place)
+            for feed in feeds
+        }
 
     def metric(self, values: Sequence[Tensor]) -> float:
         """Return the value of the first 0-d tensor that ``build()`` returns; the mean if it is packed.

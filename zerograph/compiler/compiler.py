@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -178,7 +177,7 @@ class Compiler:
         """Prepare the step within the memory budget, if the configuration has one."""
         config, members = self.config, preparation.members
         specs = members.specs(members.parameters)
-        total = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name in preparation.updates)
+        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.updates)
         may_recompute = config.recompute == "auto" and bool(preparation.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
@@ -297,6 +296,10 @@ class Compiler:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
         return backends.resolve(self.config.backend, device)
 
+    def runs_symbolic_sizes(self, members: Members) -> bool:
+        """Return whether the backend runs graphs with symbolic sizes: so does the one that runs node by node."""
+        return self._resolve_backend(members)[1] is backends.eager
+
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches into which each rank's part of the batch is cut."""
@@ -344,6 +347,7 @@ class Compiler:
             scaled=scaled,
             checked=checked,
             guarded=tuple(self._guards.values()),
+            sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         ).run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         if members.on_accelerator:
@@ -414,7 +418,9 @@ class Compiler:
         if backend in backends.BACKENDS:
             executor = with_low_overhead(executor)
         if self.config.keep_freed_memory and all(
-            node.meta["val"].device.type == "cpu" for node in placeholders(graph.graph)
+            value.device.type == "cpu"
+            for node in placeholders(graph.graph)
+            if isinstance(value := node.meta["val"], Tensor)
         ):
             keep_freed()
         numbers = {

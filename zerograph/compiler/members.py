@@ -357,3 +357,9 @@ def _frozen(value: Any) -> Any:
 def _title(optimizers: Optimizers, number: int) -> str:
     name = type(optimizers[number]).__name__
     return name if len(optimizers) == 1 else f"optimizer {number} ({name})"
+
+
+def model_sizes(members: Members) -> set[int]:
+    """Return the sizes of parameters and buffers, which dynamic dimensions are not traced with."""
+    specs = [*members.specs(members.parameters).values(), *members.specs(members.buffers).values()]
+    return {size for spec in specs for size in spec.shape if isinstance(size, int)}

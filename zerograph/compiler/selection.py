@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
@@ -21,32 +21,61 @@ class CacheEntry:
     """A compiled step, under what selects it.
 
     Attributes:
-        key: the facts of the graph, of its inputs and of its options.
+        key: the facts of the graph and its inputs, and its options.
         layout: the store of each parameter.
         step: the compiled step; None if there is none yet.
-        digest: equal on ranks whose keys are equal; 0 in a job of one rank.
     """
 
     key: tuple[Hashable, Hashable]
     layout: Hashable
     step: CompiledStep | None
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """What selects a step together with the sizes of the inputs.
+
+    Attributes:
+        facts: what the captured graph depends on besides its inputs.
+        config: key of the graph's options.
+        layout: the store of each parameter.
+        pattern: the inputs without their sizes.
+        mode: ``config.dynamic_shapes``; False for a backend that compiles each size by itself.
+        digest: equal on ranks whose situations are equal; 0 in a job of one rank.
+    """
+
+    facts: Hashable
+    config: Hashable
+    layout: Hashable
+    pattern: Hashable
+    mode: Literal["auto"] | bool
     digest: int
+
+    def is_like(self, other: Situation) -> bool:
+        """Return whether calls in both situations select equal steps for equal sizes."""
+        mine = self.facts, self.config, self.layout, self.pattern
+        its = other.facts, other.config, other.layout, other.pattern
+        return mine == its
+
+    def key(self, batch: Batch) -> tuple[Hashable, Hashable]:
+        """Return the key of the step for a batch whose sizes are resolved."""
+        return (self.facts, batch.key()), self.config
 
 
 @dataclass(eq=False, slots=True)
 class Selection:
-    """The step that a call selects on this rank.
+    """What a call brings on this rank, before the sizes of the other ranks are known.
 
     Attributes:
         batch: the call's inputs.
-        entry: the step to run, or the key to compile one under.
-        members: the graph's modules and tensors; None if a snapshot of the last call selected the step.
-        facts: what the captured graph depends on besides its inputs; empty if a snapshot selected the step.
-        repeated: the last call had the same key and layout.
+        situation: what selects the step besides sizes.
+        members: the graph's modules and tensors; None if a snapshot of the last call matched.
+        facts: what the captured graph depends on besides its inputs; empty if a snapshot matched.
+        repeated: the last call was in the same situation.
     """
 
     batch: Batch
-    entry: CacheEntry
+    situation: Situation
     members: Members | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     repeated: bool = False

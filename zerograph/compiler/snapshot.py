@@ -18,9 +18,10 @@ from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.batch import Batch, collect_leaves
 from zerograph.compiler.members import Optimizers, Tree
-from zerograph.compiler.selection import CacheEntry
+from zerograph.compiler.selection import Situation
 from zerograph.config import Config
 from zerograph.ir.annotate import is_replicated
+from zerograph.ir.marks import marks_of
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import stores_of
 
@@ -55,11 +56,11 @@ class Snapshot:
         call: the call.
         tree: the graph's members.
         batch: the call's arguments, as they were read.
-        entry: the step that the call ran.
+        situation: what selected the step of the call, besides sizes.
     """
 
-    def __init__(self, call: Call, tree: Tree, batch: Batch, entry: CacheEntry) -> None:
-        self.entry, self.stores = entry, stores_of(tree.members.parameters.values())
+    def __init__(self, call: Call, tree: Tree, batch: Batch, situation: Situation) -> None:
+        self.situation, self.stores = situation, stores_of(tree.members.parameters.values())
         self._job, self._config, self._tree = call.job, call.config, tree
         self._attributes = list(call.attributes.items())
         parameters: Iterable[nn.Parameter] = tree.members.parameters.values()
@@ -75,7 +76,11 @@ class Snapshot:
         self._nesting = collect_leaves(call.arguments, leaves)
         # Without its tensors, which live no longer than their step.
         self._batch = batch.with_tensors(())
-        self._inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in batch.tensors]
+        # Sizes of the parts of a batch may differ in each call.
+        self._inputs = [
+            (tensor.dim() if plain and not whole else tensor.shape, tensor.dtype, tensor.device, marks)
+            for tensor, plain, whole, marks in zip(batch.tensors, batch.plain, batch.whole, batch.marks, strict=True)
+        ]
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def match(self, call: Call) -> Batch | None:
@@ -117,8 +122,10 @@ class Snapshot:
                 continue
             if not isinstance(leaf, Tensor):
                 return None
+            shape, dtype, device, marks = self._inputs[len(tensors)]
             if (
-                (leaf.shape, leaf.dtype, leaf.device) != self._inputs[len(tensors)]
+                (leaf.dim() if isinstance(shape, int) else leaf.shape) != shape
+                or (leaf.dtype, leaf.device, marks_of(leaf)) != (dtype, device, marks)
                 or leaf.layout is not torch.strided
                 or leaf.requires_grad
                 or is_replicated(leaf)
@@ -128,7 +135,7 @@ class Snapshot:
         return self._batch.with_tensors(tuple(tensors))
 
 
-def take_snapshot(call: Call, tree: Tree, batch: Batch, entry: CacheEntry) -> Snapshot | None:
+def take_snapshot(call: Call, tree: Tree, batch: Batch, situation: Situation) -> Snapshot | None:
     """Return the snapshot of a call, or None where identical objects may still have changed.
 
     That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. The arguments are
@@ -141,7 +148,7 @@ def take_snapshot(call: Call, tree: Tree, batch: Batch, entry: CacheEntry) -> Sn
         or not all(map(_Group.is_comparable, groups))
     ):
         return None
-    return Snapshot(call, tree, batch, entry)
+    return Snapshot(call, tree, batch, situation)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload
+from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload, size_key
 from zerograph.ir.metadata import value
 
 
@@ -59,7 +59,17 @@ _MAX_LAYOUTS = 1 << 16
 def _depends_on_arguments_only(node: fx.Node) -> bool:
     """Return True for an operator of torch without symbolic inputs: its layout is the same in any graph."""
     ours = not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "_c10d_functional")
-    return not ours and not any(isinstance(value(source), _SYMBOLS) for source in node.all_input_nodes)
+    arguments: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), arguments.append)
+    values = [value(argument) if isinstance(argument, fx.Node) else argument for argument in arguments]
+    return not ours and not any(map(_is_symbolic, values))
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_symbolic, value))
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, _SYMBOLS) for size in sizes)
 
 
 def _layout(result: Any) -> Any:
@@ -102,7 +112,7 @@ def mode_of(graph: fx.Graph) -> CachingFakeMode:
 def _described(argument: Any) -> Hashable:
     """Return all that the result's layout depends on. Numbers have their type: 1, 1.0 and True promote differently."""
     if isinstance(argument, Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+        return (*map(size_key, (*argument.shape, *argument.stride())), argument.dtype, argument.device)
     if isinstance(argument, (list, tuple)):
         return tuple([_described(entry) for entry in argument])
     if isinstance(argument, dict):

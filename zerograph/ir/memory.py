@@ -27,6 +27,7 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.sbp import PartialSum
+from zerograph.ir.sizes import hints
 from zerograph.ir.step_graph import nbytes
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ _INPUT_KINDS: dict[str, MemoryKind] = {
     "buffer": "buffers",
     "input": "inputs",
     "seed": "inputs",
+    "size": "inputs",
     "scaler": "optimizer state",
     # Inputs of a loop's body, which belong to the graph around it.
     "value": "activations",
@@ -379,7 +381,7 @@ def _columns(x: Tensor, weight: Tensor, out: Tensor) -> int:
     if x.device.type != "cpu" or x.dtype != torch.float64:
         return 0
     covered = math.prod(weight.shape[2:])
-    return 0 if covered == 1 else x.shape[0] * x.shape[1] * covered * math.prod(out.shape[2:]) * x.itemsize
+    return 0 if covered == 1 else math.prod(hints((*x.shape[:2], *out.shape[2:]))) * covered * x.itemsize
 
 
 def _blocked(x: Tensor) -> bool:

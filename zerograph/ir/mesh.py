@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerograph.ir.sbp import NdSbp, Sbp, Split
+from zerograph.ir.sizes import sizes_of
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,20 @@ def local_shape(shape: Sequence[int], sbp: Sequence[Sbp], mesh: Mesh) -> tuple[i
     """Return the shape of a shard.
 
     Args:
-        shape: global shape, whose split dimensions are divisible by the number of ranks.
+        shape: global shape. Its split dimensions are divisible by the number of ranks, or are a number of rows.
         sbp: SBP along the first ``len(sbp)`` mesh dimensions.
         mesh: the mesh.
     """
-    local = [int(size) for size in shape]
+    local = list(shape)
     for dim_sbp, ranks in zip(sbp, mesh.shape, strict=False):
         if isinstance(dim_sbp, Split):
-            local[dim_sbp.dim] //= ranks
+            local[dim_sbp.dim] = local_size(local[dim_sbp.dim], ranks)
     return tuple(local)
+
+
+def local_size(size: int, ranks: int) -> int:
+    """Return the size of a shard along a dimension of global size ``size``, which may be symbolic."""
+    return size // ranks if isinstance(size, int) else sizes_of(size).part(size, ranks)
 
 
 def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
@@ -79,10 +85,14 @@ def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]
     If two mesh dimensions split the same dimension of the tensor, the first one makes the larger slices.
     """
     start, size = [0] * len(shape), list(shape)
-    for dim_sbp, ranks, position in zip(sbp, mesh.shape, mesh.position, strict=True):
+    for mesh_dim, (dim_sbp, ranks, position) in enumerate(zip(sbp, mesh.shape, mesh.position, strict=True)):
         if isinstance(dim_sbp, Split):
-            size[dim_sbp.dim] //= ranks
-            start[dim_sbp.dim] += position * size[dim_sbp.dim]
+            whole = size[dim_sbp.dim]
+            size[dim_sbp.dim] = local_size(whole, ranks)
+            if isinstance(whole, int):
+                start[dim_sbp.dim] += position * size[dim_sbp.dim]
+            else:
+                start[dim_sbp.dim] += sizes_of(whole).start(whole, ranks, mesh_dim)
     return tuple(start)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import fx
 
+from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.sbp import NdSbp, Signature, boxing_kind, wire_bytes
@@ -29,6 +30,8 @@ RoleKind = Literal[
     "state",
     "hyperparameter",
     "seed",
+    # A symbolic size, an integer.
+    "size",
     "scaler",
     "check",
     "output",
@@ -151,6 +154,7 @@ class NodeMeta(_Global, total=False):
 
     Attributes:
         role: role of a placeholder.
+        size: what the placeholder of a symbolic size stands for.
         roles: on the output node: role of each returned tensor.
         needs: on the output node, from ``place`` on: the SBP that each returned tensor must have.
         shortage: on the output node, from ``fit_memory_budget`` on: how far the step exceeds the memory budget; absent
@@ -207,6 +211,7 @@ class NodeMeta(_Global, total=False):
     edit: bool
     local: bool
     role: Role
+    size: SizeInput
     roles: list[Role]
     needs: list[NdSbp]
     shortage: Shortage

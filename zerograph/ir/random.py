@@ -27,7 +27,7 @@ _BLOCK_ON_CPU, _BLOCK = 2**17, 2**24
 
 _library = torch.library.Library("zerograph", "DEF")
 _library.define(
-    "uniform(Tensor seed, int number, int[] size, int[] start, int[] whole, ScalarType dtype, Device device, "
+    "uniform(Tensor seed, int number, SymInt[] size, SymInt[] start, SymInt[] whole, ScalarType dtype, Device device, "
     "Tensor? micro_batch=None, int dim=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

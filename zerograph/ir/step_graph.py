@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, role
+from zerograph.ir.sizes import elements
 
 
 def restore_origins(graph: fx.Graph) -> None:
@@ -102,5 +103,5 @@ def collective_runs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the size of a tensor's elements in bytes."""
-    return tensor.numel() * tensor.element_size()
+    """Return the size of a tensor's elements in bytes, at the largest dynamic dimensions seen or declared."""
+    return elements(tensor) * tensor.element_size()

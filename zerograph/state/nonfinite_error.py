@@ -10,9 +10,11 @@ from torch import Tensor
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.errors import NonFiniteError
 from zerograph.ir.buckets import element_name, spans
+from zerograph.ir.dims import SizeInput
 from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.metadata import Role
 from zerograph.ir.step_graph import output_with_role
+from zerograph.passes.lower.bind_sizes import bind_sizes
 from zerograph.runtime.executor import bind
 from zerograph.runtime.find_nonfinite import Cause, NonFiniteSearch
 from zerograph.runtime.job.process_group import explaining_failures
@@ -28,21 +30,22 @@ def nonfinite_error(
     numbers: Mapping[str, float],
     seed: int,
     doing: str,
+    sizes: Mapping[SizeInput, int],
 ) -> NonFiniteError:
     """Return the error for a step that has just computed a number that is not finite. A collective. Changes no state.
 
     Args:
         step: the step.
         names: name of each of ``tensors`` in messages.
-        tensors, numbers, seed, doing: the arguments of the step's run.
+        tensors, numbers, seed, doing, sizes: the arguments of the step's run.
     """
     job = step.executor.job
-    graph = next(record for record in step.passes if record.name == _LAST).graph
+    graph = bind_sizes(next(record for record in step.passes if record.name == _LAST).graph, step.context)
     flag = output_with_role(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
     assert flag is not None
     search = NonFiniteSearch(graph.graph, flag)
     executor = bind(job, graph, search, step.stores, step.lookups, search.needed)
-    executor(tensors, numbers, seed, f"{doing}, run again to find what is not finite")
+    executor(tensors, numbers, seed, f"{doing}, run again to find what is not finite", sizes)
     own = None if search.cause is None else (search.cause, _source_name(step, names, search.cause))
     causes: list[tuple[Cause, str] | None] = [own]
     if job.size > 1:

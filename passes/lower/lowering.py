@@ -1,0 +1,118 @@
+"""The nodes that replace one boxing node; boxing along symbolic sizes, of which ranks may hold unequal parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.ir.metadata import Boxing, meta
+from zerograph.ir.rewrite import emit_like
+from zerograph.ir.rows import gather_rows
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.ir.sizes import Size, sizes_of
+from zerograph.passes.context import Context
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Emits the nodes that replace one boxing node.
+
+    Attributes:
+        graph: the graph.
+        node: the boxing node, whose origin, SBP and global shape the new nodes get.
+        context: the context of the passes.
+        change: the change of SBP.
+    """
+
+    graph: fx.Graph
+    node: fx.Node
+    context: Context
+    change: Boxing
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks along the mesh dimension that changes."""
+        return self.change.ranks
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank along it."""
+        return self.context.mesh.position[self.change.dim]
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a node of the same global tensor and SBP."""
+        return emit_like(self.node, target, *args, **kwargs)
+
+    def collective(self, target: Any, *args: Any) -> fx.Node:
+        """Emit an asynchronous collective and its wait; return the wait."""
+        start = self.emit(target, *args, self.context.mesh.groups[self.change.dim])
+        meta(start)["boxing"] = self.change
+        return self.emit(c10d.wait_tensor.default, start)
+
+    def contiguous(self, source: fx.Node) -> fx.Node:
+        """Return the tensor in contiguous memory."""
+        if source.meta["val"].is_contiguous():
+            return source
+        return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
+
+    def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
+        """Cut ``source`` along ``cut`` into one equal part per rank; concatenate the parts along ``join``."""
+        if cut == join:
+            return source
+        size = source.meta["val"].shape[cut] // self.ranks
+        parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.ranks)]
+        return self.emit(aten.cat.default, parts, join)
+
+
+def is_symbolic(size: Size) -> bool:
+    """Return whether ranks may hold unequal parts of a dimension of this global size, or parts of symbolic size."""
+    return not isinstance(size, int)
+
+
+def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    """Return the tensor in the SBP ``after``, where either SBP splits a row dimension.
+
+    A sum that is to be split is summed whole; what is split along another dimension is gathered first.
+    """
+    shape: tuple[Size, ...] = meta(lower.node)["global"]
+    whole = source
+    if isinstance(before, PartialSum):
+        whole = lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
+    elif isinstance(before, Split):
+        whole = _gathered(lower, source, before.dim, shape[before.dim])
+    return whole if isinstance(after, Broadcast) else _part(lower, whole, _dim(after), shape[_dim(after)])
+
+
+def _gathered(lower: Lowering, source: fx.Node, dim: int, size: Size) -> fx.Node:
+    if isinstance(size, int):
+        whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
+        return lower.rearranged(whole, cut=0, join=dim)
+    first = source if dim == 0 else lower.emit(aten.transpose.int, source, 0, dim)
+    rows = sizes_of(size).parts(size, lower.ranks)
+    whole = lower.collective(gather_rows, lower.contiguous(first), rows, size)
+    return whole if dim == 0 else lower.contiguous(lower.emit(aten.transpose.int, whole, 0, dim))
+
+
+def _part(lower: Lowering, whole: fx.Node, dim: int, size: Size) -> fx.Node:
+    rows: Size
+    start: Size
+    if isinstance(size, int):
+        rows, start = size // lower.ranks, lower.rank * (size // lower.ranks)
+    else:
+        rows = sizes_of(size).part(size, lower.ranks)
+        start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
+    part = lower.emit(aten.narrow.default, whole, dim, start, rows)
+    meta(part)["boxing"] = lower.change
+    meta(part)["rank_arguments"] = (2,)
+    return lower.contiguous(part)
+
+
+def _dim(sbp: Sbp) -> int:
+    assert isinstance(sbp, Split), sbp
+    return sbp.dim

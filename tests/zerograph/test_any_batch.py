@@ -1,0 +1,279 @@
+"""Batches of any size: dynamic dimensions, and ranks that hold unequal numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.harness import LossStep
+from tests.models import MODELS, TokenLoss, TrainStep, adamw, make, train_plainly
+from tests.pool import Pool
+from zerograph.ir.mesh import line
+
+# Rows of each rank in each step; the first two are equal, as in the steps before the last of an epoch.
+ROWS = {
+    1: [(3,), (3,), (4,), (2,), (5,)],
+    2: [(3, 3), (3, 3), (2, 4), (0, 5), (4, 0), (1, 1), (5, 2)],
+    3: [(2, 2, 2), (3, 0, 4), (0, 0, 3), (1, 4, 2)],
+}
+LENGTHS = (12, 7, 9, 4, 11, 3, 8)
+
+
+def data(name: str, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
+    """Return the rows of each rank and the whole batch of each step."""
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for rows, length in zip(ROWS[ranks], LENGTHS, strict=False):
+        x, y = MODELS[name][1](generator, sum(rows), dtype)
+        if name.startswith("gpt"):
+            x, y = x[:, :length].contiguous(), y[:, :length].contiguous()
+        steps.append((rows, x, y))
+    return steps
+
+
+def own(rows: tuple[int, ...], tensor: Tensor) -> Tensor:
+    return tensor.split(list(rows))[zg.rank()]
+
+
+def trained(name: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Return losses, parameters and the number of compiled steps after training on batches of all sizes."""
+    model = make(name, dtype)
+    step = TrainStep(model, adamw(model), stage)
+    losses = [step(own(rows, x), own(rows, y)) for rows, x, y in data(name, zg.world_size(), dtype)]
+    return losses, step.state_dict()["modules"]["model"], step._compilations
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stage"), [("gpt", 1, 0), ("gpt", 2, 3), ("conv", 2, 2), ("mlp", 3, 1), ("gpt_tied", 3, 3)]
+)
+def test_ragged_batches_train_as_one_device_on_the_concatenation(pool: Pool, name: str, ranks: int, stage: int) -> None:
+    dtype = torch.float64
+    model = make(name, dtype)
+    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ranks, dtype)])
+    for losses, parameters, compilations in pool.run(ranks, trained, name, stage, dtype):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(parameters, model.state_dict(), rtol=1e-6, atol=1e-8)
+        # One for the first sizes, one for each set of dimensions that became dynamic.
+        assert compilations <= 3
+
+
+@pytest.mark.parametrize("name", ["gpt", "conv"])
+def test_stages_agree_bitwise_on_ragged_batches(pool: Pool, name: str) -> None:
+    first, *others = [pool.run(2, trained, name, stage, torch.float32)[0][:2] for stage in range(4)]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def sizes_compiled(sizes: list[int], mode: Any) -> int:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), dynamic_shapes=mode)
+    for size in sizes:
+        x = torch.randint(0, 61, (4, size + 1))
+        step(x[:, :-1].contiguous(), x[:, 1:].contiguous())
+    return step._compilations
+
+
+@pytest.mark.parametrize(("mode", "compilations"), [("auto", 2), (True, 1), (False, 4)])
+def test_a_second_size_compiles_once_more_and_no_further_size_does(mode: Any, compilations: int) -> None:
+    assert sizes_compiled([12, 5, 9, 7, 5], mode) == compilations
+
+
+def long_or_short(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean() if x.shape[0] > 6 else model(x).square().sum()
+
+
+def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, long_or_short)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in (4, 5, 9, 3, 12, 6, 7):
+        x = torch.randn(rows, 3)
+        optimizer.zero_grad()
+        loss = long_or_short(plain, x)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), loss.detach())
+    assert step._compilations == 3
+
+
+def each_row(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([model(x[row]).sum() for row in range(x.shape[0])]).sum()
+
+
+def test_a_loop_over_a_size_compiles_each_size_with_a_warning_and_stays_right() -> None:
+    model = nn.Linear(3, 2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, each_row)
+    step(torch.randn(3, 3))
+    with pytest.warns(UserWarning, match="each size is compiled by itself"):
+        step(torch.randn(4, 3))
+    for rows in (5, 4):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(step(x), each_row(model, x).detach())
+
+
+class Predict(zg.ZeroGraph):
+    def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.modules_ = nn.ModuleDict(modules)
+        self.run = run
+
+    def build(self, *batch: Any) -> Any:
+        return self.run(self.modules_, *batch)
+
+
+def rows_come_back() -> list[Tensor]:
+    torch.manual_seed(3)
+    step = Predict(lambda modules, x: (modules["linear"](x), x.sum(), x @ x.t()), linear=nn.Linear(3, 2))
+    outputs = []
+    for rows in ROWS[zg.world_size()]:
+        x = torch.arange(3.0 * sum(rows)).view(-1, 3) / 10
+        outputs += [*step(own(rows, x)), own(rows, step.modules_["linear"](x).detach()), x.sum(), own(rows, x @ x.t())]
+    return outputs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_split_outputs_are_the_ranks_own_rows_and_others_of_the_whole_batch(pool: Pool, ranks: int) -> None:
+    for outputs in pool.run(ranks, rows_come_back):
+        for at in range(0, len(outputs), 6):
+            torch.testing.assert_close(outputs[at : at + 3], outputs[at + 3 : at + 6])
+
+
+def contrastive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """All pairs of samples of the whole batch."""
+    a, b = F.normalize(model(x)), F.normalize(model(y))
+    return F.cross_entropy(a @ b.t() / 0.1, torch.arange(a.shape[0]))
+
+
+def pairs_trained(stage: int, train: Callable[..., Any] | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), stage, contrastive)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    differences = []
+    for rows in [(3, 3), (2, 5), (0, 4), (6, 1)]:
+        x, y = torch.randn(2, sum(rows), 6, dtype=torch.float64)
+        optimizer.zero_grad()
+        loss = contrastive(plain, x, y)
+        loss.backward()
+        optimizer.step()
+        differences.append((step(own(rows, x), own(rows, y)) - loss.detach()).abs())
+    return differences
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_between_all_samples_gathers_unequal_parts(pool: Pool, stage: int) -> None:
+    for differences in pool.run(2, pairs_trained, stage):
+        assert max(differences) < 1e-12
+
+
+def dropped(model: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(model(x), 0.5, training=True).square().sum()
+
+
+def masks() -> list[list[Tensor]]:
+    """Losses of the same batches, cut unequally and as one rank has them (a grid of one rank is not to be had here)."""
+    losses = []
+    for cuts in ([(3, 3), (2, 5), (6, 1)], [(3, 3), (7, 0), (0, 7)]):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, dropped, seed=7)
+        torch.manual_seed(5)
+        losses.append([step(own(rows, torch.randn(sum(rows), 4, dtype=torch.float64))) for rows in cuts])
+    return losses
+
+
+def test_random_draws_do_not_depend_on_how_rows_are_spread(pool: Pool) -> None:
+    for uneven, other in pool.run(2, masks):
+        torch.testing.assert_close(uneven, other, rtol=1e-12, atol=1e-12)
+
+
+def refusals() -> list[str]:
+    """Return the messages of calls that all ranks refuse, and train on afterwards."""
+    model = make("mlp")
+    messages = []
+
+    def refused(step: zg.ZeroGraph, *batch: Tensor) -> None:
+        with pytest.raises(zg.InputError) as caught:
+            step(*batch)
+        messages.append(str(caught.value))
+
+    step = TrainStep(model, adamw(model), 2)
+    targets = torch.zeros(3, dtype=torch.long)
+    step(torch.ones(3, 7), targets)
+    refused(step, torch.ones(0, 7), targets[:0])
+    refused(step, torch.ones(3, 7 + zg.rank()), targets)
+    marked = torch.ones(3, 7)
+    zg.mark_dynamic(marked, 0, max=5)
+    refused(step, marked, targets)
+    step(torch.ones(1 + zg.rank(), 7), targets[: 1 + zg.rank()])
+
+    accumulating = TrainStep(model := make("mlp"), adamw(model), 2, gradient_accumulation_steps=2)
+    refused(accumulating, torch.ones(2 + 2 * zg.rank(), 7), targets.repeat(2)[: 2 + 2 * zg.rank()])
+    return messages
+
+
+def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(pool: Pool) -> None:
+    for nothing, widths, limit, accumulated in pool.run(2, refusals):
+        assert "has no rows on any rank" in nothing
+        assert "has shape (3, 7) on rank 0 and (3, 8) on rank 1" in widths
+        assert "args[0] has size 6 in dimension 0, outside of the limits" in limit
+        assert "args[0] has 2 on rank 0, 4 on rank 1" in accumulated
+        assert "gradient_accumulation_steps = 2" in accumulated
+
+
+def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_maximum() -> None:
+    def prepared(limit: int) -> Any:
+        model = make("gpt")
+        x, y = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
+        for tensor in (x, y):
+            zg.mark_dynamic(tensor, 0, max=limit)
+            torch._dynamo.mark_dynamic(tensor, 1)
+        return TrainStep(model, adamw(model), 2).prepare(line(2, 0, "ranks"), x, y)
+
+    small, large = prepared(8), prepared(80)
+    assert "(s0, s1) -> (s0_rows, s1)" in small.text()
+    assert large.memory.peak > small.memory.peak
+    assert isinstance(large.memory.peak, int)
+
+
+def test_a_compiling_backend_gets_static_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, lambda model, x: model(x).sum())
+    step.config.backend = lambda graph, inputs: graph.forward
+    for rows in (4, 5, 6, 5):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(step(x), model(x).sum().detach(), atol=10.0, rtol=1.0)
+    assert step._compilations == 3
+
+
+def not_finite(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).log().sum()
+
+
+def test_the_search_for_a_number_that_is_not_finite_knows_the_sizes() -> None:
+    model = nn.Linear(3, 2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, not_finite, on_nonfinite="raise")
+    nn.init.ones_(model.weight)
+    for rows in (4, 5, 6):
+        step(torch.ones(rows, 3))
+    with pytest.raises(zg.NonFiniteError, match="log"):
+        step(-torch.ones(7, 3) * 9)
+
+
+def test_token_loss_of_padded_batches_counts_valid_targets_only() -> None:
+    """A mean over targets other than -100 divides by their number, whatever the sizes."""
+    model, loss = make("gpt"), TokenLoss()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x, y: loss(model(x), y))
+    for rows, length in ((3, 9), (4, 5), (2, 12)):
+        x = torch.randint(0, 61, (rows, length))
+        y = torch.where(torch.rand(rows, length) < 0.3, -100, x)
+        torch.testing.assert_close(step(x, y), loss(model(x), y).detach())

@@ -1,0 +1,153 @@
+"""Symbolic sizes: torch's ``ShapeEnv`` and the sympy expressions behind ``torch.SymInt``."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+# In names of sources: what follows names the symbol.
+_OURS = "zerograph:"
+
+
+class SizeEnv(ShapeEnv):
+    """A shape environment whose symbols have names of our own, and whose conditions can be followed.
+
+    Attributes:
+        on_guard: is called with each new condition that a trace relies on.
+        closed: after the capture: conditions are evaluated with hints and no longer recorded.
+        sizes: the symbols that belong to it.
+    """
+
+    on_guard: Callable[[Any], None] | None = None
+    closed = False
+    sizes: Any = None
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a condition with hints. The base class records it as a guard.
+
+        Raises:
+            AssertionError: after the capture, a pass relies on the equality of two sizes that may differ.
+        """
+        if not self.closed:
+            before = len(self.guards)
+            result = super().evaluate_expr(orig_expr, *args, **kwargs)
+            if self.on_guard is not None:
+                for guard in self.guards[before:]:
+                    self.on_guard(guard.expr)
+            return result
+        with self.suppress_guards():
+            result = super().evaluate_expr(orig_expr, *args, **kwargs)
+        equal = isinstance(orig_expr, sympy.Eq if result else sympy.Ne)
+        if equal and self._maybe_evaluate_static(orig_expr) is None:
+            raise AssertionError(f"a pass relies on {orig_expr}, which holds for hints only")
+        return result
+
+    def _generate_unique_id(self, source_name: str) -> Any:
+        if source_name.startswith(_OURS):
+            return source_name.removeprefix(_OURS)
+        return super()._generate_unique_id(source_name)
+
+
+def new_size(environment: SizeEnv, name: str, hint: int, *, positive: bool) -> torch.SymInt:
+    """Add a symbol.
+
+    Args:
+        name: begins with ``s``, as all names of sizes do.
+        positive: it is at least 2 wherever that matters to a trace, as sizes are in ``torch.compile``; else at least 0.
+    """
+    source = ConstantSource(_OURS + name.removeprefix("s"))
+    symbol = environment.create_symbol(
+        hint, source, DimDynamic.DYNAMIC, positive=True if positive else None, do_not_specialize_zero_one=not positive
+    )
+    return environment.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def raw_sizes() -> Iterator[None]:
+    """Allow symbolic sizes among the arguments of nodes. Torch warns of them; our last pass replaces them by nodes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        yield
+
+
+def substitute(size: torch.SymInt, old: torch.SymInt, new: torch.SymInt) -> torch.SymInt:
+    """Return the size with a symbol replaced by another one."""
+    expression = size.node.expr.xreplace({old.node.expr: new.node.expr})
+    environment: ShapeEnv = size.node.shape_env
+    return environment.create_symintnode(expression, hint=None)  # type: ignore[return-value]
+
+
+def is_multiple(size: torch.SymInt, symbol: torch.SymInt) -> bool:
+    """Return whether the size is a symbol times a factor in which the symbol does not occur."""
+    return not (size.node.expr / symbol.node.expr).has(symbol.node.expr)
+
+
+def coefficient(size: torch.SymInt) -> int:
+    """Return the integer that a size is the product of with something symbolic."""
+    return int(size.node.expr.as_coeff_Mul()[0]) if size.node.expr.as_coeff_Mul()[0].is_Integer else 1
+
+
+def evaluate_size(size: Any, values: Mapping[Any, int]) -> int:
+    """Return a size, or a condition on sizes, for values of the symbols that :func:`size_key` returns."""
+    return int(_expression(size).xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
+
+
+def condition_text(condition: Any) -> str:
+    """Return a condition on sizes as Python."""
+    text: str = PythonPrinter().doprint(condition)
+    return text
+
+
+def symbols_of(size: Any) -> list[str]:
+    """Return the names of the symbols in a size or expression, sorted."""
+    return sorted(map(str, _expression(size).free_symbols))
+
+
+def depends_on_values(size: Any) -> bool:
+    """Return whether a size follows from the values of a tensor."""
+    return bool(free_unbacked_symbols(size))
+
+
+def size_hint(size: Any) -> int:
+    """Return the value that a symbolic size is traced with, and any other size itself."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def size_key(size: Any) -> Any:
+    """Return a size in a form that can be hashed, and compared without a guard."""
+    return size if isinstance(size, int) else size.node.expr
+
+
+def emit_size(graph: fx.Graph, size: Any, nodes: dict[Any, fx.Node]) -> fx.Node:
+    """Add the nodes that compute a symbolic number at the graph's insertion point; return the last one.
+
+    Args:
+        nodes: node of each symbol, by :func:`size_key`; and of numbers that were computed before.
+    """
+    proxies = {key: fx.Proxy(node) for key, node in nodes.items() if key.is_symbol}
+    proxy = sympy_interp(_Arithmetic, proxies, _expression(size))
+    node: fx.Node = proxy.node
+    return node
+
+
+class _Arithmetic(PythonReferenceAnalysis):
+    """Python's operators, which proxies record, for what the base class computes with functions of torch."""
+
+    int_truediv = staticmethod(operator.truediv)
+    truediv = staticmethod(operator.truediv)
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.sympify(size)

@@ -1,0 +1,363 @@
+"""The sizes of a graph's inputs over its calls: which dimensions are static, and which are symbols of the step.
+
+As with ``torch.compile`` the first size of a dimension is static, a second one makes the dimension dynamic, and further
+sizes reuse that step. Dimension 0 of plain inputs may also differ between ranks, down to no rows at all. All ranks
+gather the sizes of all ranks before each call, and choose from them alone, so they choose alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zerograph.capture.trace import TensorSpec
+from zerograph.compiler.batch import Batch
+from zerograph.errors import InputError
+from zerograph.ir.dims import Dim, SizeGuard
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.sbp import Split, show
+
+# A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
+_SMALLEST = 2
+# Combinations of sizes that are remembered with what they select.
+_MAX_SELECTED = 1 << 12
+_EQUAL_ONLY = "config.dynamic_shapes is False, or the backend compiles the graph for one size"
+Mode = Literal["auto"] | bool
+# Number of an input, and one of its dimensions.
+Where = tuple[int, int]
+
+
+def local_sizes(batch: Batch) -> list[int]:
+    """Return the sizes of this rank's plain inputs that the ranks tell each other, flat."""
+    return [size for number in part_numbers(batch) for size in batch.tensors[number].shape]
+
+
+def part_numbers(batch: Batch) -> list[int]:
+    """Return the numbers of the inputs that are this rank's part of the batch."""
+    return [
+        number
+        for number, tensor in enumerate(batch.tensors)
+        if batch.plain[number] and tensor.dim() and not batch.whole[number]
+    ]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of the sizes of a kind of inputs, for which one step is compiled.
+
+    Attributes:
+        shapes: global shape of each input, with :class:`Dim` for dynamic dimensions.
+        number: its number among those of the kind.
+        guards: conditions on sizes that the captured graph relies on.
+    """
+
+    shapes: tuple[tuple[int | Dim, ...], ...]
+    number: int
+    guards: tuple[SizeGuard, ...] = ()
+
+    def sizes(self, rows: Mapping[Where, tuple[int, ...]], shapes: _Shapes) -> dict[str, tuple[int, ...]] | None:
+        """Return the sizes of each dynamic dimension along the ranks, or None if these shapes have another form."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, (wanted, actual) in enumerate(zip(self.shapes, shapes, strict=True)):
+            for dim, (want, size) in enumerate(zip(wanted, actual, strict=True)):
+                if not isinstance(want, Dim):
+                    if want != size or _is_ragged(rows.get((number, dim), ())):
+                        return None
+                    continue
+                each = rows[number, dim] if want.rows else (size,)
+                if (size < _SMALLEST and not _is_ragged(each)) or found.setdefault(want.name, each) != each:
+                    return None
+        totals = {name: sum(each) for name, each in found.items()}
+        return found if all(guard.holds(totals) for guard in self.guards) else None
+
+
+# Inputs without their sizes (``Batch.pattern()``), and ``config.dynamic_shapes``.
+Kind = tuple[Hashable, Mode]
+_Shapes = Sequence[Sequence[int]]
+
+
+@dataclass
+class _History:
+    """The sizes of inputs of one kind so far, and the variants of their step."""
+
+    first: _Shapes | None = None
+    dynamic: set[Where] = field(default_factory=set)
+    limits: dict[Where, tuple[int, int | None]] = field(default_factory=dict)
+    largest: dict[Where, int] = field(default_factory=dict)
+    variants: list[Variant] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    # Why no step with dynamic dimensions can be compiled.
+    refused: str | None = None
+    # What calls with the same sizes on all ranks selected before.
+    selected: dict[
+        tuple[tuple[int, ...], ...], tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int, int]
+    ] = field(default_factory=dict)
+
+
+class Dimensions:
+    """Selects the form of the sizes of each call of one graph."""
+
+    def __init__(self) -> None:
+        self._kinds: defaultdict[Hashable, _History] = defaultdict(_History)
+
+    def resolve(
+        self,
+        batch: Batch,
+        kind: Kind,
+        everybody: Sequence[Sequence[int]],
+        mesh: Mesh,
+        grid: Any,
+        taken: Callable[[], Collection[int]],
+    ) -> Batch:
+        """Return the batch with its global shapes, from the sizes of all ranks.
+
+        Args:
+            batch: as :func:`zerograph.compiler.batch.read_batch` read it on this rank.
+            kind: the kind of its inputs.
+            everybody: for each rank what :func:`local_sizes` returned there.
+            mesh: the ranks.
+            grid: their numbers as a nested list, one level for each mesh dimension.
+            taken: returns sizes of the model, which dynamic dimensions are not traced with.
+
+        Raises:
+            InputError: on all ranks alike: the ranks' inputs do not make one batch.
+        """
+        history = self._kinds[kind]
+        key = tuple(map(tuple, everybody))
+        if key not in history.selected:
+            if len(history.selected) >= _MAX_SELECTED:
+                history.selected.clear()
+            variant, sizes = self._select(history, batch, everybody, mesh, grid, kind[1], taken())
+            split = [_split_dims(batch, number, mesh) for number in part_numbers(batch)]
+            place = next((mesh.position[dims[0]] for dims in split if dims), 0)
+            specs = tuple(replace(spec, shape=one) for spec, one in zip(batch.specs, variant.shapes, strict=True))
+            history.selected[key] = specs, sizes, place, variant.number
+        return batch.resolved(*history.selected[key])
+
+    def add_guards(self, kind: Kind, variant: int, guards: Sequence[SizeGuard]) -> None:
+        """Note what the captured graph of a variant relies on: other sizes select another variant."""
+        history = self._kinds[kind]
+        if guards:
+            at = next(index for index, one in enumerate(history.variants) if one.number == variant)
+            history.variants[at] = replace(history.variants[at], guards=tuple(guards))
+            history.selected.clear()
+
+    def refuse(self, kind: Kind, reason: str) -> None:
+        """Select static sizes only from now on, since a step with dynamic dimensions could not be compiled."""
+        history = self._kinds[kind]
+        history.refused = reason
+        history.variants = [variant for variant in history.variants if not _is_dynamic(variant)]
+        history.selected.clear()
+
+    def _select(
+        self,
+        history: _History,
+        batch: Batch,
+        everybody: Sequence[Sequence[int]],
+        mesh: Mesh,
+        grid: Any,
+        mode: Mode,
+        taken: Collection[int],
+    ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
+        shapes, rows = _global_shapes(batch, everybody, mesh, grid)
+        ragged = [where for where, each in rows.items() if _is_ragged(each)]
+        if ragged and mode is False:
+            raise InputError(
+                _uneven(
+                    batch,
+                    everybody,
+                    _EQUAL_ONLY,
+                )
+            )
+        if ragged and batch.micro_batches > 1:
+            option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
+            raise InputError(_uneven(batch, everybody, f"{option} cuts each part into equal micro-batches"))
+        if ragged and history.refused is not None:
+            raise InputError(_uneven(batch, everybody, f"the step has equal parts only: {history.refused}"))
+        self._note(history, batch, shapes, ragged, mode)
+        if batch.micro_batches > 1 or history.refused is not None:
+            history.dynamic.clear()
+        # Ranks along several mesh dimensions hold equally many rows, which are static.
+        history.dynamic -= {where for where in rows if len(_split_dims(batch, where[0], mesh)) > 1}
+        for variant in history.variants:
+            sizes = variant.sizes(rows, shapes)
+            if sizes is not None:
+                return variant, sizes
+        variant = Variant(
+            _symbolic(history, shapes, rows, ragged, mesh, batch.micro_batches, taken), next(history.numbers)
+        )
+        history.variants.append(variant)
+        sizes = variant.sizes(rows, shapes)
+        assert sizes is not None
+        return variant, sizes
+
+    def _note(
+        self,
+        history: _History,
+        batch: Batch,
+        shapes: _Shapes,
+        ragged: Sequence[Where],
+        mode: Mode,
+    ) -> None:
+        """Note which dimensions have become dynamic."""
+        parts = part_numbers(batch)
+        for number in parts:
+            for dim, limits in batch.marks[number]:
+                history.dynamic.add((number, dim))
+                history.limits[number, dim] = limits
+        if history.first is None:
+            history.first = shapes
+        for number in parts:
+            for dim, size in enumerate(shapes[number]):
+                where = number, dim
+                history.largest[where] = max(history.largest.get(where, 0), size)
+                low, high = history.limits.get(where, (0, None))
+                if size < low or (high is not None and size > high):
+                    raise InputError(
+                        f"{batch.names[number]} has size {size} in dimension {dim}, outside of the limits that "
+                        f"mark_dynamic() declared: {low} to {high}\nPass a smaller batch, or declare other limits."
+                    )
+                if mode is True or (mode == "auto" and size != history.first[number][dim]):
+                    history.dynamic.add(where)
+        if ragged:
+            history.dynamic.update((number, 0) for number in parts)
+
+
+def _global_shapes(
+    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any
+) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]]]:
+    """Return the global shape of each input, and the rows of each part along the mesh dimension that splits it.
+
+    Raises:
+        InputError: no rank has rows, or ranks differ in another dimension.
+    """
+    shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in batch.specs]
+    rows: dict[Where, tuple[int, ...]] = {}
+    at = 0
+    ranks = torch.tensor(grid)
+    for number in part_numbers(batch):
+        dims = batch.tensors[number].dim()
+        each = [tuple(sizes[at : at + dims]) for sizes in everybody]
+        at += dims
+        split = _split_dims(batch, number, mesh)
+        if len(split) > 1 and len({shape[0] for shape in each}) > 1:
+            raise InputError(_uneven(batch, everybody, f"the batch is split along {len(split)} mesh dimensions"))
+        filled = {rank: shape for rank, shape in enumerate(each) if shape[0]}
+        if not filled:
+            raise InputError(
+                f"{batch.names[number]} has no rows on any rank\n"
+                "Stop when all ranks are out of data: zg.batches(loader) does."
+            )
+        first = next(iter(filled))
+        for rank, shape in filled.items():
+            if shape[1:] != filled[first][1:]:
+                raise InputError(
+                    f"{batch.names[number]} has shape {each[first]} on rank {first} and {shape} on rank {rank}\n"
+                    "Ranks may hold any number of rows, but all other dimensions are equal: pad each batch to the "
+                    "longest sample of all ranks, or to a fixed length."
+                )
+        along = _along(ranks, split[0], each) if split else [each[0]]
+        if not split and len({shape[0] for shape in each}) > 1:
+            raise InputError(_uneven(batch, everybody, f"it is {show(batch.sbp[number])}"))
+        lengths = tuple(shape[0] for shape in along)
+        if len(split) > 1:
+            lengths = (lengths[0] * math.prod(mesh.shape[dim] for dim in split),)
+        shapes[number] = (sum(lengths), *filled[first][1:])
+        rows[number, 0] = lengths
+    return shapes, rows
+
+
+def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
+    """Return the mesh dimensions of several ranks that split an input."""
+    return [dim for dim, sbp in enumerate(batch.sbp[number]) if isinstance(sbp, Split) and mesh.shape[dim] > 1]
+
+
+def _along(ranks: Tensor, dim: int, each: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shapes along one mesh dimension; along all others ranks hold the same part.
+
+    Raises:
+        InputError: they do not.
+    """
+    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    along = [each[rank] for rank in lines[0]]
+    for line in lines[1:]:
+        for rank, shape in zip(line, along, strict=True):
+            if each[rank][0] != shape[0]:
+                raise InputError(
+                    f"rank {rank} has {each[rank][0]} rows, another rank that holds the same part {shape[0]}\n"
+                    "Ranks that differ along mesh dimensions that do not split the batch must pass the same part."
+                )
+    return along
+
+
+def _is_dynamic(variant: Variant) -> bool:
+    return any(isinstance(size, Dim) for shape in variant.shapes for size in shape)
+
+
+def _is_ragged(rows: Sequence[int]) -> bool:
+    return len(set(rows)) > 1
+
+
+def _uneven(batch: Batch, everybody: Sequence[Sequence[int]], reason: str) -> str:
+    """Return a message that ranks hold unequal parts."""
+    first = part_numbers(batch)[0]
+    counts = ", ".join(f"{sizes[0]} on rank {rank}" for rank, sizes in enumerate(everybody))
+    return (
+        f"ranks hold unequal numbers of rows, and {reason}: {batch.names[first]} has {counts}\n"
+        "Use a loader with drop_last=True, or pad the smaller parts."
+    )
+
+
+def _symbolic(
+    history: _History,
+    shapes: _Shapes,
+    rows: Mapping[Where, tuple[int, ...]],
+    ragged: Sequence[Where],
+    mesh: Mesh,
+    micro_batches: int,
+    taken: Collection[int],
+) -> tuple[tuple[int | Dim, ...], ...]:
+    """Return the shapes with symbols in place of dynamic dimensions; equal sizes share one."""
+    primes = _primes(set(taken))
+    dims: dict[Hashable, Dim] = {}
+    result = []
+    for number, shape in enumerate(shapes):
+        symbolic: list[int | Dim] = list(shape)
+        for dim, size in enumerate(shape):
+            where = number, dim
+            if where not in history.dynamic or (size < _SMALLEST and where not in ragged):
+                continue
+            key: Hashable = rows.get(where, size)
+            identity = where in rows, key
+            low, high = history.limits.get(where, (0, None))
+            if identity not in dims:
+                pieces = len(rows[where]) * micro_batches if where in rows else 1
+                prime = primes(max(size // pieces, 11))
+                largest = high or history.largest[where]
+                name = f"s{len(dims)}"
+                dims[identity] = Dim(name, prime * pieces, where in rows, pieces, max(largest, size), low, high)
+            symbolic[dim] = dims[identity]
+        result.append(tuple(symbolic))
+    return tuple(result)
+
+
+def _primes(taken: set[int]) -> Callable[[int], int]:
+    """Return a function that returns the next unused prime from a number on, which divides no size in ``taken``."""
+
+    def next_prime(start: int) -> int:
+        candidate = start
+        while not all(candidate % factor for factor in range(2, math.isqrt(candidate) + 1)) or any(
+            size and size % candidate == 0 for size in taken
+        ):
+            candidate += 1
+        taken.add(candidate)
+        return candidate
+
+    return next_prime

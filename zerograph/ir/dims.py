@@ -1,0 +1,83 @@
+"""Dynamic dimensions of inputs, and what the symbols of a graph stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of inputs whose size may differ between calls; stands for it in shapes.
+
+    Attributes:
+        name: name of its symbol, such as ``"s0"``.
+        hint: size that the step is traced with.
+        rows: dimension 0 of plain inputs, of which ranks may hold unequal numbers.
+        pieces: number of parts that ranks and micro-batches make of the dimension; divides the hint.
+        largest: largest size seen or declared; memory is estimated for it.
+        minimum, maximum: limits that the user declared; a call outside of them is an error.
+    """
+
+    name: str
+    hint: int
+    rows: bool = False
+    pieces: int = 1
+    largest: int = field(default=0, compare=False)
+    minimum: int = 0
+    maximum: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class SizeInput:
+    """What a symbol of a graph stands for; a step computes its value from the sizes of each call.
+
+    Attributes:
+        dim: name of the dimension.
+        kind: ``"all"`` for the global size, ``"rows"`` for the rows of this rank, ``"start"`` for the number of rows
+            of the ranks before this one, ``"of"`` for the rows of the rank at ``place``, ``"position"`` for the
+            position of this rank along the mesh dimension that ``dim`` numbers.
+        place: position along the mesh dimension that the rows are split over; for ``"of"`` only.
+    """
+
+    dim: str
+    kind: Literal["all", "rows", "start", "of", "position"]
+    place: int = 0
+
+    def value(self, rows: Sequence[int], place: int) -> int:
+        """Return the value in a call.
+
+        Args:
+            rows: rows of each rank along the mesh dimension that splits them; for another dimension its one size.
+            place: position of this rank along that mesh dimension.
+        """
+        if self.kind == "all" or len(rows) == 1:
+            return 0 if self.kind == "start" else sum(rows)
+        if self.kind == "rows":
+            return rows[place]
+        return sum(rows[:place]) if self.kind == "start" else rows[self.place]
+
+
+@dataclass(frozen=True)
+class SizeGuard:
+    """A condition on global sizes that a trace relied on.
+
+    Attributes:
+        condition: the condition in Python, over names of dimensions.
+        symbols: the names in it.
+        line, code: the user's line that depends on it.
+    """
+
+    condition: str
+    symbols: frozenset[str]
+    line: str
+    code: str
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether the condition holds for sizes by name."""
+        return bool(eval(self.condition, {"math": math, "__builtins__": {"min": min, "max": max}}, dict(sizes)))

@@ -1,0 +1,228 @@
+"""Symbolic sizes: dimensions of inputs whose size differs between calls, and what graphs compute from them.
+
+A step with dynamic dimensions is traced over ``torch.SymInt`` sizes, as ``torch.compile`` does. A *row dimension* is
+dimension 0 of plain inputs: each rank holds any number of its rows. The rows of this rank, where they begin, and the
+rows of every other rank are symbols of their own. A tensor that is split along a row dimension has a local size, in
+which this rank's rows replace the global number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph import _torch
+from zerograph.base.source import running_line
+from zerograph.errors import VerificationError
+from zerograph.ir.dims import Dim, SizeGuard, SizeInput
+from zerograph.ir.metadata import Origin
+
+Size = int | torch.SymInt
+
+
+class Sizes:
+    """The symbols of one captured step.
+
+    Attributes:
+        dims: the dynamic dimensions, by name.
+        inputs: what each symbol stands for, by the symbol's name.
+        guards: conditions on sizes that the trace relied on.
+    """
+
+    def __init__(self, environment: _torch.SizeEnv, dims: Iterable[Dim]) -> None:
+        self.dims = {dim.name: dim for dim in dims}
+        self.inputs: dict[str, SizeInput] = {}
+        self.guards: tuple[SizeGuard, ...] = ()
+        self._symbols: dict[SizeInput, torch.SymInt] = {}
+        self._largest: dict[Any, int] = {}
+        # A static step must not refer to its environment: the cycle would keep its fake tensors alive for longer.
+        if self.dims:
+            self._environment = environment
+            environment.sizes, environment.on_guard = self, self._guard
+        for dim in self.dims.values():
+            self._symbol(SizeInput(dim.name, "all"), dim.name, dim.hint, dim.largest or dim.hint, minimum=2)
+
+    def _guard(self, condition: Any) -> None:
+        guard = SizeGuard(
+            _torch.condition_text(condition), frozenset(_torch.symbols_of(condition)), *running_line(optimizers=True)
+        )
+        if guard.symbols <= self.dims.keys() and all(guard.condition != one.condition for one in self.guards):
+            self.guards = (*self.guards, guard)
+
+    def close(self) -> None:
+        """Record no further guards: the graph is captured."""
+        if self.dims:
+            self._environment.closed = True
+            self._environment.on_guard = None
+
+    def all(self, dim: str) -> torch.SymInt:
+        """Return the global size of a dimension."""
+        return self._symbols[SizeInput(dim, "all")]
+
+    def concrete(self, shape: Sequence[int | Dim]) -> tuple[Size, ...]:
+        """Return a shape with symbols in place of its dynamic dimensions."""
+        return tuple(self.all(one.name) if isinstance(one, Dim) else one for one in shape)
+
+    def divides(self, size: torch.SymInt, ranks: int) -> bool:
+        """Return whether ranks can split a dimension of this global size: by rows, or in equal parts."""
+        return self.row_dim(size) is not None or _torch.coefficient(size) % ranks == 0
+
+    def part(self, size: torch.SymInt, ranks: int) -> Size:
+        """Return this rank's part of a dimension of global size ``size`` that is split over ``ranks`` ranks."""
+        dim = self.row_dim(size)
+        if dim is None or ranks == 1:
+            if not self.divides(size, ranks):
+                raise VerificationError(f"a dimension of size {size} cannot be split over {ranks} ranks")
+            quotient: Size = size // ranks
+            return quotient
+        return self._of_rows(size, dim, SizeInput(dim.name, "rows"), dim.hint // ranks, 2)
+
+    def start(self, size: torch.SymInt, ranks: int, mesh_dim: int) -> Size:
+        """Return where this rank's part of such a dimension begins, along a dimension of the mesh."""
+        dim = self.row_dim(size)
+        if ranks == 1:
+            return 0
+        if dim is None:
+            position = SizeInput(str(mesh_dim), "position")
+            if position not in self._symbols:
+                self._symbol(position, f"s_position{mesh_dim}", 0, 0, minimum=0)
+            return self._symbols[position] * self.part(size, ranks)
+        return self._of_rows(size, dim, SizeInput(dim.name, "start"), 0, 0)
+
+    def parts(self, size: torch.SymInt, ranks: int) -> list[Size]:
+        """Return the part of each rank."""
+        dim = self.row_dim(size)
+        if dim is None:
+            return [self.part(size, ranks)] * ranks
+        return [
+            self._of_rows(size, dim, SizeInput(dim.name, "of", place), dim.hint // ranks, 2) for place in range(ranks)
+        ]
+
+    def _of_rows(self, size: torch.SymInt, dim: Dim, wanted: SizeInput, hint: int, minimum: int) -> torch.SymInt:
+        if wanted not in self._symbols:
+            suffix = f"of{wanted.place}" if wanted.kind == "of" else wanted.kind
+            largest = -(-(dim.largest or dim.hint) * hint // dim.hint)
+            self._symbol(wanted, f"{dim.name}_{suffix}", hint, largest, minimum=minimum)
+        replaced: torch.SymInt = _torch.substitute(size, self.all(dim.name), self._symbols[wanted])
+        return replaced
+
+    def row_dim(self, size: Size) -> Dim | None:
+        """Return the row dimension that a size is a multiple of; None for a size that ranks cannot split by rows."""
+        if isinstance(size, int):
+            return None
+        for dim in self.dims.values():
+            if dim.rows and _torch.is_multiple(size, self.all(dim.name)):
+                return dim
+        return None
+
+    def input_of(self, symbol: str) -> SizeInput:
+        """Return what a symbol stands for."""
+        return self.inputs[symbol]
+
+    def largest(self, size: Size) -> int:
+        """Return a size for the largest dimensions that were seen or declared."""
+        return size if isinstance(size, int) else _torch.evaluate_size(size, self._largest)
+
+    def _symbol(self, wanted: SizeInput, name: str, hint: int, largest: int, *, minimum: int) -> None:
+        symbol = _torch.new_size(self._environment, name, hint, positive=minimum > 0)
+        self._symbols[wanted] = symbol
+        self.inputs[name] = wanted
+        self._largest[_torch.size_key(symbol)] = largest
+
+
+def sizes_of(size: torch.SymInt) -> Sizes:
+    """Return the symbols of the step that a symbolic size belongs to."""
+    sizes: Sizes = size.node.shape_env.sizes
+    return sizes
+
+
+def inline_sizes(graph: fx.Graph) -> None:
+    """Replace the nodes of a traced graph that compute sizes by the symbolic sizes themselves.
+
+    Passes then see tensors only; :func:`bind_sizes` makes nodes of the sizes again.
+    """
+    for node in reversed(list(graph.nodes)):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, _SYMBOLIC):
+            if not node.users:
+                graph.erase_node(node)
+                continue
+            with _torch.raw_sizes():
+                for user in list(node.users):
+                    user.args, user.kwargs = _replaced(user.args, node, value), _replaced(user.kwargs, node, value)
+            graph.erase_node(node)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+
+
+def _replaced(arguments: Any, node: fx.Node, value: Any) -> Any:
+    return fx.map_arg(arguments, lambda one: value if one is node else one)
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """Return the number of elements of a tensor; with dynamic dimensions, at the largest sizes seen or declared."""
+    count = tensor.numel()
+    return count if isinstance(count, int) else sizes_of(count).largest(count)
+
+
+def hints(shape: Sequence[Size]) -> tuple[int, ...]:
+    """Return a shape in the sizes that its step is traced with."""
+    return tuple(map(_torch.size_hint, shape))
+
+
+def symbolic(argument: Any) -> list[Any]:
+    """Return the symbolic numbers among the arguments of a call."""
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, lambda one: found.append(one) if isinstance(one, _SYMBOLIC) else None)
+    return found
+
+
+class SizeNodes:
+    """The nodes that compute sizes in one graph, made where they are first needed: before all other nodes.
+
+    Args:
+        new_input: adds an input of the graph for a symbol.
+    """
+
+    def __init__(self, graph: fx.Graph, new_input: Callable[[str, Any], fx.Node]) -> None:
+        self._graph, self._new_input = graph, new_input
+        self._nodes: dict[Any, fx.Node] = {}
+        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def bind(self, node: fx.Node) -> None:
+        """Replace the symbolic numbers among the arguments of a node by nodes."""
+        numbers = {_torch.size_key(one): one for one in symbolic((node.args, node.kwargs))}
+        if numbers:
+            made = {key: self._node(key, number) for key, number in numbers.items()}
+
+            def bound(argument: Any) -> Any:
+                return made[_torch.size_key(argument)] if isinstance(argument, _SYMBOLIC) else argument
+
+            node.args = fx.node.map_aggregate(node.args, bound)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, bound)
+
+    def _node(self, key: Any, number: Any) -> fx.Node:
+        if key not in self._nodes:
+            for symbol in sorted(key.free_symbols, key=str):
+                if symbol not in self._nodes:
+                    self._nodes[symbol] = self._new_input(str(symbol), number)
+            if key not in self._nodes:
+                with self._graph.inserting_before(self._first):
+                    before = self._first.prev
+                    self._nodes[key] = _torch.emit_size(self._graph, number, self._nodes)
+                node = before.next
+                while node is not self._first:
+                    node.meta.setdefault("origin", Origin("forward"))
+                    node = node.next
+                self._nodes[key].meta["val"] = number
+        return self._nodes[key]
+
+
+def has_symbolic_inputs(graph: fx.Graph) -> bool:
+    """Return whether some input of the graph has a dynamic dimension."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return any(not isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
