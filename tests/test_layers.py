@@ -22,7 +22,7 @@ LAYERS = (
     ("zerograph.compiler",),
     ("zerograph.state",),
     ("zerograph.inspection", "zerograph.planner"),
-    ("zerograph.graph",),
+    ("zerograph.graph", "zerograph.data"),
     ("zerograph.planner.front",),
     ("zerograph.compat",),
     ("zerograph.cli",),

@@ -18,6 +18,7 @@ The packages, lowest layer first (``tests/test_layers.py`` holds the order):
 ``inspection``   views of a step: text, diffs, report
 ``planner``      predicted memory and time
 ``graph``        the front door, :class:`ZeroGraph`
+``data``         batches until all ranks are done, outputs of all ranks
 ``compat``       the front doors of OneFlow, ColossalAI and DeepSpeed
 ``cli``          the commands
 """
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from zerograph.compat.settings import Settings
     from zerograph.compiler.placement import placement, to_global, to_local
     from zerograph.config import Config
+    from zerograph.data import batches, gather
     from zerograph.errors import (
         CaptureError,
         CheckpointError,
@@ -76,6 +78,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "compat.deepspeed": ("from_deepspeed",),
     "compat.settings": ("Settings",),
     "config": ("Config",),
+    "data": ("batches", "gather"),
     "errors": (
         "CaptureError",
         "CheckpointError",
@@ -147,7 +150,9 @@ __all__ = [
     "ZeroGraphError",
     "__version__",
     "annotate",
+    "batches",
     "from_deepspeed",
+    "gather",
     "local",
     "placement",
     "plan",

@@ -208,7 +208,8 @@ class ZeroGraph(Inspected, Stateful):
             self._passes_done += 1
         sbps = [sbp for sbp, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
-        return arrange_outputs(values, sbps, shapes, step.captured.returned, step.captured.output_spec, batch.mesh)
+        captured, grid = step.captured, self._join().grid
+        return arrange_outputs(values, sbps, shapes, captured.returned, captured.output_spec, batch.mesh, grid)
 
     @one_thread("compile()")
     def compile(self, *args: Any, **kwargs: Any) -> None:

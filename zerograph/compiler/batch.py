@@ -20,6 +20,10 @@ from zerograph.ir.marks import Marks, marks_of
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, show, to_dtensor
 
+# SBP of an output of a graph, and the graph's ranks as a nested list.
+Layout = tuple[NdSbp, Any]
+_LAYOUT = "_zerograph_layout"
+
 # Types of the constants that build() gets unchanged. They are immutable, and their repr() is their value.
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype)
 
@@ -308,6 +312,7 @@ def arrange_outputs(
     leaves: Sequence[Any],
     tree: pytree.TreeSpec,
     mesh: DeviceMesh | None,
+    grid: Any,
 ) -> Any:
     """Return the step's outputs in the nesting that ``build()`` returned.
 
@@ -318,12 +323,24 @@ def arrange_outputs(
         leaves: the constants that ``build()`` returned, and the class ``Tensor`` in place of each tensor.
         tree: the nesting of ``leaves``.
         mesh: device mesh of the batch: outputs of one dimension or more become DTensors on it. None: all stay plain.
+        grid: the graph's ranks as a nested list; :func:`layout_of` returns it for plain outputs.
     """
     tensors = [
-        _as_global(value, sbp, shape, mesh) if mesh is not None and shape else value
+        _as_global(value, sbp, shape, mesh) if mesh is not None and shape else _with_layout(value, (sbp, grid))
         for value, sbp, shape in zip(values, sbps, shapes, strict=True)
     ]
     return _arranged(tensors, leaves, tree)
+
+
+def _with_layout(value: Tensor, layout: Layout) -> Tensor:
+    setattr(value, _LAYOUT, layout)
+    return value
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """Return the layout of a plain output of a graph; None for any other tensor."""
+    layout: Layout | None = getattr(x, _LAYOUT, None)
+    return layout
 
 
 def _arranged(tensors: Sequence[Tensor], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
