@@ -80,6 +80,7 @@ PICTURES: Mapping[str, Generated] = {
 PAGES: Mapping[str, Generated] = dict(
     (
         _page("planner", "zerograph/planner/front/calibrate.py", "zerograph/planner/operators.py", *_TIMES[:2]),
+        _page("any_batch", "zerograph/compiler/dimensions.py", "zerograph/ir/sizes.py"),
         _page("compile_time", "passes/pipeline.py"),
         _page("equivalence"),
         _page("features", command="make bench-memory"),
