@@ -215,7 +215,7 @@ def test_plain_states_that_do_not_fit_say_so() -> None:
     other.step()
     for state, said in (
         (make("mlp").state_dict(), r"it has '0\.weight'.*\n.*{\"modules\": {\"model\": state}}"),
-        ({"modules": make("mlp").state_dict()}, "the module '0.weight' is of the type Tensor"),
+        ({"modules": make("mlp").state_dict()}, "module '0.weight' has a state of the type Tensor"),
         (
             {"optimizers": adamw(make("mlp")).state_dict()},
             "optimizers are .*\nGive a list with one for each",

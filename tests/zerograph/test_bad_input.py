@@ -244,7 +244,8 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
         step(x, y)
         step(x[:2], y[:2])
     if what in ("shape", "later") and rank:
-        x, y = x[:2], y[:2]
+        # Ranks may hold unequal numbers of rows, but not of columns.
+        x = x[:, :5]
     if what == "dtype" and rank:
         x = x.double()
     if what == "bad" and rank:
@@ -266,9 +267,9 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("shape", ["input args[0]", "rank 0", "(4, 7)", "(2, 7)"]),
+        ("shape", ["args[0] has shape (4, 7) on rank 0 and (4, 5) on rank 1"]),
         ("dtype", ["float64", "float32"]),
-        ("later", ["input args[0]", "before step 3", "(2, 7)"]),
+        ("later", ["args[0] has shape (4, 7) on rank 0 and (4, 5) on rank 1"]),
         ("graph", ["parameters: model.4.weight", "nothing"]),
         ("build", ["of the emitted graph", "mul"]),
         ("stage", ["configuration", "stage=3"]),
@@ -276,7 +277,7 @@ def ranks_differ(what: str) -> tuple[str, str, bool]:
 )
 def test_ranks_that_differ(pool: Pool, what: str, words: list[str]) -> None:
     for kind, message, unharmed in pool.run(2, ranks_differ, what):
-        assert kind == "RankMismatchError"
+        assert kind == ("InputError" if what in ("shape", "later") else "RankMismatchError")
         assert unharmed or what == "later"
         for word in words:
             assert word in message

@@ -23,6 +23,7 @@ from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.sbp import NdSbp, Split, show
+from zerograph.ir.step_graph import nbytes
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ class _Finder:
         value: Tensor = node.meta["val"]
         if layout is None:
             shape, sbp = tuple(value.shape), meta(node)["sbp"]
-            count, scope = value.numel() * value.element_size(), "one for the whole bucket"
+            count, scope = nbytes(value), "one for the whole bucket"
         else:
             index = bucket.slots.index(slot)
             shape, sbp = layout.slots[index].shape, layout.sbp_of(layout.slots[index])
@@ -333,7 +334,7 @@ class _Finder:
 
     def _bytes(self, node: fx.Node) -> int:
         value = node.meta.get("val")
-        return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+        return nbytes(value) if isinstance(value, Tensor) else 0
 
     def _event(self, what: str, node: fx.Node, note: str = "", count: int | None = None) -> Event:
         position: Position = self.sequence[node]

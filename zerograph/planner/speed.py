@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
+from zerograph.ir.sizes import elements
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Machine
 
@@ -19,7 +20,7 @@ from zerograph.planner.machine import Machine
 def tokens(batch: Iterable[Tensor]) -> int | None:
     """Return the number of elements of the first integer tensor [samples, ...]; None if there is none."""
     integers = (tensor for tensor in batch if tensor.dim() >= 2 and tensor.dtype in (torch.int64, torch.int32))
-    return next((tensor.numel() for tensor in integers), None)
+    return next(map(elements, integers), None)
 
 
 def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
