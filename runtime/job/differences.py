@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 from zerograph.runtime.job.liveness import name_ranks
 
 DOING = "what they are about to do"
@@ -34,18 +31,6 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
             values.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
             lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in values.items())
-            advice = _ADVICE.get(key, _rows_advice(key, values))
+            advice = _ADVICE.get(key, "All ranks must run the same step.")
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."
-
-
-def _rows_advice(key: str, values: Iterable[str]) -> str:
-    """Return advice for ranks that differ in ``key``; for inputs of different shapes, how to make them equal."""
-    shapes = {shape for value in values for shape in re.findall(r"^local shape (\(.*?\))", value)}
-    if not key.startswith("input ") or len(shapes) < 2:
-        return "All ranks must run the same step."
-    return (
-        "All ranks must run the same step, on equally many samples. Leave the last, smaller batch out "
-        "(drop_last=True of DataLoader and of DistributedSampler, or equal shards of the data), or pad it to the size "
-        "of the others and mask in the loss what was added."
-    )

@@ -184,8 +184,8 @@ class Dimensions:
         self._note(history, batch, shapes, ragged, mode)
         if batch.micro_batches > 1 or history.refused is not None:
             history.dynamic.clear()
-        # Ranks along several mesh dimensions hold equally many rows, which are static.
-        history.dynamic -= {where for where in rows if len(_split_dims(batch, where[0], mesh)) > 1}
+        if _is_grid(mesh):
+            history.dynamic -= rows.keys()
         for variant in history.variants:
             sizes = variant.sizes(rows, shapes)
             if sizes is not None:
@@ -247,8 +247,8 @@ def _global_shapes(
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
         at += dims
         split = _split_dims(batch, number, mesh)
-        if len(split) > 1 and len({shape[0] for shape in each}) > 1:
-            raise InputError(_uneven(batch, everybody, f"the batch is split along {len(split)} mesh dimensions"))
+        if _is_grid(mesh) and len({shape[0] for shape in each}) > 1:
+            raise InputError(_uneven(batch, everybody, "the placement has several dimensions, which need equal parts"))
         filled = {rank: shape for rank, shape in enumerate(each) if shape[0]}
         if not filled:
             raise InputError(
@@ -272,6 +272,11 @@ def _global_shapes(
         shapes[number] = (sum(lengths), *filled[first][1:])
         rows[number, 0] = lengths
     return shapes, rows
+
+
+def _is_grid(mesh: Mesh) -> bool:
+    """Return whether ranks lie along several mesh dimensions: a symbol for rows belongs to one."""
+    return sum(size > 1 for size in mesh.shape) > 1
 
 
 def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
