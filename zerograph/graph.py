@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
 from zerograph.base.source import levels_to_user
+from zerograph.capture.trace import TensorSpec
 from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.batch import Batch, arrange_outputs, read_batch
 from zerograph.compiler.compiled import CompiledStep
@@ -93,6 +94,8 @@ class ZeroGraph(Inspected, Stateful):
         self._member_tree: Tree | None = None
         self._last_entry: CacheEntry | None = None
         self._last_situation: Situation | None = None
+        # What selected the last entry: situation, variant and specs, which are the same objects from call to call.
+        self._last_selected: tuple[Situation, int, tuple[TensorSpec, ...]] | None = None
         self._dimensions = Dimensions()
         self._compilations = 0
         self._snapshot: Snapshot | None = None
@@ -345,7 +348,9 @@ class ZeroGraph(Inspected, Stateful):
         step = step or self._compile(job, selection, entry)
         if selection.members is not None:
             self._remember(call, selection)
-        self._last_entry, self._latest = replace(entry, step=step), step
+        self._last_entry = entry if entry.step is step else replace(entry, step=step)
+        self._last_selected = selection.situation, selection.batch.variant, selection.batch.specs
+        self._latest = step
         return step, selection.batch
 
     def _select(self, call: Call) -> Selection:
@@ -427,6 +432,8 @@ class ZeroGraph(Inspected, Stateful):
     def _entry(self, selection: Selection) -> CacheEntry:
         """Return the step for a selection whose sizes are resolved, or the key to compile one under."""
         situation, last = selection.situation, self._last_entry
+        if last is not None and self._last_selected == (situation, selection.batch.variant, selection.batch.specs):
+            return last
         key = situation.key(selection.batch)
         if last is not None and (last.key, last.layout) == (key, situation.layout):
             return last
