@@ -19,9 +19,10 @@ def bind_sizes(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         last = next(node for node in graph.nodes if node.op != "placeholder").prev
         with graph.inserting_after(last):
             node = graph.placeholder(symbol)
-        node.meta["val"] = number
+        sizes = sizes_of(number)
+        node.meta["val"] = sizes.symbol(symbol)
         meta(node)["role"] = Role("size", symbol)
-        meta(node)["size"] = sizes_of(number).inputs[symbol]
+        meta(node)["size"] = sizes.inputs[symbol]
         return node
 
     nodes = SizeNodes(graph, new_input)

@@ -11,13 +11,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-# In names of sources: what follows names the symbol.
+# Prefix of the names of our sources; the rest names the symbol.
 _OURS = "zerograph:"
 
 
@@ -67,6 +66,9 @@ def new_size(environment: SizeEnv, name: str, hint: int, *, positive: bool) -> t
         name: begins with ``s``, as all names of sizes do.
         positive: it is at least 2 wherever that matters to a trace, as sizes are in ``torch.compile``; else at least 0.
     """
+    # Imported here because it loads torch._dynamo, which takes half a second and static steps do not need.
+    from torch._dynamo.source import ConstantSource
+
     source = ConstantSource(_OURS + name.removeprefix("s"))
     symbol = environment.create_symbol(
         hint, source, DimDynamic.DYNAMIC, positive=True if positive else None, do_not_specialize_zero_one=not positive

@@ -169,13 +169,7 @@ class Dimensions:
         shapes, rows = _global_shapes(batch, everybody, mesh, grid)
         ragged = [where for where, each in rows.items() if _is_ragged(each)]
         if ragged and mode is False:
-            raise InputError(
-                _uneven(
-                    batch,
-                    everybody,
-                    _EQUAL_ONLY,
-                )
-            )
+            raise InputError(_uneven(batch, everybody, _EQUAL_ONLY))
         if ragged and batch.micro_batches > 1:
             option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
             raise InputError(_uneven(batch, everybody, f"{option} cuts each part into equal micro-batches"))

@@ -118,9 +118,9 @@ class Sizes:
                 return dim
         return None
 
-    def input_of(self, symbol: str) -> SizeInput:
-        """Return what a symbol stands for."""
-        return self.inputs[symbol]
+    def symbol(self, name: str) -> torch.SymInt:
+        """Return the symbol of a name."""
+        return self._symbols[self.inputs[name]]
 
     def largest(self, size: Size) -> int:
         """Return a size for the largest dimensions that were seen or declared."""
