@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,33 +19,19 @@ from zerograph.base.options import (
     is_one_of,
     one_of,
     option,
+    refuse_unknown,
     whole_number,
 )
 from zerograph.base.sizes import in_bytes
-from zerograph.errors import ConfigError, PlacementError, UnknownOptionError
+from zerograph.errors import ConfigError, PlacementError, UnknownOptionError, did_you_mean
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.ir.offload import Offload, complaint
+from zerograph.ir.offload import Offload, complaint, offload_to
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp
 from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
-def _refusing_unknown(config: type[Config]) -> type[Config]:
-    """Make the constructor refuse an unknown name as assignment does, with the closest name."""
-    init = config.__init__
-
-    @functools.wraps(init)
-    def checked(self: Config, *args: Any, **options: Any) -> None:
-        for name in options:
-            check_name(name)
-        init(self, *args, **options)
-
-    config.__init__ = checked  # type: ignore[method-assign]
-    return config
-
-
-@_refusing_unknown
 @dataclass
 class Config:
     """Options of one graph. Set them before the first call, or between calls: the step is then compiled again."""
@@ -386,7 +369,7 @@ class Config:
         Raises:
             ConfigError: there is no such device, or ``nvme_path`` is missing. Nothing is changed.
         """
-        self.optimizer_offload = _offload(device, nvme_path, pin_memory, fast_init, 0, keep_files)
+        self.optimizer_offload = offload_to(device, nvme_path, pin_memory, fast_init, 0, keep_files)
 
     def offload_parameters(
         self,
@@ -412,7 +395,7 @@ class Config:
         Raises:
             ConfigError: there is no such device, or ``nvme_path`` is missing. Nothing is changed.
         """
-        self.parameter_offload = _offload(device, nvme_path, pin_memory, True, max_in_cpu, keep_files)
+        self.parameter_offload = offload_to(device, nvme_path, pin_memory, True, max_in_cpu, keep_files)
 
     @property
     def policy(self) -> ZeroPolicy:
@@ -488,15 +471,8 @@ def check_name(name: Any) -> None:
 
 
 def _unknown(name: Any) -> str:
-    near = difflib.get_close_matches(str(name), _CHECKS, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(str(name), _CHECKS, most=1)
     return f"there is no option {name!r:.60}{hint}\nOptions: {', '.join(_CHECKS)}."
-
-
-def _offload(device: Any, nvme_path: Any, *options: Any) -> Offload | None:
-    if nvme_path is not None and not isinstance(nvme_path, (str, os.PathLike)):
-        raise ConfigError(f"nvme_path = {nvme_path!r:.60}: give a directory, as text or as a path")
-    return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *options)
 
 
 def _shown(value: Any) -> str:
@@ -506,4 +482,5 @@ def _shown(value: Any) -> str:
 
 
 document(Config)
+refuse_unknown(Config, check_name)
 _CHECKS = checks(Config)

@@ -1,6 +1,15 @@
-"""Error classes: one base class, and one subclass for each kind of mistake."""
+"""Error classes, one subclass for each kind of mistake, and a part of messages about misspelt names."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
+    """Return ``; did you mean 'a' or 'b'?`` with the ``most`` closest names, or an empty string if none is close."""
+    matches = difflib.get_close_matches(name, list(names), n=most)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 class ZeroGraphError(RuntimeError):

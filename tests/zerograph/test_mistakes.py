@@ -56,10 +56,10 @@ def here() -> Any:
 
 
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
-    (option("bucketsize", 3), "'bucketsize'; did you mean bucket_size"),
-    (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean bucket_size"),  # type: ignore[attr-defined]
+    (option("bucketsize", 3), "'bucketsize'; did you mean 'bucket_size'"),
+    (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean 'bucket_size'"),  # type: ignore[attr-defined]
     (lambda: delattr(zg.Config(), "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
-    (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean bucket_size"),  # type: ignore[call-arg]
+    (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean 'bucket_size'"),  # type: ignore[call-arg]
     (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: assign a zerograph.Config"),
     (lambda: zg.Config(3), "mode = 3: unknown ZeRO mode; choose one of"),  # type: ignore[arg-type]
     (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
@@ -124,7 +124,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.from_deepspeed({"zero_optimization": {"stage": 7}}), "stage = 7: choose 0, 1, 2 or 3"),
     (lambda: zg.from_deepspeed({"optimizer": {"type": "Foo"}}), "no optimizer 'Foo'\nChoose one of"),
     (lambda: zg.Settings(3), r"Settings\(3\): give options by name"),  # type: ignore[arg-type]
-    (lambda: zg.Settings({"stages": 1}), "'stages'; did you mean stage"),
+    (lambda: zg.Settings({"stages": 1}), "'stages'; did you mean 'stage'"),
     (lambda: zg.Settings({}, optimizer=3), r"optimizer=3\): give a function"),  # type: ignore[arg-type]
     (lambda: zg.Settings({}).configure(3), "takes a graph's config, not int"),  # type: ignore[arg-type]
     (lambda: zg.Settings({}).set_up(3, []), "takes a graph and its parameters, not int"),  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
@@ -101,6 +102,19 @@ def document(options: type) -> None:
         for option_field in _declared(options)
     ]
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
+
+
+def refuse_unknown(options: type, check_name: Callable[[str], None]) -> None:
+    """Make a dataclass's constructor call ``check_name`` on each keyword, so that it refuses what assignment does."""
+    init = options.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            check_name(name)
+        init(self, *args, **values)
+
+    options.__init__ = checked  # type: ignore[misc]
 
 
 def _declared(options: type) -> list[Field[Any]]:

@@ -20,9 +20,8 @@ import typer
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.progress import tell
-from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.errors import ConfigError, ZeroGraphError, did_you_mean
 from zerograph.graph import ZeroGraph
-from zerograph.inspection.names import close_to
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.precision import LOW_DTYPES, precision_text
@@ -221,7 +220,7 @@ def _named(module: ModuleType, name: str, path: str) -> Any:
     except AttributeError:
         names = [key for key in vars(module) if not key.startswith("_")]
         steps = [key for key in names if _may_be_a_step(module, vars(module)[key])]
-        hint = close_to(name, names) or (f"; it has {', '.join(steps)}" if steps else "")
+        hint = did_you_mean(name, names) or (f"; it has {', '.join(steps)}" if steps else "")
         raise ConfigError(f"{path} has no {name!r}{hint}\n{_HELP}") from None
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerograph.compat.notices import say
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, did_you_mean
 
 
 def section(value: Any, name: str, keys: Iterable[str]) -> dict[str, Any]:
@@ -27,8 +26,7 @@ def section(value: Any, name: str, keys: Iterable[str]) -> dict[str, Any]:
     choices = tuple(keys)
     for key in value:
         if key not in choices:
-            near = difflib.get_close_matches(str(key), choices, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(key), choices, most=1)
             raise ConfigError(f"{name} has no key {key!r}{hint}\nKeys: {', '.join(choices)}.")
     return dict(value)
 

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
 from zerograph.compiler.compiled import RewrittenStep
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.lifetime import Event, Life, TensorKind
-from zerograph.inspection.names import close_to, is_wait, labels, within
+from zerograph.inspection.names import is_wait, labels, within
 from zerograph.inspection.sequence import NodeSequence, Position
 from zerograph.inspection.summary import offloaded_to
 from zerograph.inspection.text import dtype_name, operator_name
@@ -144,7 +144,8 @@ class _Finder:
         output = self._output_of(name)
         if output is not None:
             return output
-        raise ConfigError(f"the step has no tensor {name!r}{close_to(name, self._candidates(names.values()))}\n{_HELP}")
+        hint = did_you_mean(name, self._candidates(names.values()))
+        raise ConfigError(f"the step has no tensor {name!r}{hint}\n{_HELP}")
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
         slots = [slot.name for bucket in self.step.context.buckets for slot in bucket.slots]

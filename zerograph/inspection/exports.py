@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zerograph.compiler.compiled import RewrittenStep
-from zerograph.errors import ConfigError
-from zerograph.inspection.names import close_to, within
+from zerograph.errors import ConfigError, did_you_mean
+from zerograph.inspection.names import within
 from zerograph.inspection.nodes import Edge, NodeFacts, facts
 from zerograph.inspection.summary import summary
 from zerograph.passes.context import Context
@@ -56,7 +56,7 @@ def to_graphviz(
     inside = {node.id for node in nodes if module is None or within(node.module or node.parameter, module)}
     if module is not None and not inside:
         modules = {node.module for node in nodes if node.module}
-        raise ConfigError(f"no node of this graph belongs to the module {module!r}{close_to(module, modules)}")
+        raise ConfigError(f"no node of this graph belongs to the module {module!r}{did_you_mean(module, modules)}")
     text = _dot(nodes, edges, inside, module or "step")
     if svg is not None:
         _draw(text, Path(svg))

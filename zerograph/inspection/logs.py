@@ -24,9 +24,9 @@ from collections.abc import Iterator
 
 from zerograph.base.sizes import show_bytes
 from zerograph.compiler.compiled import RewrittenStep
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.diff import compare
-from zerograph.inspection.names import close_to, labels
+from zerograph.inspection.names import labels
 from zerograph.inspection.step import Inspection
 from zerograph.ir.memory import profile
 
@@ -71,7 +71,7 @@ def parse(value: str) -> dict[str, int]:
         name = part.lstrip("+-")
         if name not in (*NAMES, "all"):
             raise ConfigError(
-                f"{VARIABLE}={value}: there is no log {name!r}{close_to(name, NAMES)}\n"
+                f"{VARIABLE}={value}: there is no log {name!r}{did_you_mean(name, NAMES)}\n"
                 f"There are {', '.join(NAMES)} and all; +name logs more, -name only errors."
             )
         level = _LEVELS.get(part[0], logging.INFO)

@@ -6,9 +6,6 @@ graph have the name of their tensor: ``model.layers.0.up.weight``, ``bucket0``, 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from torch import fx
 
 from zerograph.ir.alias import WAIT
@@ -87,12 +84,6 @@ def short_tensor(tensor: TensorRef | None) -> str | None:
 def within(path: str, module: str) -> bool:
     """Return True if a qualified name is that of the module, or lies in it."""
     return path == module or path.startswith(f"{module}.")
-
-
-def close_to(name: str, names: Iterable[str], most: int = 3) -> str:
-    """Return ``; did you mean 'a' or 'b'?``, or an empty text if no name is close."""
-    matches = difflib.get_close_matches(name, list(names), n=most, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def _bucket(node: fx.Node, buckets: dict[fx.Node, str | None]) -> str | None:

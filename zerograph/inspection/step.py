@@ -12,13 +12,12 @@ from torch import fx
 from zerograph.capture.captured import Captured
 from zerograph.compiler.compiled import PreparedStep, RewrittenStep
 from zerograph.compiler.layout import Planned
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.diff import Diff, compare
 from zerograph.inspection.explain import explain
 from zerograph.inspection.exports import to_graphviz, to_networkx, write_tensorboard
 from zerograph.inspection.lifetime import Life
-from zerograph.inspection.names import close_to
 from zerograph.inspection.pages import description, page
 from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.summary import Summary, summary
@@ -262,7 +261,7 @@ def _pass(step: RewrittenStep, name: str | None) -> str:
     if name is None:
         return names[-1]
     if name not in names:
-        raise ConfigError(f"there is no pass {name!r}{close_to(name, names)}\nThere are {', '.join(names)}")
+        raise ConfigError(f"there is no pass {name!r}{did_you_mean(name, names)}\nThere are {', '.join(names)}")
     return name
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
-from zerograph.errors import ConfigError
-from zerograph.inspection.names import close_to, input_name, is_boxing, is_wait, labels, reference, within
+from zerograph.errors import ConfigError, did_you_mean
+from zerograph.inspection.names import input_name, is_boxing, is_wait, labels, reference, within
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import boxing_of, meta, origin, role
@@ -65,7 +65,7 @@ def show_text(lines: Sequence[Line], module: str | None = None) -> str:
     selected = [line.text for line in lines if within(line.module, module)]
     if not selected:
         modules = {path for line in lines for path in _ancestors(line.module)}
-        raise ConfigError(f"no node of this graph belongs to the module {module!r}{close_to(module, modules)}")
+        raise ConfigError(f"no node of this graph belongs to the module {module!r}{did_you_mean(module, modules)}")
     return "\n".join(selected)
 
 

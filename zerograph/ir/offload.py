@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Folder
 
 Device = Literal["cpu", "nvme"]
@@ -29,6 +30,17 @@ class Offload:
     def folder(self) -> Folder | None:
         """The directory of the files; None for the CPU."""
         return None if self.nvme_path is None else Folder(self.nvme_path, self.keep_files, self.fast_init)
+
+
+def offload_to(device: Any, nvme_path: Any, *options: Any) -> Offload | None:
+    """Return the target of these arguments, or None without a device.
+
+    Raises:
+        ConfigError: ``nvme_path`` is not a path.
+    """
+    if nvme_path is not None and not isinstance(nvme_path, (str, os.PathLike)):
+        raise ConfigError(f"nvme_path = {nvme_path!r:.60}: give a directory, as text or as a path")
+    return None if device is None else Offload(device, None if nvme_path is None else os.fspath(nvme_path), *options)
 
 
 def offload_device(option: Offload | None, device: torch.device, *, whole: bool) -> torch.device | None:

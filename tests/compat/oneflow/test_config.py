@@ -143,7 +143,7 @@ def test_switches_that_tune_oneflows_runtime_say_once_that_they_have_no_effect()
 def test_zerographs_own_options_are_there_and_unknown_ones_are_refused() -> None:
     config = GraphConfig()
     config.clip_grad_norm = 1.0
-    with pytest.raises(zg.ConfigError, match="did you mean memory_budget"):
+    with pytest.raises(zg.ConfigError, match="did you mean 'memory_budget'"):
         config.memory_bugdet = "1GiB"  # type: ignore[attr-defined]
 
 
@@ -217,7 +217,7 @@ def test_an_unknown_name_is_said_to_be_in_neither_namespace() -> None:
 
 def test_an_option_that_does_not_exist_is_named_with_those_alike() -> None:
     config: Any = GraphConfig()
-    with pytest.raises(AttributeError, match="no 'enable_zeros'; did you mean enable_zero"):
+    with pytest.raises(AttributeError, match="no 'enable_zeros'; did you mean 'enable_zero'"):
         config.enable_zeros(True)
     assert not hasattr(config, "enable_foo")
 

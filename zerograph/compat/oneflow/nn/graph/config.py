@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, did_you_mean
 from zerograph.runtime.job.process_group import world_size
 
 # OneFlow's own: elements of a shard.
@@ -57,11 +56,9 @@ class GraphConfig(Config):
 
     def __getattr__(self, name: str) -> Any:
         # An AttributeError, because hasattr() calls this too.
-        alike = difflib.get_close_matches(name, [attribute for attribute in dir(self) if attribute[0] != "_"], 3, 0.5)
+        hint = did_you_mean(name, (attribute for attribute in dir(self) if attribute[0] != "_"))
         raise AttributeError(
-            f"the configuration has no {name!r}"
-            + (f"; did you mean {' or '.join(alike)}?" if alike else "")
-            + "; docs/oneflow.md and zerograph.Config list all options"
+            f"the configuration has no {name!r}{hint}\ndocs/oneflow.md and zerograph.Config list all options."
         )
 
     @property
