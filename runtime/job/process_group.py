@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
-from zerograph.runtime.job.environment import check_launch, local_rank, number_of
+from zerograph.runtime.job.environment import init_from_environment
 from zerograph.runtime.job.liveness import Liveness, mark_reported, name_ranks, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
 
@@ -212,42 +210,8 @@ def initialise() -> None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
     else:
-        check_launch()
-        # Ranks may outnumber GPUs: a job may train on the CPU.
-        if local_rank() < torch.cuda.device_count():
-            torch.cuda.set_device(local_rank())
-        _listen_on_loopback()
-        _init_from_environment(backend)
+        init_from_environment(backend)
     atexit.register(_leave)
-
-
-def _listen_on_loopback() -> None:
-    """Let gloo listen on the loopback interface only, if the job's address is this machine's own.
-
-    By default gloo listens on the address of the host's name, whatever the launcher was told. (The store of the
-    rendezvous is torchrun's, and listens on all addresses.)
-    """
-    address = os.environ["MASTER_ADDR"]
-    if address == "localhost" or address == "::1" or address.startswith("127."):
-        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        if loopback is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _init_from_environment(backend: str) -> None:
-    """Initialise as torch does, but under keys of its own if torchrun has restarted the job on one machine.
-
-    With torchrun's default rendezvous (static) the store still has the keys of the ranks before the restart, and a rank
-    may connect to the address of a dead one. With several machines the counts of restarts may differ, but the store is
-    a new one.
-    """
-    attempt = number_of("TORCHELASTIC_RESTART_COUNT", 0)
-    if not attempt or number_of("LOCAL_WORLD_SIZE", 0) != number_of("WORLD_SIZE", least=1):
-        dist.init_process_group(backend, init_method="env://")
-        return
-    store, rank, size = next(rendezvous("env://"))
-    own_keys = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
 
 
 def connect(rank: int, world_size: int, address: str, backend: str | None, local_rank: int | None) -> None:
