@@ -22,7 +22,7 @@ from zerograph.passes.accumulation.time_boxing import enter, leave, pack
 from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
 from zerograph.passes.context import Context
 from zerograph.passes.lower.inline import inline_region
-from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic
+from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic, split_dim
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
 
@@ -226,34 +226,27 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
 
 
 def _all_reduce(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    return lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
+    return lower.all_reduced(source)
 
 
 def _reduce_scatter(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    parts = lower.contiguous(lower.rearranged(source, cut=split_dim(after), join=0))
     return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
 
 
 def _all_gather(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
-    return lower.rearranged(whole, cut=0, join=_dim(before))
+    return lower.gathered(source, split_dim(before))
 
 
 def _all_to_all(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=_dim(after), join=0))
+    parts = lower.contiguous(lower.rearranged(source, cut=split_dim(after), join=0))
     sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
     received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
-    return lower.rearranged(received, cut=0, join=_dim(before))
+    return lower.rearranged(received, cut=0, join=split_dim(before))
 
 
 def _slice(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    dim = _dim(after)
-    size = source.meta["val"].shape[dim] // lower.ranks
-    start = lower.rank * size
-    part = lower.emit(aten.slice.Tensor, source, dim, start, start + size)
-    meta(part)["boxing"] = lower.change
-    meta(part)["rank_arguments"] = (2, 3)
-    return lower.contiguous(part)
+    return lower.own_part(source, split_dim(after))
 
 
 _LOWERINGS: dict[tuple[type, type], Callable[[Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
@@ -263,8 +256,3 @@ _LOWERINGS: dict[tuple[type, type], Callable[[Lowering, fx.Node, Sbp, Sbp], fx.N
     (Split, Split): _all_to_all,
     (Broadcast, Split): _slice,
 }
-
-
-def _dim(sbp: Sbp) -> int:
-    assert isinstance(sbp, Split), sbp
-    return sbp.dim

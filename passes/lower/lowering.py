@@ -69,6 +69,28 @@ class Lowering:
         parts = [self.emit(aten.slice.Tensor, source, cut, i * size, (i + 1) * size) for i in range(self.ranks)]
         return self.emit(aten.cat.default, parts, join)
 
+    def gathered(self, source: fx.Node, dim: int) -> fx.Node:
+        """Gather a tensor that is split in equal parts along ``dim``."""
+        whole = self.collective(c10d.all_gather_into_tensor.default, self.contiguous(source), self.ranks)
+        return self.rearranged(whole, cut=0, join=dim)
+
+    def all_reduced(self, source: fx.Node) -> fx.Node:
+        """Sum a tensor over the ranks."""
+        return self.collective(c10d.all_reduce.default, self.contiguous(source), "sum")
+
+    def own_part(self, whole: fx.Node, dim: int) -> fx.Node:
+        """Take this rank's part of a tensor, of which each has an equal part along ``dim``."""
+        size = whole.meta["val"].shape[dim] // self.ranks
+        start = self.rank * size
+        return self.cut(aten.slice.Tensor, whole, dim, start, start + size, rank_arguments=(2, 3))
+
+    def cut(self, target: Any, *args: Any, rank_arguments: tuple[int, ...]) -> fx.Node:
+        """Emit the operator that takes this rank's part; the arguments at ``rank_arguments`` differ between ranks."""
+        part = self.emit(target, *args)
+        meta(part)["boxing"] = self.change
+        meta(part)["rank_arguments"] = rank_arguments
+        return self.contiguous(part)
+
 
 def is_symbolic(size: Size) -> bool:
     """Return whether ranks may hold unequal parts of a dimension of this global size, or parts of symbolic size."""
@@ -83,36 +105,33 @@ def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) ->
     shape: tuple[Size, ...] = meta(lower.node)["global"]
     whole = source
     if isinstance(before, PartialSum):
-        whole = lower.collective(c10d.all_reduce.default, lower.contiguous(source), "sum")
+        whole = lower.all_reduced(source)
     elif isinstance(before, Split):
-        whole = _gathered(lower, source, before.dim, shape[before.dim])
-    return whole if isinstance(after, Broadcast) else _part(lower, whole, _dim(after), shape[_dim(after)])
+        dim, size = before.dim, shape[before.dim]
+        whole = lower.gathered(source, dim) if isinstance(size, int) else _gather_rows(lower, source, dim, size)
+    if isinstance(after, Broadcast):
+        return whole
+    dim = split_dim(after)
+    size = shape[dim]
+    return lower.own_part(whole, dim) if isinstance(size, int) else _own_rows(lower, whole, dim, size)
 
 
-def _gathered(lower: Lowering, source: fx.Node, dim: int, size: Size) -> fx.Node:
-    if isinstance(size, int):
-        whole = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
-        return lower.rearranged(whole, cut=0, join=dim)
+def _gather_rows(lower: Lowering, source: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
+    """Gather a tensor that is split along ``dim``, in parts that may be unequal, to the global ``size``."""
     first = source if dim == 0 else lower.emit(aten.transpose.int, source, 0, dim)
     rows = sizes_of(size).parts(size, lower.ranks)
     whole = lower.collective(gather_rows, lower.contiguous(first), rows, size)
     return whole if dim == 0 else lower.contiguous(lower.emit(aten.transpose.int, whole, 0, dim))
 
 
-def _part(lower: Lowering, whole: fx.Node, dim: int, size: Size) -> fx.Node:
-    rows: Size
-    start: Size
-    if isinstance(size, int):
-        rows, start = size // lower.ranks, lower.rank * (size // lower.ranks)
-    else:
-        rows = sizes_of(size).part(size, lower.ranks)
-        start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
-    part = lower.emit(aten.narrow.default, whole, dim, start, rows)
-    meta(part)["boxing"] = lower.change
-    meta(part)["rank_arguments"] = (2,)
-    return lower.contiguous(part)
+def _own_rows(lower: Lowering, whole: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
+    """Take this rank's part along ``dim``, of the global ``size``; parts may be unequal."""
+    sizes = sizes_of(size)
+    start, rows = sizes.start(size, lower.ranks, lower.change.dim), sizes.part(size, lower.ranks)
+    return lower.cut(aten.narrow.default, whole, dim, start, rows, rank_arguments=(2,))
 
 
-def _dim(sbp: Sbp) -> int:
+def split_dim(sbp: Sbp) -> int:
+    """Return the tensor dimension that is split."""
     assert isinstance(sbp, Split), sbp
     return sbp.dim
