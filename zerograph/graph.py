@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -15,29 +15,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
-from zerograph.base.source import levels_to_user
-from zerograph.capture.trace import TensorSpec
 from zerograph.capture.wrappers import inner_optimizer
-from zerograph.compiler.batch import Batch, arrange_outputs, read_batch
+from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
-from zerograph.compiler.dimensions import Dimensions, Kind, local_sizes
 from zerograph.compiler.layout import Planned
-from zerograph.compiler.members import (
-    Members,
-    Tree,
-    adopt_global,
-    capture_facts,
-    current,
-    has_global,
-    layout_facts,
-    model_sizes,
-)
-from zerograph.compiler.preparation import check_target
-from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, Situation, show_facts
-from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
+from zerograph.compiler.members import Members
+from zerograph.compiler.steps import Steps
 from zerograph.config import Config
-from zerograph.errors import CaptureError, CommunicationError, ConfigError, InputError
+from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.environment import EnvironmentObserver
@@ -47,10 +33,10 @@ from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.optim import hyperparameters, refuse_unsupported
-from zerograph.optim.step_hooks import guard, refuse_hooks_before, run_hooks_after
+from zerograph.optim.step_hooks import guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
-from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.job.process_group import Job, digest, join
 from zerograph.state import replicas
 from zerograph.state.checkpoint.save import Saver
 from zerograph.state.nonfinite_error import nonfinite_error
@@ -88,17 +74,7 @@ class ZeroGraph(Inspected, Stateful):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
         self._compiler = Compiler(self._traced_build, self._optimizers, Config(), EnvironmentObserver())
-        self._steps: dict[Hashable, CompiledStep] = {}
-        self._digests: dict[Hashable, int] = {}
-        self._recompiles = Recompiles()
-        self._member_tree: Tree | None = None
-        self._last_entry: CacheEntry | None = None
-        self._last_situation: Situation | None = None
-        # What selected the last entry: situation, variant and specs, which are the same objects from call to call.
-        self._last_selected: tuple[Situation, int, tuple[TensorSpec, ...]] | None = None
-        self._dimensions = Dimensions()
-        self._compilations = 0
-        self._snapshot: Snapshot | None = None
+        self._steps = Steps(self._compiler, self._attributes)
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -270,7 +246,7 @@ class ZeroGraph(Inspected, Stateful):
         Raises:
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
-        members, batch, key = self._inputs_on(mesh, args, kwargs, device)
+        members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
         step = self._compiler.prepare(mesh, members, batch, key)
         logs.tell(step, type(self).__name__)
         return Prepared(step)
@@ -282,24 +258,7 @@ class ZeroGraph(Inspected, Stateful):
         Raises:
             ZeroGraphError: as for :meth:`prepare`, before any pass.
         """
-        return self._compiler.lay_out(mesh, *self._inputs_on(mesh, args, kwargs, device))
-
-    def _inputs_on(
-        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
-    ) -> tuple[Members, Batch, Hashable]:
-        """Return the members and the batch as they would be on the mesh and device, and the key of their capture."""
-        check_target(mesh, device)
-        refuse_hooks_before(self._optimizers)
-        members = replace(self._members(), meta=torch.device(device))
-        grid = torch.arange(mesh.size).view(mesh.shape).tolist()
-        plain = self.config.batch_on(mesh.dims)
-        batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        kind = batch.pattern(), self.config.dynamic_shapes
-        # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
-        sizes = [local_sizes(batch)] * mesh.size
-        batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
-        facts = self._capture_facts(members)
-        return members, batch, (tuple(facts.values()), batch.key(), members.meta)
+        return self._compiler.lay_out(mesh, *self._steps.inputs_on(mesh, args, kwargs, device))
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
@@ -317,157 +276,30 @@ class ZeroGraph(Inspected, Stateful):
             from zerograph.planner.choose import choose
 
             choose(self, job, self._adopted, args, kwargs, self._doing())
-        call = Call(job, self._attributes(), self._optimizers, self.config, (args, kwargs))
-        selection: Selection | None = None
-        problem: BaseException | None = None
-        try:
+
+        def checks() -> None:
             check_refused()
             if check is not None:
                 check()
-            selection = self._select(call)
             if self._latest is not None:
                 self._latest.check_files()
-        except BaseException as error:
-            problem = error
-        everybody = self._agree(job, selection, problem)
-        assert selection is not None
-        unresolved, kind = selection.batch, (selection.situation.pattern, selection.situation.mode)
-        selection.batch = self._resolve_sizes(job.mesh, job.grid, unresolved, kind, everybody)
-        entry = self._entry(selection)
-        step = entry.step
-        if step is None and selection.batch.sizes:
-            try:
-                step = self._compile(job, selection, entry)
-            except CommunicationError:
-                raise
-            except Exception as error:
-                self._compile_static(kind, error)
-                selection.batch = self._resolve_sizes(job.mesh, job.grid, unresolved, kind, everybody)
-                entry = self._entry(selection)
-                step = entry.step
-        step = step or self._compile(job, selection, entry)
-        if selection.members is not None:
-            self._remember(call, selection)
-        self._last_entry = entry if entry.step is step else replace(entry, step=step)
-        self._last_selected = selection.situation, selection.batch.variant, selection.batch.specs
+
+        compilations = self._compilations
+        step, batch = self._steps.ready(job, (args, kwargs), self._doing(), self._counts, checks)
         self._latest = step
-        return step, selection.batch
-
-    def _select(self, call: Call) -> Selection:
-        """Return what a call brings: by the snapshot of the last call where nothing but sizes changed, else anew."""
-        snapshot = self._snapshot
-        if snapshot is not None and not self._compiler.guards():
-            batch = snapshot.match(call)
-            if batch is not None:
-                self._check_usable(snapshot.stores)
-                return Selection(batch, snapshot.situation)
-        self._snapshot = None
-        members = self._adopted()
-        self._check_usable(self._stores(members))
-        refuse_hooks_before(self._optimizers)
-        job, plain = call.job, self.config.batch_on(call.job.mesh.dims)
-        batch = read_batch(*call.arguments, job.mesh, job.grid, plain, self._compiler.micro_batches)
-        self._compiler.updates.lift_changed(self.config)
-        facts = self._capture_facts(members)
-        situation = Situation(
-            tuple(facts.values()),
-            self.config.key(),
-            layout_facts(members),
-            batch.pattern(),
-            self._shape_mode(members),
-            digest=0,
-        )
-        last = self._last_situation
-        if last is not None and situation.is_like(last):
-            return Selection(batch, last, members, facts, repeated=True)
-        if job.size > 1:
-            key = situation.facts, situation.config, situation.pattern
-            if key not in self._digests:
-                self._digests[key] = digest({**batch.facts(), **show_facts(facts, self.config.shown())})
-            situation = replace(situation, digest=self._digests[key])
-        return Selection(batch, situation, members, facts)
-
-    def _agree(self, job: Job, selection: Selection | None, problem: BaseException | None) -> list[list[int]]:
-        """Return the sizes of the inputs of all ranks, if these agree on the rest; else raise on every rank.
-
-        Args:
-            selection: None if there is a ``problem``.
-        """
-        number, sizes = 0, []
-        if selection is not None:
-            # Ranks that have compiled equally often know the same steps.
-            number = selection.situation.digest ^ self._compilations
-            sizes = local_sizes(selection.batch)
-            if self.config.check_replicas:
-                number ^= digest(self._counts())  # The counts decide whether replicas are compared now.
-
-        def texts() -> dict[str, str]:
-            assert selection is not None
-            shown = show_facts(selection.facts or self._capture_facts(self._members()), self.config.shown())
-            compilations = {"the number of compiled steps": str(self._compilations)}
-            return {**selection.batch.facts(), **shown, **compilations, **self._counts()}
-
-        return agree(job, self._doing(), number, texts, problem, sizes)
-
-    def _resolve_sizes(
-        self, mesh: Mesh, grid: Any, batch: Batch, kind: Kind, everybody: Sequence[Sequence[int]]
-    ) -> Batch:
-        return self._dimensions.resolve(batch, kind, everybody, mesh, grid, lambda: model_sizes(self._members()))
-
-    def _compile_static(self, kind: Kind, error: Exception) -> None:
-        """Have each size compiled by itself, after a step with dynamic dimensions failed to compile on all ranks."""
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        self._dimensions.refuse(kind, reason)
-        warnings.warn(
-            f"{self._doing()} could not be compiled for inputs whose sizes differ between calls, so each size is "
-            f"compiled by itself:\n  {reason}\nconfig.dynamic_shapes = False does so from the start, without this "
-            "warning.",
-            stacklevel=levels_to_user(),
-        )
-
-    def _shape_mode(self, members: Members) -> Literal["auto"] | bool:
-        """Return ``config.dynamic_shapes``; backends that compile the graph get static sizes only."""
-        return self.config.dynamic_shapes if self._compiler.runs_symbolic_sizes(members) else False
-
-    def _entry(self, selection: Selection) -> CacheEntry:
-        """Return the step for a selection whose sizes are resolved, or the key to compile one under."""
-        situation, last = selection.situation, self._last_entry
-        if last is not None and self._last_selected == (situation, selection.batch.variant, selection.batch.specs):
-            return last
-        key = situation.key(selection.batch)
-        if last is not None and (last.key, last.layout) == (key, situation.layout):
-            return last
-        return CacheEntry(key, situation.layout, self._steps.get((key, situation.layout)))
-
-    def _compile(self, job: Job, selection: Selection, entry: CacheEntry) -> CompiledStep:
-        """Compile the step for a selection that has none, and keep it."""
-        batch, facts, key = selection.batch, selection.facts, entry.key
-        members = self._adopted() if selection.members is None else selection.members
-        facts = facts or self._capture_facts(members)
-        texts = {**dict(batch.constants), **show_facts(facts, self.config.shown())}
-        self._recompiles.count((batch.kind(), self.config.key()), members, texts, self._doing())
-        step = self._compiler.compile(job, members, batch, key[0], self._doing())
-        self._compilations += 1
-        situation = selection.situation
-        self._dimensions.add_guards((situation.pattern, situation.mode), batch.variant, step.captured.guards)
         if self._seed is None:
             self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
-        # Steps bound to dissolved stores would keep their memory.
-        self._steps = {
-            k: s for k, s in self._steps.items() if not any(store.is_released for store in s.stores.values())
-        }
-        keys = [key, *self._compiler.keys_after(step, batch, facts, lambda: self._capture_facts(self._members()))]
-        layout = layout_facts(members)
-        self._steps |= {(one, layout): step for one in keys}
-        selection.situation = replace(selection.situation, layout=layout)
-        logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
-        return step
+        if self._compilations > compilations:
+            self._on_compiled(step, job)
+        return step, batch
 
-    def _remember(self, call: Call, selection: Selection) -> None:
-        """Keep the situation as the last one; on the second such call in a row, take a snapshot of the call."""
-        self._last_situation = selection.situation
-        if selection.repeated and self._member_tree is not None and not self._compiler.guards():
-            self._snapshot = take_snapshot(call, self._member_tree, selection.batch, selection.situation)
+    @property
+    def _compilations(self) -> int:
+        return self._steps.compilations
+
+    def _on_compiled(self, step: CompiledStep, job: Job) -> None:
+        """Log a step that was just compiled."""
+        logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
 
     def _refuse_where_nothing_runs(self) -> None:
         """Raise inside ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""
@@ -554,21 +386,12 @@ class ZeroGraph(Inspected, Stateful):
         own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
 
-    def _capture_facts(self, members: Members) -> dict[str, Any]:
-        facts = capture_facts(members, self._attributes(), self._optimizers, self._compiler.updates.constants)
-        return facts | self._compiler.guards()
-
     def _members(self) -> Members:
-        self._member_tree = current(self._member_tree, self._attributes())
-        return self._member_tree.members
+        return self._steps.members()
 
     def _adopted(self) -> Members:
         """Return the members, after replacing those that are global tensors by plain ones."""
-        members = self._members()
-        if not has_global(members):
-            return members
-        adopt_global(members, self._optimizers, self._join())
-        return self._members()
+        return self._steps.adopted(self._join)
 
     def _compiled(self) -> CompiledStep:
         if self._latest is None:

@@ -6,27 +6,69 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.ir.metadata import Role, meta
-from zerograph.ir.sizes import SizeNodes, sizes_of
+from zerograph import _torch
+from zerograph.ir.metadata import Origin, Role, meta
+from zerograph.ir.sizes import SYMBOLIC, sizes_of
 from zerograph.passes.context import Context
 
 
 def bind_sizes(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Replace every symbolic size in arguments by a node; the symbols become inputs of the graph."""
-    graph = module.graph
+    nodes = _SizeNodes(module.graph)
+    for node in list(module.graph.nodes):
+        if node.op in ("call_function", "call_module"):
+            nodes.bind(node)
+    return module
 
-    def new_input(symbol: str, number: Any) -> fx.Node:
-        last = next(node for node in graph.nodes if node.op != "placeholder").prev
-        with graph.inserting_after(last):
-            node = graph.placeholder(symbol)
+
+class _SizeNodes:
+    """The nodes that compute sizes in one graph. They come before all other nodes except inputs."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[Any, fx.Node] = {}
+        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def bind(self, node: fx.Node) -> None:
+        """Replace the symbolic numbers among the arguments of a node by nodes."""
+        numbers = []
+
+        def bound(argument: Any) -> Any:
+            if not isinstance(argument, SYMBOLIC):
+                return argument
+            numbers.append(argument)
+            return self._node(argument)
+
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), bound)
+        # Without symbols the node stays as it is, and so does the order of its inputs' users.
+        if numbers:
+            node.args, node.kwargs = arguments
+
+    def _node(self, number: Any) -> fx.Node:
+        """Return the node that computes a symbolic number."""
+        key = _torch.size_key(number)
+        if key not in self._nodes:
+            for symbol in sorted(key.free_symbols, key=str):
+                if symbol not in self._nodes:
+                    self._nodes[symbol] = self._input(str(symbol), number)
+            if key not in self._nodes:
+                with self._graph.inserting_before(self._first):
+                    before = self._first.prev
+                    self._nodes[key] = _torch.emit_size(self._graph, number, self._nodes)
+                node = before.next
+                while node is not self._first:
+                    node.meta.setdefault("origin", Origin("forward"))
+                    node = node.next
+                self._nodes[key].meta["val"] = number
+        return self._nodes[key]
+
+    def _input(self, symbol: str, number: Any) -> fx.Node:
+        """Add an input of the graph for a symbol of a number."""
+        last = next(node for node in self._graph.nodes if node.op != "placeholder").prev
+        with self._graph.inserting_after(last):
+            node = self._graph.placeholder(symbol)
         sizes = sizes_of(number)
         node.meta["val"] = sizes.symbol(symbol)
         meta(node)["role"] = Role("size", symbol)
         meta(node)["size"] = sizes.inputs[symbol]
         return node
-
-    nodes = SizeNodes(graph, new_input)
-    for node in list(graph.nodes):
-        if node.op in ("call_function", "call_module"):
-            nodes.bind(node)
-    return module

@@ -155,8 +155,8 @@ def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> No
     empty = step.state_dict()
 
     def compiled_anew() -> None:
-        step._steps.clear()
-        step._last_entry = None
+        step._steps._steps.clear()
+        step._steps._last_entry = None
         step(x)
 
     def in_turn() -> None:

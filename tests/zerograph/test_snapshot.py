@@ -39,7 +39,7 @@ def repeated() -> tuple[Train, Tensor]:
 
 def recognised(step: Train, *args: Any) -> bool:
     """Return whether the next call would run the same step without looking up its facts."""
-    snapshot = step._snapshot
+    snapshot = step._steps._snapshot
     assert snapshot is not None
     batch = snapshot.match(Call(step._join(), step._attributes(), step._optimizers, step.config, (args, {})))
     return batch is not None
@@ -60,7 +60,7 @@ STATE: dict[str, Callable[[Train], object]] = {
     "another configuration": lambda step: setattr(step, "config", zg.Config()),
     "an annotation": lambda step: zg.annotate(step.model[0].linear.weight, sbp=zg.sbp.broadcast),
     "a store": lambda step: delattr(step.model[0].linear.weight, "_zerograph_store"),
-    "the first update": lambda step: setattr(step._snapshot.stores[0], "fresh", True),
+    "the first update": lambda step: setattr(step._steps._snapshot.stores[0], "fresh", True),
 }
 
 
@@ -109,8 +109,8 @@ def test_other_values_and_another_learning_rate_run_the_same_step() -> None:
 
 def test_the_snapshot_keeps_no_batch_alive() -> None:
     step, _ = repeated()
-    assert step._snapshot is not None
-    assert step._snapshot._batch.tensors == ()
+    assert step._steps._snapshot is not None
+    assert step._steps._snapshot._batch.tensors == ()
 
 
 def test_replaced_data_are_refused_after_equal_steps() -> None:

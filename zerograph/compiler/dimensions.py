@@ -12,23 +12,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError
-from zerograph.ir.dims import Dim, SizeGuard
+from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import Split, show
 
-# A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
-_SMALLEST = 2
 # Combinations of sizes that are remembered with what they select.
 _MAX_SELECTED = 1 << 12
-_EQUAL_ONLY = "config.dynamic_shapes is False, or the backend compiles the graph for one size"
 Mode = Literal["auto"] | bool
 # Number of an input, and one of its dimensions.
 Where = tuple[int, int]
@@ -72,7 +66,7 @@ class Variant:
                         return None
                     continue
                 each = rows[number, dim] if want.rows else (size,)
-                if (size < _SMALLEST and not _is_ragged(each)) or found.setdefault(want.name, each) != each:
+                if (size < SMALLEST_DYNAMIC and not _is_ragged(each)) or found.setdefault(want.name, each) != each:
                     return None
         totals = {name: sum(each) for name, each in found.items()}
         return found if all(guard.holds(totals) for guard in self.guards) else None
@@ -100,6 +94,43 @@ class _History:
         tuple[tuple[int, ...], ...], tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int, int]
     ] = field(default_factory=dict)
 
+    def needs_equal_rows(self, batch: Batch, mode: Mode) -> str | None:
+        """Return why all ranks must hold equally many rows; None if they need not."""
+        if mode is False:
+            return "config.dynamic_shapes is False, or the backend compiles the graph for one size"
+        if batch.micro_batches > 1:
+            option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
+            return f"{option} cuts each part into equal micro-batches"
+        return None if self.refused is None else f"the step has equal parts only: {self.refused}"
+
+    def note(self, batch: Batch, shapes: _Shapes, ragged: Sequence[Where], mode: Mode) -> None:
+        """Note the sizes of a call, and which dimensions they make dynamic.
+
+        Raises:
+            InputError: a size is outside of the limits that the user declared.
+        """
+        parts = part_numbers(batch)
+        for number in parts:
+            for dim, limits in batch.marks[number]:
+                self.dynamic.add((number, dim))
+                self.limits[number, dim] = limits
+        if self.first is None:
+            self.first = shapes
+        for number in parts:
+            for dim, size in enumerate(shapes[number]):
+                where = number, dim
+                self.largest[where] = max(self.largest.get(where, 0), size)
+                low, high = self.limits.get(where, (0, None))
+                if size < low or (high is not None and size > high):
+                    raise InputError(
+                        f"{batch.names[number]} has size {size} in dimension {dim}, outside of the limits that "
+                        f"mark_dynamic() declared: {low} to {high}\nPass a smaller batch, or declare other limits."
+                    )
+                if mode is True or (mode == "auto" and size != self.first[number][dim]):
+                    self.dynamic.add(where)
+        if ragged:
+            self.dynamic.update((number, 0) for number in parts)
+
 
 class Dimensions:
     """Selects the form of the sizes of each call of one graph."""
@@ -113,7 +144,6 @@ class Dimensions:
         kind: Kind,
         everybody: Sequence[Sequence[int]],
         mesh: Mesh,
-        grid: Any,
         taken: Callable[[], Collection[int]],
     ) -> Batch:
         """Return the batch with its global shapes, from the sizes of all ranks.
@@ -123,7 +153,6 @@ class Dimensions:
             kind: the kind of its inputs.
             everybody: for each rank what :func:`local_sizes` returned there.
             mesh: the ranks.
-            grid: their numbers as a nested list, one level for each mesh dimension.
             taken: returns sizes of the model, which dynamic dimensions are not traced with.
 
         Raises:
@@ -134,7 +163,7 @@ class Dimensions:
         if key not in history.selected:
             if len(history.selected) >= _MAX_SELECTED:
                 history.selected.clear()
-            variant, sizes = self._select(history, batch, everybody, mesh, grid, kind[1], taken())
+            variant, sizes = self._select(history, batch, everybody, mesh, kind[1], taken())
             split = [_split_dims(batch, number, mesh) for number in part_numbers(batch)]
             place = next((mesh.position[dims[0]] for dims in split if dims), 0)
             specs = tuple(replace(spec, shape=one) for spec, one in zip(batch.specs, variant.shapes, strict=True))
@@ -162,20 +191,16 @@ class Dimensions:
         batch: Batch,
         everybody: Sequence[Sequence[int]],
         mesh: Mesh,
-        grid: Any,
         mode: Mode,
         taken: Collection[int],
     ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
-        shapes, rows = _global_shapes(batch, everybody, mesh, grid)
+        """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
+        shapes, rows = _global_shapes(batch, everybody, mesh)
         ragged = [where for where, each in rows.items() if _is_ragged(each)]
-        if ragged and mode is False:
-            raise InputError(_uneven(batch, everybody, _EQUAL_ONLY))
-        if ragged and batch.micro_batches > 1:
-            option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
-            raise InputError(_uneven(batch, everybody, f"{option} cuts each part into equal micro-batches"))
-        if ragged and history.refused is not None:
-            raise InputError(_uneven(batch, everybody, f"the step has equal parts only: {history.refused}"))
-        self._note(history, batch, shapes, ragged, mode)
+        reason = history.needs_equal_rows(batch, mode)
+        if ragged and reason is not None:
+            raise InputError(_uneven(batch, everybody, reason))
+        history.note(batch, shapes, ragged, mode)
         if batch.micro_batches > 1 or history.refused is not None:
             history.dynamic.clear()
         if _is_grid(mesh):
@@ -184,88 +209,66 @@ class Dimensions:
             sizes = variant.sizes(rows, shapes)
             if sizes is not None:
                 return variant, sizes
-        variant = Variant(
-            _symbolic(history, shapes, rows, ragged, mesh, batch.micro_batches, taken), next(history.numbers)
-        )
+        symbolic = _symbolic(history, shapes, rows, ragged, batch.micro_batches, taken)
+        variant = Variant(symbolic, next(history.numbers))
         history.variants.append(variant)
         sizes = variant.sizes(rows, shapes)
         assert sizes is not None
         return variant, sizes
 
-    def _note(
-        self,
-        history: _History,
-        batch: Batch,
-        shapes: _Shapes,
-        ragged: Sequence[Where],
-        mode: Mode,
-    ) -> None:
-        """Note which dimensions have become dynamic."""
-        parts = part_numbers(batch)
-        for number in parts:
-            for dim, limits in batch.marks[number]:
-                history.dynamic.add((number, dim))
-                history.limits[number, dim] = limits
-        if history.first is None:
-            history.first = shapes
-        for number in parts:
-            for dim, size in enumerate(shapes[number]):
-                where = number, dim
-                history.largest[where] = max(history.largest.get(where, 0), size)
-                low, high = history.limits.get(where, (0, None))
-                if size < low or (high is not None and size > high):
-                    raise InputError(
-                        f"{batch.names[number]} has size {size} in dimension {dim}, outside of the limits that "
-                        f"mark_dynamic() declared: {low} to {high}\nPass a smaller batch, or declare other limits."
-                    )
-                if mode is True or (mode == "auto" and size != history.first[number][dim]):
-                    history.dynamic.add(where)
-        if ragged:
-            history.dynamic.update((number, 0) for number in parts)
-
 
 def _global_shapes(
-    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any
+    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh
 ) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]]]:
     """Return the global shape of each input, and the rows of each part along the mesh dimension that splits it.
 
     Raises:
-        InputError: no rank has rows, or ranks differ in another dimension.
+        InputError: no rank has rows, ranks differ in another dimension, or their numbers of rows must be equal.
     """
     shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in batch.specs]
     rows: dict[Where, tuple[int, ...]] = {}
     at = 0
-    ranks = torch.tensor(grid)
     for number in part_numbers(batch):
         dims = batch.tensors[number].dim()
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
         at += dims
+        lengths = tuple(shape[0] for shape in each)
         split = _split_dims(batch, number, mesh)
-        if _is_grid(mesh) and len({shape[0] for shape in each}) > 1:
-            raise InputError(_uneven(batch, everybody, "the placement has several dimensions, which need equal parts"))
-        filled = {rank: shape for rank, shape in enumerate(each) if shape[0]}
-        if not filled:
-            raise InputError(
-                f"{batch.names[number]} has no rows on any rank\n"
-                "Stop when all ranks are out of data: zg.batches(loader) does."
-            )
-        first = next(iter(filled))
-        for rank, shape in filled.items():
-            if shape[1:] != filled[first][1:]:
-                raise InputError(
-                    f"{batch.names[number]} has shape {each[first]} on rank {first} and {shape} on rank {rank}\n"
-                    "Ranks may hold any number of rows, but all other dimensions are equal: pad each batch to the "
-                    "longest sample of all ranks, or to a fixed length."
-                )
-        along = _along(ranks, split[0], each) if split else [each[0]]
-        if not split and len({shape[0] for shape in each}) > 1:
-            raise InputError(_uneven(batch, everybody, f"it is {show(batch.sbp[number])}"))
-        lengths = tuple(shape[0] for shape in along)
-        if len(split) > 1:
+        if not split or _is_grid(mesh):
+            if _is_ragged(lengths):
+                grid = "the placement has several dimensions, which need equal parts"
+                reason = grid if _is_grid(mesh) else f"it is {show(batch.sbp[number])}"
+                raise InputError(_uneven(batch, everybody, reason))
             lengths = (lengths[0] * math.prod(mesh.shape[dim] for dim in split),)
-        shapes[number] = (sum(lengths), *filled[first][1:])
+        shapes[number] = (sum(lengths), *_other_sizes(batch.names[number], each))
         rows[number, 0] = lengths
     return shapes, rows
+
+
+def _other_sizes(name: str, each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sizes of an input in all dimensions but 0, which are equal on all ranks that have rows.
+
+    Args:
+        name: the input, for messages.
+        each: its shape on each rank.
+
+    Raises:
+        InputError: they are not equal, or no rank has rows.
+    """
+    filled = {rank: shape for rank, shape in enumerate(each) if shape[0]}
+    if not filled:
+        raise InputError(
+            f"{name} has no rows on any rank\nStop when all ranks are out of data: zg.batches(loader) does."
+        )
+    first = next(iter(filled))
+    for rank, shape in filled.items():
+        if shape[1:] != filled[first][1:]:
+            raise InputError(
+                f"{name} has shape {each[first]} on rank {first} and {shape} on rank {rank}\n"
+                "Ranks may hold any number of rows, but all other dimensions are equal: pad each batch to the "
+                "longest sample of all ranks, or to a fixed length."
+            )
+    return filled[first][1:]
 
 
 def _is_grid(mesh: Mesh) -> bool:
@@ -276,24 +279,6 @@ def _is_grid(mesh: Mesh) -> bool:
 def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
     """Return the mesh dimensions of several ranks that split an input."""
     return [dim for dim, sbp in enumerate(batch.sbp[number]) if isinstance(sbp, Split) and mesh.shape[dim] > 1]
-
-
-def _along(ranks: Tensor, dim: int, each: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the shapes along one mesh dimension; along all others ranks hold the same part.
-
-    Raises:
-        InputError: they do not.
-    """
-    lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    along = [each[rank] for rank in lines[0]]
-    for line in lines[1:]:
-        for rank, shape in zip(line, along, strict=True):
-            if each[rank][0] != shape[0]:
-                raise InputError(
-                    f"rank {rank} has {each[rank][0]} rows, another rank that holds the same part {shape[0]}\n"
-                    "Ranks that differ along mesh dimensions that do not split the batch must pass the same part."
-                )
-    return along
 
 
 def _is_dynamic(variant: Variant) -> bool:
@@ -319,7 +304,6 @@ def _symbolic(
     shapes: _Shapes,
     rows: Mapping[Where, tuple[int, ...]],
     ragged: Sequence[Where],
-    mesh: Mesh,
     micro_batches: int,
     taken: Collection[int],
 ) -> tuple[tuple[int | Dim, ...], ...]:
@@ -331,7 +315,7 @@ def _symbolic(
         symbolic: list[int | Dim] = list(shape)
         for dim, size in enumerate(shape):
             where = number, dim
-            if where not in history.dynamic or (size < _SMALLEST and where not in ragged):
+            if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in ragged):
                 continue
             key: Hashable = rows.get(where, size)
             identity = where in rows, key

@@ -6,10 +6,11 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.dimensions import Kind, Mode
 from zerograph.compiler.members import Members, first_updates
 
 # torch.compile compiles a function at most this often.
@@ -48,8 +49,13 @@ class Situation:
     config: Hashable
     layout: Hashable
     pattern: Hashable
-    mode: Literal["auto"] | bool
+    mode: Mode
     digest: int
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of inputs whose sizes are followed."""
+        return self.pattern, self.mode
 
     def is_like(self, other: Situation) -> bool:
         """Return whether calls in both situations select equal steps for equal sizes."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+# A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
+SMALLEST_DYNAMIC = 2
+
 
 @dataclass(frozen=True)
 class Dim:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from zerograph.errors import InputError
+from zerograph.ir.dims import SMALLEST_DYNAMIC
 
-# A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
-_SMALLEST = 2
 # Each marked dimension with its smallest and largest size.
 Marks = tuple[tuple[int, tuple[int, int | None]], ...]
 
@@ -27,7 +26,7 @@ def mark_dynamic(tensor: Tensor, dim: int, *, min: int | None = None, max: int |
     """
     if not isinstance(tensor, Tensor) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
         raise InputError(f"mark_dynamic({tensor!r:.60}, {dim!r}): pass a tensor and one of its dimensions")
-    if (min is not None and min < 0) or (max is not None and max < (min or _SMALLEST)):
+    if (min is not None and min < 0) or (max is not None and max < (min or SMALLEST_DYNAMIC)):
         raise InputError(f"mark_dynamic(min={min}, max={max}): pass limits that some size from 2 up keeps")
     marks = vars(tensor).setdefault("_zerograph_dynamic", {})
     marks[dim % tensor.dim()] = min or 0, max

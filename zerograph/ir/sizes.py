@@ -8,7 +8,7 @@ which this rank's rows replace the global number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from zerograph import _torch
 from zerograph.base.source import running_line
 from zerograph.errors import VerificationError
 from zerograph.ir.dims import Dim, SizeGuard, SizeInput
-from zerograph.ir.metadata import Origin
 
 Size = int | torch.SymInt
+# Types of symbolic numbers among the arguments of a node.
+SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 class Sizes:
@@ -142,11 +143,11 @@ def sizes_of(size: torch.SymInt) -> Sizes:
 def inline_sizes(graph: fx.Graph) -> None:
     """Replace the nodes of a traced graph that compute sizes by the symbolic sizes themselves.
 
-    Passes then see tensors only; :func:`bind_sizes` makes nodes of the sizes again.
+    Passes then see tensors only; the pass ``bind_sizes`` makes nodes of the sizes again.
     """
     for node in reversed(list(graph.nodes)):
         value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, _SYMBOLIC):
+        if node.op == "call_function" and isinstance(value, SYMBOLIC):
             if not node.users:
                 graph.erase_node(node)
                 continue
@@ -154,9 +155,6 @@ def inline_sizes(graph: fx.Graph) -> None:
                 for user in list(node.users):
                     user.args, user.kwargs = _replaced(user.args, node, value), _replaced(user.kwargs, node, value)
             graph.erase_node(node)
-
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def _replaced(arguments: Any, node: fx.Node, value: Any) -> Any:
@@ -172,54 +170,6 @@ def elements(tensor: torch.Tensor) -> int:
 def hints(shape: Sequence[Size]) -> tuple[int, ...]:
     """Return a shape in the sizes that its step is traced with."""
     return tuple(map(_torch.size_hint, shape))
-
-
-def symbolic(argument: Any) -> list[Any]:
-    """Return the symbolic numbers among the arguments of a call."""
-    found: list[Any] = []
-    fx.node.map_aggregate(argument, lambda one: found.append(one) if isinstance(one, _SYMBOLIC) else None)
-    return found
-
-
-class SizeNodes:
-    """The nodes that compute sizes in one graph, made where they are first needed: before all other nodes.
-
-    Args:
-        new_input: adds an input of the graph for a symbol.
-    """
-
-    def __init__(self, graph: fx.Graph, new_input: Callable[[str, Any], fx.Node]) -> None:
-        self._graph, self._new_input = graph, new_input
-        self._nodes: dict[Any, fx.Node] = {}
-        self._first = next(node for node in graph.nodes if node.op != "placeholder")
-
-    def bind(self, node: fx.Node) -> None:
-        """Replace the symbolic numbers among the arguments of a node by nodes."""
-        numbers = {_torch.size_key(one): one for one in symbolic((node.args, node.kwargs))}
-        if numbers:
-            made = {key: self._node(key, number) for key, number in numbers.items()}
-
-            def bound(argument: Any) -> Any:
-                return made[_torch.size_key(argument)] if isinstance(argument, _SYMBOLIC) else argument
-
-            node.args = fx.node.map_aggregate(node.args, bound)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, bound)
-
-    def _node(self, key: Any, number: Any) -> fx.Node:
-        if key not in self._nodes:
-            for symbol in sorted(key.free_symbols, key=str):
-                if symbol not in self._nodes:
-                    self._nodes[symbol] = self._new_input(str(symbol), number)
-            if key not in self._nodes:
-                with self._graph.inserting_before(self._first):
-                    before = self._first.prev
-                    self._nodes[key] = _torch.emit_size(self._graph, number, self._nodes)
-                node = before.next
-                while node is not self._first:
-                    node.meta.setdefault("origin", Origin("forward"))
-                    node = node.next
-                self._nodes[key].meta["val"] = number
-        return self._nodes[key]
 
 
 def has_symbolic_inputs(graph: fx.Graph) -> bool:

@@ -254,12 +254,6 @@ class Stateful:
         if any(store.is_unsharded for store in self._stores()):
             raise InputError("state_dict() and load_state_dict() do not work inside full_parameters(): leave it first")
 
-    def _check_usable(self, stores: Iterable[Store]) -> None:
-        for store in stores:
-            if store.is_unsharded:
-                raise InputError("the graph was called inside full_parameters(): leave it first")
-            store.check_aliases()
-
     def _stores(self, members: Members | None = None) -> list[Store]:
         """Return the distinct stores of the graph's parameters, in the same order on all ranks."""
         return stores_of((members or self._members()).parameters.values())

@@ -292,15 +292,15 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         if self.config.gradient_accumulation_steps > 1:
             args, kwargs = pytree.tree_map(_cut_on_one_rank, (args, kwargs))
         self._follow(_globals((args, kwargs)))
-        before = set(map(id, self._steps.values()))
-        step, batch = super()._ready(args, kwargs, check)
-        if id(step) not in before:
-            self._keep_state_whole()
-            if self._debug_level >= 0:
-                kind = f"ZeRO {self.config.policy.name}" if self.training else "forward graph"
-                title = f"(GRAPH:{self.name}:{type(self).__name__}) {kind},"
-                print(_report(self, title, self._debug_level), flush=True)
-        return step, batch
+        return super()._ready(args, kwargs, check)
+
+    def _on_compiled(self, step: CompiledStep, job: Job) -> None:
+        super()._on_compiled(step, job)
+        self._keep_state_whole()
+        if self._debug_level >= 0:
+            kind = f"ZeRO {self.config.policy.name}" if self.training else "forward graph"
+            title = f"(GRAPH:{self.name}:{type(self).__name__}) {kind},"
+            print(_report(self, title, self._debug_level), flush=True)
 
     def _join(self) -> Job:
         if self._job is None:
