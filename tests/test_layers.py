@@ -23,6 +23,7 @@ LAYERS = (
     ("zerograph.state",),
     ("zerograph.inspection", "zerograph.planner"),
     ("zerograph.graph", "zerograph.data"),
+    ("zerograph.loops",),
     ("zerograph.planner.front",),
     ("zerograph.compat",),
     ("zerograph.cli",),

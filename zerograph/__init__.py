@@ -19,6 +19,7 @@ The packages, lowest layer first (``tests/test_layers.py`` holds the order):
 ``planner``      predicted memory and time
 ``graph``        the front door, :class:`ZeroGraph`
 ``data``         batches until all ranks are done, outputs of all ranks
+``loops``        training loops recorded as graphs
 ``compat``       the front doors of OneFlow, ColossalAI and DeepSpeed
 ``cli``          the commands
 """

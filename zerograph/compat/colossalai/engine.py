@@ -14,15 +14,26 @@ from torch import Tensor, nn
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Deferred, Result, deferred_in
-from zerograph.compat.colossalai.gradients import Reader
-from zerograph.compat.colossalai.graphs import Forward, Gradients, Preview, Recorded, Step
-from zerograph.compat.colossalai.metadata import Outcomes
-from zerograph.compat.colossalai.program import Program, Texts, program_of
-from zerograph.compat.colossalai.tape import Numbers, Tape
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
+from zerograph.loops.deferred import Deferred, Result, deferred_in
+from zerograph.loops.gradients import Reader
+from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
+from zerograph.loops.metadata import Outcomes
+from zerograph.loops.program import Program, Texts, program_of
+from zerograph.loops.tape import Numbers, Tape
+from zerograph.loops.words import Words
 from zerograph.optim.step_hooks import Guard
+
+WORDS = Words(
+    model="the engine",
+    call="engine(...)",
+    criterion="engine.criterion(output, y, mask),",
+    backward="engine.backward(loss)",
+    step="engine.step()",
+    zero_grad="engine.zero_grad()",
+    clip="the configuration (clip_grad in zero, clip_grad_norm without)",
+)
 
 # Calls of backward() without step() after which a warning says that step() was probably forgotten.
 _MANY = 64
@@ -36,9 +47,12 @@ class Engine:
     Reading a value before the step costs an extra forward.
 
     Attributes:
+        words: the names of the calls in messages.
         training: whether :meth:`train` or :meth:`eval` was called last.
         graph: the :class:`zerograph.ZeroGraph` that runs the steps; print it, or inspect it.
     """
+
+    words = WORDS
 
     def __init__(
         self,
@@ -51,22 +65,21 @@ class Engine:
     ) -> None:
         self._model, self._optimizer, self._criterion, self._verbose = model, optimizer, criterion, verbose
         self.training = model.training
+        modules = {"model": model} | ({"criterion": criterion} if isinstance(criterion, nn.Module) else {})
         if optimizer is None:
             config = Config()
             configure(config)
-            self.graph: Recorded = Forward(model, criterion, config)
+            self.graph: Recorded = Forward(modules, config, WORDS)
         else:
-            self.graph = Step(model, criterion, optimizer)
+            self.graph = Step(modules, optimizer, WORDS)
             configure(self.graph.config)
-            self._preview, self._preview_of_update = (
-                Preview(self.graph, criterion, whole=whole) for whole in (False, True)
-            )
-            self._graph_of_gradients = Gradients(self.graph, criterion)
+            self._preview, self._preview_of_update = (Preview(self.graph, whole=whole) for whole in (False, True))
+            self._graph_of_gradients = Gradients(self.graph)
             optimizer.register_step_pre_hook(Guard(functools.partial(_refuse_by_hand, optimizer)))
         config = self.graph.config
         if config.gradient_accumulation_steps > 1:
             config.accumulation_outputs = "packed"
-        self._forward = self.graph if optimizer is None else Forward(model, criterion, config)
+        self._forward = self.graph if optimizer is None else Forward(modules, config, WORDS)
         self._texts = Texts({id(model): "model"} | ({} if criterion is None else {id(criterion): "criterion"}))
         # A forward has no micro-batches: its batch has fewer parts.
         self._outcomes, self._outcomes_at_once = (
@@ -300,7 +313,7 @@ class Engine:
         return self.graph.parts() * self.graph.config.gradient_accumulation_steps
 
     def _new_tape(self, outcomes: Outcomes | None = None) -> Tape:
-        return Tape(outcomes or self._outcomes, self._name, self._read, self._numbers)
+        return Tape(outcomes or self._outcomes, self._name, self._read, self._numbers, words=WORDS)
 
     def _name(self, parameter: nn.Parameter) -> str | None:
         return self.graph._members().names().get(id(parameter))

@@ -1,4 +1,4 @@
-"""Deferred tensors: results of the model in training, which ``engine.step()`` computes.
+"""Deferred tensors: results of recorded calls, which the step computes.
 
 Operators on them are recorded on a tape. Reading a value computes it at once, see :mod:`.tape`.
 """
@@ -16,6 +16,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError
+from zerograph.loops.words import Words, speak, words
 from zerograph.runtime.parameters import METADATA
 
 # How a tensor without a batch dimension was computed from a tensor with one.
@@ -27,7 +28,7 @@ class Meta:
     """Shape, dtype and other metadata of a tensor.
 
     Attributes:
-        shape: the shape of this rank's part, for one call of the engine.
+        shape: the shape of this rank's part, in one recorded forward.
         whole: the shape of the global tensor in the step, of all ranks and all calls of the update.
         dtype: the dtype.
         device: the device.
@@ -67,6 +68,8 @@ class Result:
 
 class Recorder(Protocol):
     """The part of a tape's interface that a deferred tensor uses."""
+
+    words: Words
 
     @property
     def finished(self) -> bool:
@@ -118,9 +121,11 @@ class Deferred(Tensor):
         if func in _LOOKS:
             with _torch.without_torch_function():
                 return func(*args, **kwargs)
+        deferred = list(deferred_in((args, kwargs)))
+        if deferred:
+            speak(_tape_of(deferred).words)
         if (why := _refused(func)) is not None:
             _refuse(f"{name_of(func)} {why}")
-        deferred = list(deferred_in((args, kwargs)))
         if not deferred:
             _refuse(f"{name_of(func)} has a deferred tensor inside a slice or another object that hides it")
         if func in _READS or all(tensor.value is not None and tensor.tape.finished for tensor in deferred):
@@ -131,7 +136,7 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse(f"{func} runs on a tensor that engine.step() has yet to compute, by a way that cannot be recorded")
+        _refuse(f"{func} runs on a tensor that {words().step} has yet to compute, by a way that cannot be recorded")
 
 
 def values_of(tree: Any) -> Any:
@@ -165,18 +170,20 @@ def _refuse(what: str) -> NoReturn:
     line, code = source.running_line()
     raise CaptureError(
         f"{what}\n  {line}   {code}\n"
-        "Between engine(...) and engine.step() only operators on tensors are recorded; after engine.step() the tensor "
-        "is an ordinary one."
+        f"Between {words().call} and {words().step} only operators on tensors are recorded; after {words().step} the "
+        "tensor is an ordinary one."
     )
 
 
 def _refused(function: Any) -> str | None:
     name = getattr(function, "__name__", "")
     if name in ("__set__", "__delete__"):
-        return "is set on a tensor that engine.step() has yet to compute"
+        return f"is set on a tensor that {words().step} has yet to compute"
     if (getattr(function, "__module__", None) or "").startswith("torch.distributed"):
         return "exchanges values that are not computed yet: losses are those of the whole batch anyway"
-    return _REFUSED.get(name)
+    if name == "backward":
+        return f"was called on a result of {words().model}: call {words().backward}, and {words().step} makes the step"
+    return f"{_REFUSED[name]}: call {words().backward}" if name == "grad" else _REFUSED.get(name)
 
 
 _LOOKS: set[Any] = {
@@ -199,10 +206,8 @@ _READS: set[Any] = {
     torch.is_nonzero,
 }
 
-_BACKWARD = "was called on a result of the engine: call engine.backward(loss), and engine.step() makes the step"
 _REFUSED = {
-    "backward": _BACKWARD,
-    "grad": "asks for gradients, which exist inside the step only: call engine.backward(loss)",
+    "grad": "asks for gradients, which exist inside the step only",
     "register_hook": "waits for a gradient, which exists inside the step only",
     "retain_grad": "asks for a gradient that the step does not keep",
     "requires_grad_": "changes what gets a gradient: use detach()",

@@ -1,9 +1,9 @@
-"""The graphs of an engine: steps, forwards, and previews of values and gradients before the step."""
+"""The graphs of a loop: steps, forwards, and previews of values and gradients before the step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerograph import _torch
-from zerograph.compat.colossalai.deferred import Meta
-from zerograph.compat.colossalai.program import Program
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.sbp import NdSbp, Split, broadcast
+from zerograph.loops.deferred import Meta
+from zerograph.loops.program import Program
+from zerograph.loops.words import Words
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, differing, digest, mesh
@@ -29,11 +30,18 @@ _ADVICE = "(what is computed from this rank's part must be computed in the step:
 
 _UNEVEN = "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
 # The name under which ranks compare the outputs of a step.
-_OUTPUTS = "what engine.step() returns"
-_EARLY_GRADIENTS = (
-    "A gradient that is read before engine.step(), which all ranks must read or none, is computed by a call of its own."
-)
-_EARLY = "A value that is asked for before engine.step(), which all ranks must ask for or none, is a call of its own."
+_OUTPUTS = "what the step returns"
+
+
+def _early(words: Words) -> str:
+    return f"A value that is asked for before {words.step}, which all ranks must ask for or none, is a call of its own."
+
+
+def _early_gradient(words: Words) -> str:
+    return (
+        f"A gradient that is read before {words.step}, which all ranks must read or none, is computed by a call of its "
+        "own."
+    )
 
 
 class Recorded(ZeroGraph):
@@ -43,13 +51,13 @@ class Recorded(ZeroGraph):
         tape: the program's text. Another text is another step.
     """
 
-    purpose = advice = ""
+    purpose = ""
 
-    def __init__(self, model: nn.Module, criterion: Any) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], words: Words) -> None:
         super().__init__()
-        self.model = model
-        if isinstance(criterion, nn.Module):
-            self.criterion = criterion
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self._recorded_modules, self._words = dict(modules), words
         self.tape = ""
         self._program: Program | None = None
 
@@ -83,7 +91,7 @@ class Recorded(ZeroGraph):
         if facts is None:
             return None
         if not all(_OUTPUTS in of_rank for of_rank in facts):
-            raise RankMismatchError(f"{first_difference(facts, self._doing())} {_EARLY}")
+            raise RankMismatchError(f"{first_difference(facts, self._doing())} {_early(self._words)}")
         return [
             [[(call, leaf) for call, leaf in results] for results in json.loads(of_rank[_OUTPUTS])] for of_rank in facts
         ]
@@ -91,7 +99,7 @@ class Recorded(ZeroGraph):
     def run(
         self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
     ) -> list[list[Tensor]]:
-        """Run the program on the tensors of one or more calls of the engine.
+        """Run the program on the tensors of one or more calls of a forward.
 
         Args:
             program: the recorded program.
@@ -125,7 +133,7 @@ class Recorded(ZeroGraph):
             ]
             outputs = self(*inputs)
         except RankMismatchError as error:
-            advice = _UNEVEN if "local shape" in str(error) else self.advice
+            advice = _UNEVEN if "local shape" in str(error) else self._advice()
             raise RankMismatchError(f"{error} {advice}".strip()) from None
         return [output.to_local() if isinstance(output, DTensor) else output for output in outputs]
 
@@ -139,7 +147,7 @@ class Recorded(ZeroGraph):
         if differing is not None:
             problem = InputError(
                 f"a tensor of shape {tuple(calls[0][differing].shape)} that is not part of the batch differs between "
-                "the calls of the engine that make one update\nWith gradient accumulation such tensors must be the "
+                "the calls that make one update\nWith gradient accumulation such tensors must be the "
                 "same in all."
             )
         small = [(tuple(calls[0][n].shape), calls[0][n].tolist()) for n in whole if calls[0][n].numel() <= _FEW]
@@ -148,6 +156,10 @@ class Recorded(ZeroGraph):
             return
         shown = {f"a tensor of shape {shape} that is no part of the batch": f"{v} " + _ADVICE for shape, v in small}
         agree(self._join(), self._doing(), digest(small), lambda: shown, problem)
+
+    def _advice(self) -> str:
+        """Return advice for ranks that differ."""
+        return ""
 
     def _input(self, tensors: Sequence[Tensor], *, whole: bool) -> Tensor:
         first = tensors[0].detach()
@@ -186,16 +198,16 @@ class Recorded(ZeroGraph):
 class Step(Recorded):
     """Whole training steps."""
 
-    def __init__(self, model: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, criterion)
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, words: Words) -> None:
+        super().__init__(modules, words)
         self.add_optimizer(optimizer)
 
 
 class Forward(Recorded):
     """Forward passes, under the options of the steps."""
 
-    def __init__(self, model: nn.Module, criterion: Any, config: Config) -> None:
-        super().__init__(model, criterion)
+    def __init__(self, modules: Mapping[str, nn.Module], config: Config, words: Words) -> None:
+        super().__init__(modules, words)
         self.config = config
 
 
@@ -204,15 +216,13 @@ class Preview(Forward):
 
     Args:
         step: the graph of the step.
-        criterion: the engine's criterion.
         whole: run all calls of an update, not only one.
     """
 
-    purpose = "a value asked for before engine.step(): "
-    advice = _EARLY
+    purpose = "a value asked for before the step: "
 
-    def __init__(self, step: Step, criterion: Any, *, whole: bool) -> None:
-        super().__init__(step.model, criterion, step.config)
+    def __init__(self, step: Step, *, whole: bool) -> None:
+        super().__init__(step._recorded_modules, step.config, step._words)
         self._step = step
         self._compiler.accumulates = whole
 
@@ -232,17 +242,19 @@ class Preview(Forward):
         return self._step._seed_of_step()
 
     def _doing(self) -> str:
-        return "computing a value that was asked for before engine.step()"
+        return f"computing a value that was asked for before {self._words.step}"
+
+    def _advice(self) -> str:
+        return _early(self._words)
 
 
 class Gradients(Preview):
     """The gradients that a step will compute, before clipping."""
 
-    purpose = "gradients read before engine.step(): "
-    advice = _EARLY_GRADIENTS
+    purpose = "gradients read before the step: "
 
-    def __init__(self, step: Step, criterion: Any) -> None:
-        super().__init__(step, criterion, whole=True)
+    def __init__(self, step: Step) -> None:
+        super().__init__(step, whole=True)
         # By the program's text: names of the parameters that get a gradient.
         self._names: dict[str, tuple[str, ...]] = {}
 
@@ -251,7 +263,7 @@ class Gradients(Preview):
 
         Args:
             program: the recorded program.
-            calls: the tensors of each call of the engine that makes the update.
+            calls: the tensors of each call that makes the update.
             problem: the reason why this rank cannot run; then no rank runs.
 
         Raises:
@@ -286,7 +298,10 @@ class Gradients(Preview):
         return list(gradients.values())
 
     def _doing(self) -> str:
-        return "computing gradients that were read before engine.step()"
+        return f"computing gradients that were read before {self._words.step}"
+
+    def _advice(self) -> str:
+        return _early_gradient(self._words)
 
 
 def _same(tensors: Sequence[Tensor]) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import torch.nn.functional as F
 
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Meta, Reduction
-from zerograph.compat.colossalai.tape import Operand
 from zerograph.errors import CaptureError
+from zerograph.loops.deferred import Meta, Reduction
+from zerograph.loops.tape import Operand
+from zerograph.loops.words import words
 
 _DIVIDES = ("div", "divide", "true_divide", "__truediv__", "__div__")
 _MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
@@ -91,11 +92,11 @@ def check_division(
                 f"{what} is {'divided' if divides else 'multiplied'} by a tensor from outside the step"
                 f"{_here()}\nSums are those of the whole batch, {parts} times this rank's part: with a count of this "
                 f"rank's samples the result would be {parts} times too large. Let the criterion count, as in "
-                "engine.criterion(output, y, mask), which sees the whole batch. A constant is to be a plain number."
+                f"{words().criterion} which sees the whole batch. A constant is to be a plain number."
             )
     elif value.reduction == "sum" or (value.reduction is None and isinstance(by, int) and not value.shape):
         warn(
-            f"a sum is {'divided' if divides else 'multiplied'} by {by} before engine.step(){_here()}\n"
+            f"a sum is {'divided' if divides else 'multiplied'} by {by} before {words().step}{_here()}\n"
             f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
             "Take the mean, or let the criterion count."
         )

@@ -20,11 +20,12 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.capture.guards import module_guards
 from zerograph.capture.substitutes import substituted
-from zerograph.compat.colossalai import batchwise, counts
-from zerograph.compat.colossalai.deferred import Meta, name_of
-from zerograph.compat.colossalai.tape import Kind, Named, Operand, Outcome
 from zerograph.compiler.members import Members
 from zerograph.errors import CaptureError
+from zerograph.loops import batchwise, counts
+from zerograph.loops.deferred import Meta, name_of
+from zerograph.loops.tape import Kind, Named, Operand, Outcome
+from zerograph.loops.words import words
 
 
 def patched(function: Any) -> Any:
@@ -238,14 +239,14 @@ class _Run:
         written = [operand for operand, a, b in zip(operands, before, after, strict=True) if a != b]
         if any(isinstance(operand, Operand) and operand.real for operand in written) and not self.opaque:
             raise CaptureError(
-                f"{name_of(self.function)} writes a value that engine.step() has yet to compute into a tensor in place"
+                f"{name_of(self.function)} writes a value that {words().step} has yet to compute into a tensor in place"
                 f"{batchwise.here()}\nWrite total = total + loss.detach() instead of total += loss.detach(), or move "
-                "the line after engine.step()."
+                f"the line after {words().step}."
             )
         if written and not self.opaque:
             raise CaptureError(
                 f"{name_of(self.function)} writes to a tensor in place{batchwise.here()}\n"
-                "Results of the engine are computed by engine.step(), and cannot be written to before: write "
+                f"Results of {words().model} are computed by {words().step}, and cannot be written to before: write "
                 "x = x + y instead of x += y."
             )
         leaves, tree = pytree.tree_flatten(result)
@@ -274,9 +275,9 @@ class _Watch(_torch.TorchDispatchMode):
         if func in _READS or not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
             what = "indexing by a mask" if func is torch.ops.aten.index.Tensor else str(func)
             raise CaptureError(
-                f"{what} needs values that engine.step() has yet to compute{batchwise.here()}\n"
+                f"{what} needs values that {words().step} has yet to compute{batchwise.here()}\n"
                 "A step is one graph for all values: use torch.where, multiply by a mask, or look at the values after "
-                "engine.step()."
+                f"{words().step}."
             )
         return result
 

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Meta, name_of
 from zerograph.errors import CaptureError
+from zerograph.loops.deferred import Meta, name_of
+from zerograph.loops.words import words
 
 # The index of the dimension among the arguments, its keyword, and its default.
 _PICKS: Mapping[str, tuple[int, str, int | None]] = {
@@ -134,10 +135,10 @@ def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise a CaptureError: a call before ``engine.step()`` would mean something else on the whole batch."""
+    """Raise a CaptureError: a call before the step would mean something else on the whole batch."""
     raise CaptureError(
-        f"{what}, before engine.step(){here()}\n"
+        f"{what}, before {words().step}{here()}\n"
         "The step runs on the whole batch, of which this rank sees one part: the same numbers would mean other "
         "samples there. Keep samples apart (-1, flatten(1), a mask, gather() along another dimension), let the model "
-        "or the criterion do it, or look at the values after engine.step()."
+        f"or the criterion do it, or look at the values after {words().step}."
     )

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.compat.colossalai.deferred import Deferred, Meta, Result, name_of
 from zerograph.errors import CaptureError, InputError
+from zerograph.loops.deferred import Deferred, Meta, Result, name_of
+from zerograph.loops.words import Words, speak, words
 
 # How a real tensor enters the step: as this rank's part of the batch, or equal on all ranks.
 Kind = Literal["part", "whole"]
@@ -139,7 +140,8 @@ class Tape:
         calls: the recorded calls.
         tensors: the real tensors among their arguments.
         kinds: how each real tensor enters the step; None if that is not known yet.
-        losses: the arguments of ``engine.backward()``.
+        losses: the arguments of ``backward()``.
+        words: the names of the loop's calls.
         closed: no more calls are recorded, because the step or the accumulation's next call has begun.
         finished: the step has run, and every remaining deferred tensor has its value.
     """
@@ -152,6 +154,7 @@ class Tape:
     tensors: list[Tensor] = field(default_factory=list)
     kinds: list[Kind | None] = field(default_factory=list)
     losses: list[Result] = field(default_factory=list)
+    words: Words = field(default_factory=Words)
     closed: bool = False
     finished: bool = False
     _numbers: dict[int, int] = field(default_factory=dict)
@@ -169,12 +172,13 @@ class Tape:
         Raises:
             CaptureError: the step cannot repeat it.
         """
+        speak(self.words)
         if self.closed:
             raise self._over(function)
         if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             line, code = source.running_line()
             raise CaptureError(
-                f"torch.autocast is entered around the engine\n  {line}   {code}\n"
+                f"torch.autocast is entered around {words().model}\n  {line}   {code}\n"
                 "The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32."
             )
         plain, args = args, self.numbers.lifted(len(self.calls), function, args)
@@ -269,7 +273,8 @@ class Tape:
             return value
         if isinstance(value, DTensor):
             raise InputError(
-                "a global tensor was given to the engine, which takes this rank's part of the batch as plain tensors\n"
+                f"a global tensor was given to {words().model}, which takes this rank's part of the batch as plain "
+                "tensors\n"
                 "Pass zg.to_local(x), or write the step as a zg.ZeroGraph, which takes global tensors."
             )
         if isinstance(value, nn.Parameter) and (name := self.names(value)) is not None:
@@ -277,9 +282,10 @@ class Tape:
         if value.requires_grad:
             line, code = source.running_line()
             raise InputError(
-                f"a tensor of shape {tuple(value.shape)} that requires a gradient meets the engine's\n  {line}   {code}"
-                "\nIt was computed outside the step, so backward cannot reach its inputs. Compute it in the engine's "
-                "model or criterion, or pass its detach(). A penalty on parameters belongs into the criterion."
+                f"a tensor of shape {tuple(value.shape)} that requires a gradient meets a result of "
+                f"{words().model}\n  {line}   {code}"
+                "\nIt was computed outside the step, so backward cannot reach its inputs. Compute it in the "
+                "model or the criterion, or pass its detach(). A penalty on parameters belongs into the criterion."
             )
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
@@ -313,11 +319,11 @@ class Tape:
             if not isinstance(leaf.tape, Tape) or leaf.tape.numbers is not self.numbers:
                 raise CaptureError(
                     f"results of two engines are combined, or given from one to the other\n  {line}   {code}\n"
-                    "Each engine makes its own steps. Create one engine for a module that contains both models; pass "
+                    "Each makes its own steps. Create one for a module that contains both models; pass "
                     "detach() of values that are only looked at."
                 )
             raise CaptureError(
-                f"results of two calls of the engine that belong to different parts of an update are combined\n"
+                f"results of two calls of {words().model} that belong to different parts of an update are combined\n"
                 f"  {line}   {code}\n"
                 "With gradient accumulation each call has its own loss and its own backward(); pass detach() of values "
                 "that are only looked at."
@@ -327,6 +333,7 @@ class Tape:
     def _over(self, function: Any) -> CaptureError:
         line, code = source.running_line()
         return CaptureError(
-            f"{name_of(function)} on results of a call of the engine that engine.step() has closed\n  {line}   {code}\n"
+            f"{name_of(function)} on results of a call of {words().model} that {words().step} has closed\n"
+            f"  {line}   {code}\n"
             "With gradient accumulation they have values after the update; read them, as with .item(), before."
         )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from zerograph._torch import pytree
-from zerograph.compat.colossalai.deferred import Meta, Result
-from zerograph.compat.colossalai.metadata import patched
-from zerograph.compat.colossalai.tape import Call, Kind, Named, RealTensor, Tape
 from zerograph.errors import CaptureError, ZeroGraphError
+from zerograph.loops.deferred import Meta, Result
+from zerograph.loops.metadata import patched
+from zerograph.loops.tape import Call, Kind, Named, RealTensor, Tape
 from zerograph.runtime.job.process_group import digest
 
 

@@ -1,4 +1,4 @@
-"""Answer ``parameter.grad`` between ``engine.backward()`` and ``engine.step()``: reading works, writing is an error.
+"""Answer ``parameter.grad`` between ``backward()`` and the step: reading works, writing is an error.
 
 The step computes, reduces and uses gradients in one graph. Code that reads them earlier gets the gradient of the whole
 batch from a separate graph. Code that writes to them would have no effect, so it is an error with its line.
@@ -19,11 +19,14 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError
+from zerograph.loops.words import Words, speak, words
 from zerograph.runtime.parameters import read_gradient_by
 
 
-class Engine(Protocol):
-    """The engine whose gradients are read."""
+class Owner(Protocol):
+    """The loop whose gradients are read."""
+
+    words: Words
 
     def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
         """Compute the gradients of all losses since the last update; None if there is no loss."""
@@ -32,17 +35,17 @@ class Engine(Protocol):
         """Return whether there is a loss that no update has used yet."""
 
     def zeroed_by(self, owner: object) -> bool:
-        """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the engine's model or optimizer."""
+        """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the loop's model or optimizer."""
 
     def warn_of_reading_late(self) -> None:
         """Warn that gradients were read after the last update has used them."""
 
 
 class Reader:
-    """Answer ``parameter.grad`` for the parameters of an engine."""
+    """Answer ``parameter.grad`` for the parameters of a loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Answer for these parameters from now on."""
@@ -54,29 +57,31 @@ class Reader:
         frame = _reader_frame()
         if frame is None or _is_ours(frame) or frame.f_code in _MOVING:
             return None
-        if not self._engine.waits_for_step():
+        speak(self._owner.words)
+        if not self._owner.waits_for_step():
             if frame.f_code not in _ZEROING:
-                self._engine.warn_of_reading_late()
+                self._owner.warn_of_reading_late()
             return None
         if frame.f_code in _ZEROING:
-            if self._engine.zeroed_by(frame.f_locals.get("self")):
+            if self._owner.zeroed_by(frame.f_locals.get("self")):
                 return None
             _refuse(
-                "zero_grad() of some of the engine's parameters, between engine.backward() and engine.step()",
-                "Call engine.zero_grad(), which discards all losses since the last engine.step().",
+                f"zero_grad() of some of the parameters of {words().model}, before {words().step}",
+                f"Call {words().zero_grad}, which discards all losses since the last {words().step}.",
             )
-        gradient = (self._engine.gradients() or {}).get(parameter)
+        gradient = (self._owner.gradients() or {}).get(parameter)
         return None if gradient is None else gradient.as_subclass(Gradient)
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
         """Refuse to set or delete a gradient before the step has computed it.
 
         Raises:
-            CaptureError: ``engine.step()`` would not see it.
+            CaptureError: the step would not see it.
         """
         frame = _reader_frame()
-        if frame is not None and not _is_ours(frame) and self._engine.waits_for_step():
-            _refuse("parameter.grad is set or deleted between engine.backward() and engine.step()", _ADVICE)
+        if frame is not None and not _is_ours(frame) and self._owner.waits_for_step():
+            speak(self._owner.words)
+            _refuse(f"parameter.grad is set or deleted before {words().step}", _advice())
 
 
 class Gradient(Tensor):
@@ -90,7 +95,7 @@ class Gradient(Tensor):
         if _writes(name) and args:
             written.append(args[0])
         if any(isinstance(leaf, Gradient) for leaf in pytree.tree_leaves(written)):
-            _refuse(f"{name}() writes to a gradient that was read before engine.step()", _ADVICE)
+            _refuse(f"{name}() writes to a gradient that was read before {words().step}", _advice())
         with _torch.without_torch_function():
             result = func(*args, **kwargs)
         if func in (Tensor.numpy, Tensor.__array__):
@@ -139,11 +144,12 @@ def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("zerograph.")
 
 
-_ADVICE = (
-    "The step computes and uses gradients inside one graph: changes of parameter.grad would have no effect. "
-    "Clip by the configuration (clip_grad in zero, clip_grad_norm without), change the loss, or write the step as a "
-    "zg.ZeroGraph, whose build() may change gradients after loss.backward()."
-)
+def _advice() -> str:
+    return (
+        "The step computes and uses gradients inside one graph: changes of parameter.grad would have no effect. "
+        f"Clip by {words().clip}, change the loss, or write the step as a zg.ZeroGraph, whose build() may change "
+        "gradients after loss.backward()."
+    )
 
 
 def _refuse(what: str, advice: str) -> NoReturn:
