@@ -26,7 +26,7 @@ class BucketUpdate:
     """How a bucket is updated.
 
     Attributes:
-        programs: the update program of each slot, if slots are dealt to ranks; else one program for the whole bucket.
+        programs: the update program of each slot, if slots have owners; else one program for the whole bucket.
         first: whether this is the first update, so that the state is new.
         numbers: name of the graph input of each hyperparameter (learning rate, ...), by its name in the programs.
         layouts: layout of each 1-D entry of the optimizer state, by name; see :class:`zerograph.runtime.state.Store`.

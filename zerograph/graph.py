@@ -19,7 +19,7 @@ from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.members import Members
 from zerograph.compiler.steps import Steps
 from zerograph.config import Config
@@ -252,7 +252,7 @@ class ZeroGraph(Inspected, Stateful):
         return Prepared(step)
 
     @one_thread("lay_out()", collective=False)
-    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
+    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[PlannedBucket, ...]:
         """Return the buckets that :meth:`prepare` would make for the same arguments, at the cost of a capture.
 
         Raises:

@@ -31,7 +31,7 @@ c10d = torch.ops._c10d_functional
 
 
 def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Give values, sizes and updates of dealt buckets this rank's shape; replace boxing nodes by collectives."""
+    """Give values, sizes and updates by owners this rank's shape; replace boxing nodes by collectives."""
     graph = module.graph
     # Nodes whose local value is their global value.
     unchanged: set[fx.Node] = set()

@@ -60,7 +60,7 @@ def gather_in_place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _can_share_buffer(bucket: Bucket) -> bool:
     """Return whether the shard is one piece of the bucket, aligned as the device needs it."""
-    if bucket.rows is not None or bucket.dealt or sum(isinstance(sbp, Split) for sbp in bucket.sbp) != 1:
+    if bucket.rows is not None or bucket.has_owners or sum(isinstance(sbp, Split) for sbp in bucket.sbp) != 1:
         return False
     piece = bucket.padded // bucket.ranks * bucket.dtype.itemsize
     return bucket.device.type == "cpu" or piece % _ALIGNMENT == 0

@@ -53,7 +53,7 @@ def _is_table(bucket: Bucket, ranks: int) -> bool:
     """Return whether the bucket is one matrix, so that each rank's shard of it is some of its rows."""
     shape = bucket.slots[0].shape
     alone = len(bucket.slots) == 1 and bucket.padded == bucket.slots[0].numel
-    return alone and not bucket.dealt and bucket.rows is None and len(shape) == 2 and shape[0] % ranks == 0
+    return alone and not bucket.has_owners and bucket.rows is None and len(shape) == 2 and shape[0] % ranks == 0
 
 
 def _look_up_in_shards(table: fx.Node, context: Context) -> None:

@@ -48,6 +48,7 @@ from zerograph._torch.modules import (
     module_tables,
     replaced_total_norm,
     trusted_causal_flags,
+    unsaved_buffers,
     with_tensors,
 )
 from zerograph._torch.operators import (
@@ -193,6 +194,7 @@ __all__ = [
     "trace",
     "trusted_causal_flags",
     "unhooked_step",
+    "unsaved_buffers",
     "unwrapped",
     "version",
     "viewed_arguments",

@@ -38,6 +38,15 @@ def hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     return *forward, module._backward_pre_hooks, module._backward_hooks
 
 
+def unsaved_buffers(root: nn.Module) -> set[str]:
+    """Return the qualified names of buffers that were registered with ``persistent=False``."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in root.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
 @contextlib.contextmanager
 def replaced_total_norm(function: Callable[[Sequence[Tensor], float, bool], Tensor | None]) -> Iterator[None]:
     """Make ``clip_grad_norm_`` and ``get_total_norm`` ask ``function(tensors, p, error_if_nonfinite)`` for the norm.

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.sbp import NdSbp
@@ -56,7 +56,7 @@ class PreparedStep(RewrittenStep):
         update_seconds: seconds that tracing the optimizers' updates took; 0 if all updates were cached.
     """
 
-    layout: tuple[Planned, ...]
+    layout: tuple[PlannedBucket, ...]
     update_seconds: float
 
     @property

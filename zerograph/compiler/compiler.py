@@ -22,7 +22,7 @@ from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.fingerprint import fingerprint, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
-from zerograph.compiler.layout import Planned, Update
+from zerograph.compiler.layout import PlannedBucket, Update
 from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
 from zerograph.compiler.memory_search import Candidate, search_memory
 from zerograph.compiler.plain_inputs import (
@@ -249,7 +249,7 @@ class Compiler:
         }
         return [(after, self.config.key())]
 
-    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[Planned, ...]:
+    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[PlannedBucket, ...]:
         """Return the buckets of the step that :meth:`prepare` would make. No pass is run."""
         self._check(members)
         captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
@@ -362,7 +362,7 @@ class Compiler:
             warnings.warn(message, stacklevel=2)
 
     def _apply(
-        self, job: Job, members: Members, layout: Sequence[Planned], places: Mapping[str, Extents]
+        self, job: Job, members: Members, layout: Sequence[PlannedBucket], places: Mapping[str, Extents]
     ) -> dict[str, Store]:
         """Bring the state into the planned layout, and return the stores by bucket name.
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import boxing_of, meta
 
 
-def fingerprint(layout: Sequence[Planned], graph: fx.GraphModule) -> list[str]:
+def fingerprint(layout: Sequence[PlannedBucket], graph: fx.GraphModule) -> list[str]:
     """Return the buckets and the emitted graph as lines of text, equal on all ranks that run the same step."""
     lines = [
         f"{planned.bucket.name}: {', '.join(slot.name for slot in planned.bucket.slots)}; optimizer state "
         f"{'none yet' if planned.fresh else ', '.join(planned.specs)}"
-        f"{f'; dealt out to ranks {planned.bucket.owners}' if planned.bucket.dealt else ''}"
+        f"{f'; owned by ranks {planned.bucket.owners}' if planned.bucket.has_owners else ''}"
         for planned in layout
     ]
     return [*lines, *_lines(graph.graph)]

@@ -65,7 +65,7 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedBucket:
     """A bucket of a step, before its store exists.
 
     Attributes:
@@ -101,7 +101,7 @@ def plan_layout(
     updates: Mapping[str, Update],
     *,
     train: bool,
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedBucket, ...]:
     """Return the step's buckets in order of first use. Changes no state.
 
     Args:
@@ -119,7 +119,7 @@ def plan_layout(
     order = _first_uses(captured, members)
     edits = {name: edit.key for name, edit in edited_gradients(captured.graph.graph).items() if name in updates}
     copies = dict.fromkeys(compute_copies(captured.graph.graph, config.amp_dtype), config.amp_dtype)
-    kept: list[Planned] = []
+    kept: list[PlannedBucket] = []
     loose: list[str] = []
     for store, names in _by_store(members, order).items():
         if store is None:
@@ -133,7 +133,7 @@ def plan_layout(
             dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
             bucket = replace(store.layout, slots=_renamed_slots(store, members), compute_dtype=dtype)
             store_state = store.specs, store.layouts, store.optimizer, store.fresh
-            kept.append(Planned(bucket, store, _updates(bucket, updates), *store_state))
+            kept.append(PlannedBucket(bucket, store, _updates(bucket, updates), *store_state))
         else:
             loose += names
     loose.sort(key=order.__getitem__)
@@ -214,8 +214,8 @@ def _can_keep(
         }
         for parameter in store.parameters
     ]
-    dealt = _is_dealt(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
-    return (store.layout.dealt, store.layout.one_by_one) == (dealt, one_by_one) and (
+    has_owner = _has_owner(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
+    return (store.layout.has_owners, store.layout.one_by_one) == (has_owner, one_by_one) and (
         store.layouts == _state_layouts(store.layout, store.specs, shapes)
     )
 
@@ -235,14 +235,14 @@ def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
     return not config.policy.split or numel < config.shard_min_size
 
 
-def _is_dealt(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
+def _has_owner(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
     """Return True if one rank owns the whole parameter."""
-    return one_by_one or (config.policy.deals and not by_user and not stays_whole(parameter, config))
+    return one_by_one or (config.policy.assigns_owners and not by_user and not stays_whole(parameter, config))
 
 
-def _stays_together(store: Store, *, dealt: bool) -> bool:
+def _stays_together(store: Store, *, has_owner: bool) -> bool:
     """Return True if parameters of the store are not put into buckets with parameters of other stores."""
-    return not store.is_provisional and store.layout.dealt == dealt
+    return not store.is_provisional and store.layout.has_owners == has_owner
 
 
 def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:
@@ -260,7 +260,7 @@ def _new_buckets(
     edits: Mapping[str, Hashable],
     copies: Mapping[str, torch.dtype | None],
     names: Sequence[str],
-) -> list[Planned]:
+) -> list[PlannedBucket]:
     """Return new buckets of the named parameters."""
     tied = set(members.aliases.values())
     parameters, states = [], {}
@@ -269,17 +269,17 @@ def _new_buckets(
         states[name] = state = _parameter_state(parameter, update)
         sbp = annotated_sbp(name, parameter, mesh)
         by_user = sbp[zero_dim] != broadcast
-        dealt = _is_dealt(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
+        has_owner = _has_owner(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
         key: Hashable = (
             None if update is None else update.key(),
             state.key(),
             # A bucket has one edit of its gradient, and one part in each norm.
             edits.get(name),
             # Two graphs that share parameters, but not buckets, get buckets that suit both.
-            store.serial if (store := store_of(parameter)) and _stays_together(store, dealt=dealt) else None,
+            store.serial if (store := store_of(parameter)) and _stays_together(store, has_owner=has_owner) else None,
             # A tied weight is used at both ends of the model. In a bucket of its own it can be resharded in between.
             # Dealt out by itself, it would take as much memory on every rank as on its owner.
-            name if name in tied and not config.policy.deals else None,
+            name if name in tied and not config.policy.assigns_owners else None,
         )
         if state.one_by_one and split_dim(sbp) is not None:
             raise CaptureError(
@@ -288,7 +288,7 @@ def _new_buckets(
                 "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        parameters.append(Parameter(name, *spec, key, sbp, dealt, state.one_by_one, copies.get(name)))
+        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name)))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,
@@ -308,10 +308,10 @@ def _memory(bucket: Bucket, config: Config) -> ShardStorage:
     return ShardStorage(device, option is None or option.pin_memory)
 
 
-def _planned(bucket: Bucket, updates: Mapping[str, Update], states: Sequence[_ParameterState]) -> Planned:
+def _planned(bucket: Bucket, updates: Mapping[str, Update], states: Sequence[_ParameterState]) -> PlannedBucket:
     first = states[0]
     layouts = _state_layouts(bucket, first.specs, [state.shapes for state in states])
-    return Planned(bucket, None, _updates(bucket, updates), first.specs, layouts, first.keeper, first.fresh)
+    return PlannedBucket(bucket, None, _updates(bucket, updates), first.specs, layouts, first.keeper, first.fresh)
 
 
 def _updates(bucket: Bucket, updates: Mapping[str, Update]) -> tuple[Update, ...]:

@@ -13,7 +13,7 @@ from zerograph._torch import OpOverload
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
-from zerograph.compiler.layout import Planned, Update, plan_layout
+from zerograph.compiler.layout import PlannedBucket, Update, plan_layout
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
@@ -74,7 +74,7 @@ def lay_out(
     updates: Mapping[str, Update],
     *,
     trains: bool,
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedBucket, ...]:
     """Return the buckets of a step with their storage.
 
     Args:
@@ -142,7 +142,7 @@ class Preparation:
             self._results[key] = meta(step.emitted.output_node()).get("shortage") or step
         return self._results[key]
 
-    def _run_passes(self, candidate: Candidate, layout: Sequence[Planned]) -> PreparedStep:
+    def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
         show = self.warn
 
@@ -164,7 +164,7 @@ class Preparation:
             update_seconds=self.update_seconds,
         )
 
-    def _context(self, candidate: Candidate, layout: Sequence[Planned], warn: Callable[[str], None]) -> Context:
+    def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
         config = self.config
         return Context(
             mesh=self.mesh,
@@ -200,7 +200,7 @@ class Preparation:
         )
 
 
-def _bucket_update(planned: Planned) -> BucketUpdate:
+def _bucket_update(planned: PlannedBucket) -> BucketUpdate:
     entries = planned.updates[0].program.state
     return BucketUpdate(
         tuple(update.program for update in planned.updates),

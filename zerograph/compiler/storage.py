@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, Folder, ShardStorage
@@ -20,7 +20,7 @@ from zerograph.runtime.offload.files import Extent, open_file, reserve
 from zerograph.runtime.state import Extents
 
 
-def assign_storage(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tuple[Planned, ...]:
+def assign_storage(layout: Sequence[PlannedBucket], config: Config, mesh: Mesh) -> tuple[PlannedBucket, ...]:
     """Return the layout with the storage of each bucket that the step updates; other buckets keep theirs.
 
     :func:`keep_gather_buffers` assigns the gather buffers, once the graph is emitted.
@@ -52,7 +52,7 @@ def assign_storage(layout: Sequence[Planned], config: Config, mesh: Mesh) -> tup
     return tuple(assigned)
 
 
-def keep_gather_buffers(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Planned, ...]:
+def keep_gather_buffers(layout: Sequence[PlannedBucket], graph: fx.Graph) -> tuple[PlannedBucket, ...]:
     """Return the layout with a gather buffer for each bucket that the emitted graph gathers into one."""
     names = {meta(node)["role"].bucket for node in placeholders(graph, "gather_buffer")}
     kept = []
@@ -64,7 +64,7 @@ def keep_gather_buffers(layout: Sequence[Planned], graph: fx.Graph) -> tuple[Pla
     return tuple(kept)
 
 
-def _check_options(layout: Sequence[Planned], config: Config) -> None:
+def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
     if config.parameter_offload is not None and not (config.policy.split and config.policy.reshard_after_forward):
         raise ConfigError(
             "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
@@ -88,7 +88,7 @@ def _folder(option: Offload | None) -> Folder | None:
     return None if option is None else option.folder
 
 
-def reserve_files(layout: Sequence[Planned], mesh: Mesh, rank: int) -> dict[str, Extents]:
+def reserve_files(layout: Sequence[PlannedBucket], mesh: Mesh, rank: int) -> dict[str, Extents]:
     """Reserve space in this rank's files for all state that moves there.
 
     Space that is not used is freed when the result is deleted.

@@ -1,4 +1,4 @@
-"""Placements between steps: SBPs, and owners of parameters that are dealt out whole."""
+"""Placements between steps: SBPs, and owners of whole parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerograph.ir.sbp import NdSbp, Sbp, all_broadcast
 from zerograph.runtime.state import Store, store_of
 
 if TYPE_CHECKING:
-    from zerograph.compiler.layout import Planned
+    from zerograph.compiler.layout import PlannedBucket
 
 
 def placements(members: Members, mesh_dims: int) -> dict[str, Sbp | NdSbp]:
@@ -32,7 +32,7 @@ def placements(members: Members, mesh_dims: int) -> dict[str, Sbp | NdSbp]:
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in by_name.items()}
 
 
-def planned_placements(layout: Iterable[Planned], mesh_dims: int) -> dict[str, Sbp | NdSbp]:
+def planned_placements(layout: Iterable[PlannedBucket], mesh_dims: int) -> dict[str, Sbp | NdSbp]:
     """Return the placements of parameters and states in planned buckets, as :func:`placements` does."""
     by_name: dict[str, NdSbp] = {}
     for planned in layout:
@@ -54,7 +54,7 @@ def _of_slot(
 
 
 def owners(members: Members) -> dict[str, int]:
-    """Return the rank that owns each parameter that is dealt out whole: its index along the ZeRO dimension."""
+    """Return the owner of each parameter that one rank stores whole: its index along the ZeRO dimension."""
     ranks: dict[str, int] = {}
     for name, parameter in members.parameters.items():
         store = store_of(parameter)

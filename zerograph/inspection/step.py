@@ -11,7 +11,7 @@ from torch import fx
 
 from zerograph.capture.captured import Captured
 from zerograph.compiler.compiled import PreparedStep, RewrittenStep
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.diff import Diff, compare
@@ -221,7 +221,7 @@ class Prepared(Inspection):
         super().__init__(step)
 
     @property
-    def layout(self) -> tuple[Planned, ...]:
+    def layout(self) -> tuple[PlannedBucket, ...]:
         """The buckets, in order of first use."""
         return self.step.layout
 

@@ -205,7 +205,7 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
         location=offloaded_to(bucket),
         optimizer=None if update is None else update.program.optimizer,
         how="no update" if update is None else _how(update.program, bucket),
-        dealt=bucket.dealt,
+        dealt=bucket.has_owners,
         owners=bucket.owners or (),
     )
 
@@ -218,7 +218,7 @@ def offloaded_to(bucket: Bucket) -> str:
 
 
 def _how(program: UpdateProgram, bucket: Bucket) -> str:
-    if program.mixes is None and bucket.dealt:
+    if program.mixes is None and bucket.has_owners:
         return f"{program.optimizer}, elementwise, whole parameters dealt out to ranks"
     if program.mixes is None:
         return f"{program.optimizer}, elementwise on the flat bucket"

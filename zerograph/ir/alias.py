@@ -63,7 +63,7 @@ def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:
     The last entry is that of all further results.
     """
     if node.op == "call_module" and loop_of(node) is None:
-        # The update of a dealt bucket returns the bucket's shard, which it wrote.
+        # The update of a bucket with owners returns the bucket's shard, which it wrote.
         return node.all_input_nodes[:1]
     if node.target is operator.getitem and not isinstance(node.all_input_nodes[0].meta["val"], Tensor):
         shared = shared_arguments(node.all_input_nodes[0])

@@ -1,9 +1,9 @@
 """Buckets: parameters of one optimizer group and dtype in one flat tensor.
 
 If the update is elementwise, parameters are concatenated, and the ranks' shards cut through them. Otherwise, or if the
-mode asks for it, they are *dealt*: each one is whole inside the shard of one rank, its owner, which updates it.
-Gathering and reducing a dealt bucket is the same collective, and the update sees whole parameters without
-communication. Elementwise updates run once over a whole shard in both cases, other updates *one by one*.
+mode asks for it, each one has an *owner*: it is whole inside the shard of one rank, which updates it. Gathering and
+reducing such a bucket is the same collective, and the update sees whole parameters without communication. Elementwise
+updates run once over a whole shard in both cases, other updates *one by one*.
 
 Parameters that the user has split (tensor parallelism) are in buckets with rows. Row r is the flat bucket of rank r
 along the mesh dimension of that split: rows are S(0) along it, and elements S(1) along the ZeRO dimension. Parameters
@@ -94,7 +94,7 @@ class Bucket:
         ranks: number of ranks along ``zero_dim``, which divides ``padded``.
         zero_dim: the mesh dimension that ZeRO splits along.
         rows: number of rows; None for a flat bucket.
-        owners: index along ``zero_dim`` of the owner of each slot; None if the bucket is not dealt.
+        owners: index along ``zero_dim`` of the owner of each slot; None if slots have no owners.
         one_by_one: the update is not elementwise and runs for each parameter.
         compute_dtype: dtype of the copy that the step computes with; None for ``dtype``.
         storage: where the bucket is stored between steps.
@@ -122,7 +122,7 @@ class Bucket:
         return self.device if self.storage.device is None else self.storage.device
 
     @property
-    def dealt(self) -> bool:
+    def has_owners(self) -> bool:
         """True if each parameter is whole inside the shard of its owner."""
         return self.owners is not None
 
@@ -181,7 +181,7 @@ class Parameter:
     device: torch.device
     key: Hashable
     sbp: NdSbp
-    dealt: bool = False
+    has_owner: bool = False
     one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
 
@@ -206,7 +206,7 @@ def plan_buckets(
         split: split the buckets; else they are broadcast.
         min_split_numel: parameters with fewer elements are broadcast, in buckets of their own.
         bucket_bytes: maximum size of a bucket in bytes (a larger parameter has a bucket to itself); None for
-            :func:`default_bytes`. A dealt bucket grows until its parameters deal out evenly, because padding would
+            :func:`default_bytes`. A bucket with owners grows until these own about the same, because padding would
             cost more than latency.
         first_number: number of the first bucket; names are ``bucket<number>``.
     """
@@ -221,13 +221,13 @@ def plan_buckets(
         key = (small, parameter.sbp, kind, parameter.key)
         group = by_key.setdefault(key, [])
         if not group or (
-            sum(map(_bytes, group[-1])) + _bytes(parameter) > max_bytes and _deals_evenly(group[-1], ranks)
+            sum(map(_bytes, group[-1])) + _bytes(parameter) > max_bytes and _needs_little_padding(group[-1], ranks)
         ):
             group.append([])
             in_order.append(group[-1])
         group[-1].append(parameter)
     for group in by_key.values():
-        if len(group) > 1 and not _deals_evenly(group[-1], ranks):
+        if len(group) > 1 and not _needs_little_padding(group[-1], ranks):
             group[-2] += group[-1]
             group[-1].clear()
     loads = [0] * ranks
@@ -272,7 +272,7 @@ def state_layout(
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
     ]
-    laid, padded = _dealt(slots, bucket.owners, bucket.ranks)
+    laid, padded = _laid_by_owner(slots, bucket.owners, bucket.ranks)
     numel = sum(slot.numel for slot in slots)
     return replace(
         bucket,
@@ -302,9 +302,9 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     if not whole and row_dim != zero_dim:
         sbp[zero_dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
-    if first.dealt:
+    if first.has_owner:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
-        laid, padded = _dealt(slots, owners, ranks)
+        laid, padded = _laid_by_owner(slots, owners, ranks)
         return Bucket(
             name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners, first.one_by_one, first.compute_dtype
         )
@@ -333,7 +333,7 @@ def from_rows(laid: Tensor, slot: Slot) -> Tensor:
 
 
 def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ...]:
-    """Return the owner of each parameter: deal the largest first to the rank with the fewest elements (LPT rule).
+    """Return the owner of each parameter: the largest first goes to the rank with the fewest elements (LPT rule).
 
     The number of elements is balanced because every shard is padded to the longest, in memory and on the wire. It is
     proportional to the work if matrices share a smaller side, as in a transformer (the flops of Muon are elements times
@@ -347,7 +347,7 @@ def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ..
     return tuple(owners)
 
 
-def _dealt(slots: Sequence[Slot], owners: Sequence[int], ranks: int) -> tuple[tuple[Slot, ...], int]:
+def _laid_by_owner(slots: Sequence[Slot], owners: Sequence[int], ranks: int) -> tuple[tuple[Slot, ...], int]:
     """Return the slots, each inside the shard of its owner, and the length of all shards together."""
     used = [0] * ranks
     for slot, owner in zip(slots, owners, strict=True):
@@ -360,13 +360,13 @@ def _dealt(slots: Sequence[Slot], owners: Sequence[int], ranks: int) -> tuple[tu
     return tuple(laid), shard * ranks
 
 
-# A dealt bucket with at most this padding, as a fraction of its parameters, takes no further parameters.
+# A bucket with owners and at most this padding, as a fraction of its parameters, takes no further parameters.
 _MAX_PADDING = 1 / 8
 
 
-def _deals_evenly(members: Sequence[Parameter], ranks: int) -> bool:
-    """Return True if the parameters need little padding when they are dealt, or are not dealt."""
-    if not members[0].dealt:
+def _needs_little_padding(members: Sequence[Parameter], ranks: int) -> bool:
+    """Return True if all shards are about as long as the longest, or the parameters have no owners."""
+    if not members[0].has_owner:
         return True
     sizes = list(map(_numel, members))
     loads = [0] * ranks

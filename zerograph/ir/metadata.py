@@ -178,7 +178,7 @@ class NodeMeta(_Global, total=False):
 
     Attributes:
         parameter: on a view of a bucket: qualified name of the parameter.
-        bucket: on the update of a dealt bucket: name of the bucket.
+        bucket: on the update of a bucket with owners: its name.
         gradient: on a flat gradient: name of its bucket.
         gradient_of: on the gradient that a fused update reads: name of its bucket.
         accumulated: on a flat gradient that a loop accumulated: name of its bucket, if it has one.

@@ -14,7 +14,7 @@ class ZeroPolicy:
         split: parameters, optimizer state and master weights are stored S(0), else B.
         reshard_after_forward: gathered parameters are freed after forward and gathered again for backward.
         reduce_early: a bucket's gradient is reduced as soon as it is complete, else after backward.
-        deals: each parameter is dealt whole to one rank, so that shards do not cut through parameters.
+        assigns_owners: each parameter is whole on one rank, its owner, so that shards do not cut through parameters.
         dim: the mesh dimension that ZeRO splits along.
     """
 
@@ -22,7 +22,7 @@ class ZeroPolicy:
     split: bool
     reshard_after_forward: bool
     reduce_early: bool
-    deals: bool = False
+    assigns_owners: bool = False
     dim: int = 0
 
 
@@ -41,5 +41,5 @@ def policy(mode: str, stage: int) -> ZeroPolicy:
         return OFF
     chosen = STAGES[stage]
     if mode == "non_distributed":
-        return replace(chosen, name=f"{chosen.name}, non-distributed", deals=True)
+        return replace(chosen, name=f"{chosen.name}, non-distributed", assigns_owners=True)
     return chosen

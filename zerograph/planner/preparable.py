@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Protocol
 
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.config import Config
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
@@ -24,7 +24,7 @@ class Preparable(Protocol):
     def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
         """Prepare a step; see :meth:`zerograph.ZeroGraph.prepare`."""
 
-    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[Planned, ...]:
+    def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[PlannedBucket, ...]:
         """Lay out a step; see :meth:`zerograph.ZeroGraph.lay_out`."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerograph.compiler.layout import Planned
+from zerograph.compiler.layout import PlannedBucket
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.mesh import Mesh, local_shape
 
@@ -45,7 +45,7 @@ class StoredBytes:
 
 
 def stored_bytes(
-    layout: Sequence[Planned], mesh: Mesh, *, early: bool = True, reduce_dtype: torch.dtype | None = None
+    layout: Sequence[PlannedBucket], mesh: Mesh, *, early: bool = True, reduce_dtype: torch.dtype | None = None
 ) -> StoredBytes:
     """Count the bytes of all buckets of a step.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, Slot
@@ -118,21 +119,12 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
 
 def plain_members(members: Members) -> dict[str, Tensor]:
     """Return persistent buffers, and parameters that are in no store, by their names in a checkpoint."""
-    skipped = unsaved_buffers(members)
+    skipped = _torch.unsaved_buffers(members.root)
     tensors = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
     for name, parameter in members.parameters.items():
         if store_of(parameter) is None:
             tensors[f"modules.{name}"] = parameter.detach()
     return tensors
-
-
-def unsaved_buffers(members: Members) -> set[str]:
-    """Return the names of buffers that were registered with ``persistent=False``."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in members.root.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
 
 
 def in_place(

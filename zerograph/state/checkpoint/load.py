@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
+from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint import index
@@ -24,7 +25,7 @@ from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
-from zerograph.state.checkpoint.contents import Named, in_place, names_of, plain_members, unsaved_buffers
+from zerograph.state.checkpoint.contents import Named, in_place, names_of, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import folder_of, raise_interrupt
 from zerograph.state.hyperparameter_checks import check_hyperparameters
@@ -97,7 +98,7 @@ def load(
 
 def _check_names(checkpoint: Index, members: Members) -> None:
     """Check that the checkpoint has exactly the members' tensors, with their shapes and compatible dtypes."""
-    skipped = unsaved_buffers(members)
+    skipped = _torch.unsaved_buffers(members.root)
     tensors = {**members.parameters, **{n: b for n, b in members.buffers.items() if n not in skipped}}
     shapes = {f"modules.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
     saved_shapes = {name: entry.shape for name, entry in checkpoint.tensors.items() if name.startswith("modules.")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import os
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.compiler.members import Members, Optimizers
-from zerograph.errors import ConfigError
+from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
@@ -22,10 +23,10 @@ from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.state import stores_of
 from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.state.checkpoint.document import encode
-from zerograph.state.checkpoint.fitting import check_fits, check_generators
 from zerograph.state.checkpoint.load import load, open_checkpoint
 from zerograph.state.checkpoint.pretrained import configurations
 from zerograph.state.checkpoint.written import Counts, Written, written
+from zerograph.state.hyperparameter_checks import check_scheduler
 from zerograph.state.state_dict import load_groups, numbered_groups
 
 
@@ -107,10 +108,10 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     try:
         reader = open_checkpoint(path)
         saved = written(reader)
-        check_fits(saved, parts.schedulers, parts.scaler)
+        _check_fits(saved, parts.schedulers, parts.scaler)
         start = _generator_of(job.rank)
         generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
-        check_generators(reader, generators)
+        _check_generators(reader, generators)
     except BaseException as error:
         problem = error
     # A file that one rank cannot read is an error on all ranks.
@@ -128,6 +129,44 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         parts.scaler.load_state_dict(saved.scaler)
     _set_generators(reader, generators)
     return saved.counts
+
+
+def _check_fits(document: Written, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None) -> None:
+    """Check that each scheduler and the loss scale accept their saved state; :func:`load` checks how many there are.
+
+    Raises:
+        CheckpointError: a scheduler or the loss scale does not accept its saved state.
+    """
+    for scheduler, state in zip(schedulers, document.schedulers, strict=False):
+        if scheduler is not None and state is not None:
+            try:
+                check_scheduler(scheduler, state)
+            except ConfigError as error:
+                raise CheckpointError(f"the checkpoint does not fit: {error}") from error
+    if scaler is not None and document.scaler is not None:
+        try:
+            copy.copy(scaler).check_state(document.scaler)
+        except ConfigError as error:
+            raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
+
+
+def _check_generators(reader: Reader, names: Sequence[str]) -> None:
+    """Check that a generator accepts each saved random state.
+
+    Raises:
+        CheckpointError: a generator refuses a state.
+    """
+    for name in names:
+        if not name.endswith(".cpu") and not torch.cuda.is_available():
+            continue
+        try:
+            torch.Generator("cpu" if name.endswith(".cpu") else "cuda").set_state(reader.whole(name))
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{reader.folder} is damaged: {name} is not a state of a generator: {error}"
+            ) from error
 
 
 def _generators(job: Job) -> dict[str, Pieces]:
