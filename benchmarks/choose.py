@@ -10,7 +10,7 @@ import typer
 
 
 class Named(Protocol):
-    """What a table of contenders holds."""
+    """An entry of a table of contenders."""
 
     @property
     def name(self) -> str: ...

@@ -33,7 +33,7 @@ HEADER = ["model", "ranks", *(f"stage {one}" if one != "off" else "off" for one 
 
 
 def on_all_ranks(name: str) -> dict[Stage, Result]:
-    """What one rank ends with, the batch split over all of them."""
+    """Train one rank on its part of the batch; return its final state."""
     return train(FAMILIES[name])[0]
 
 

@@ -1,4 +1,4 @@
-"""What each feature saves: one GPT with every one alone and with all, written to benchmarks/results/features.*.
+"""Measure what each feature saves: one GPT with every one alone and with all, in benchmarks/results/features.*.
 
 python benchmarks/features.py                  # everything, ten minutes
 python benchmarks/features.py bf16 recompute   # these beside "none" only, shown but not written
@@ -136,7 +136,7 @@ def measure(feature: str, stage: int, folder: str) -> dict[str, Any]:
 
 
 def in_own_processes(feature: str, stage: int) -> dict[str, Any]:
-    """What rank 0 of a pair of processes measured."""
+    """Return the measurements of rank 0 of a pair of processes."""
     with tempfile.TemporaryDirectory(dir=DISK) as folder:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -96,7 +96,7 @@ def main(
 
 
 def measure(one: Contender, asked: list[str], out: Path, patience: float) -> dict[str, Any]:
-    """What a process of its own measured, or ``{"failed": reason}``."""
+    """Measure in a process of its own; return its result, or ``{"failed": reason}``."""
     command = [sys.executable, "-m", "benchmarks.simulated.worker", one.name, str(out), *asked]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=patience)

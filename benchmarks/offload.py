@@ -91,7 +91,7 @@ class Watched:
 
 
 def trained(folder: Path | None) -> dict[str, float]:
-    """What some steps hold and take, in this process."""
+    """Measure memory and time of some steps in this process."""
     torch.manual_seed(0)
     step, x = Step(folder), torch.randn(4, WIDTH)
     step(x)

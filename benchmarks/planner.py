@@ -1,4 +1,4 @@
-"""What `zg.plan` predicts against what a job then does: a table written to benchmarks/results/planner.md.
+"""Compare what `zg.plan` predicts with a job: a table written to benchmarks/results/planner.md.
 
 python benchmarks/planner.py                     # three models, four stages, 2 and 4 ranks; half an hour
 python benchmarks/planner.py small --ranks 2     # shown but not written

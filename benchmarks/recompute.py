@@ -1,4 +1,4 @@
-"""What recompute saves and costs: a table, written to benchmarks/results/recompute.md.
+"""Measure what recompute saves and costs: a table, written to benchmarks/results/recompute.md.
 
 python benchmarks/recompute.py                 # a GPT of 12 layers, minutes
 python benchmarks/recompute.py --quick         # one of 3 layers and few rounds, shown but not written
@@ -74,7 +74,7 @@ def seconds(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
 
 
 def seconds_again(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
-    """Of the nodes that backward runs again, in one step run node by node."""
+    """Time the nodes that backward runs again, in one step run node by node."""
     executor = step._compiled().executor
     timed = Timed(executor.graph)
     function = executor.function

@@ -105,7 +105,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """What passes rely on of the backend and the transport.
+    """Properties of the backend and the transport that passes rely on.
 
     Attributes:
         node_by_node: the backend runs the graph as it is and does not compile it.
@@ -120,7 +120,7 @@ class BackendTraits:
 
 @dataclass(frozen=True)
 class MissingRules:
-    """What to do about operators without a rule.
+    """How to handle operators without a rule.
 
     Attributes:
         action: ``config.on_missing_rule``.
@@ -163,7 +163,7 @@ class Context:
 
     @property
     def has_time(self) -> bool:
-        """Whether the last mesh dimension is time."""
+        """True if the last mesh dimension is time."""
         return self.mesh.groups[-1:] == (TIME,)
 
     @property
@@ -173,7 +173,7 @@ class Context:
 
     @property
     def guarded(self) -> bool:
-        """Whether updates depend on a condition that is computed in the step."""
+        """True if updates depend on a condition that is computed in the step."""
         return self.numerics.scaler is not None or self.numerics.checked
 
     @property

@@ -26,13 +26,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no later collection of garbage need look at it, and there are fewer of them."""
+    """Keep what is imported by now out of later garbage collections, and make these rarer."""
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of faults: what was tried, and what became of it."""
+    """Print the table of faults: each, and its outcome."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     found = [
         text

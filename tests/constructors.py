@@ -40,7 +40,7 @@ def slices() -> nn.Module:
 
 
 def initialisers() -> nn.Module:
-    """Those that compute, and those that draw again until all values are within bounds."""
+    """Return initialisers that compute, and those that draw again until all values are within bounds."""
     ways: list[Callable[[torch.Tensor], object]] = [
         nn.init.orthogonal_,
         nn.init.trunc_normal_,

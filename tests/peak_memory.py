@@ -1,4 +1,4 @@
-"""What is alive when: the emitted graph read as memory, node by node, and a running step watched."""
+"""Live bytes over a step: of the emitted graph, node by node, and of a running step."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Pool:
         self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, in order; raises ``RanksError`` with the tracebacks of those that raised."""
+        """Return what each rank returned, in order; raise ``RanksError`` with the tracebacks of those that raised."""
         return self._call(ranks, ranks, function, args)
 
     def run_first(self, ranks: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -118,7 +118,7 @@ class Pool:
         return answer
 
     def _where(self) -> str:
-        """What every worker is doing."""
+        """Return the stack of each worker, as text."""
         for process, _ in self._workers:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)

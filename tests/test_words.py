@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -36,5 +37,18 @@ def test_texts_use_the_words_of_the_field() -> None:
         if str(path.relative_to(ROOT)) not in EXCEPT
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for match in pattern.finditer(line)
+    ]
+    assert not matches, "\n".join(matches)
+
+
+def test_docstrings_begin_with_a_verb_or_with_their_subject() -> None:
+    pattern = re.compile(r"(What|Whether|Who|Those|Of)\b")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    matches = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+        for folder in ("zerograph", "passes", "runtime", "tests", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, documented) and pattern.match(text := ast.get_docstring(node) or "")
     ]
     assert not matches, "\n".join(matches)

@@ -77,7 +77,7 @@ class Config:
     on_missing_rule: str = option(
         "gather",
         one_of("gather", "error", "discover"),
-        """What to do about an operator without a rule, on several ranks: ``"gather"`` its inputs and warn once
+        """How to handle an operator without a rule, on several ranks: ``"gather"`` its inputs and warn once
         (default), ``"error"``, or ``"discover"`` how it may be split by running it on random data.""",
     )
     passes: tuple[PassEdit, ...] = option(
@@ -166,7 +166,7 @@ class Config:
     on_nonfinite: str = option(
         "ignore",
         Check(lambda value: value in ("ignore", "skip", "raise"), "choose 'ignore', 'skip' or 'raise'"),
-        """What to do when a loss or gradient is infinite or NaN on any rank. ``"ignore"`` (default): do not check.
+        """How to handle a loss or gradient that is infinite or NaN on any rank. ``"ignore"`` (default): do not check.
         ``"skip"`` and ``"raise"``: check, and change no state: parameters, buffers, optimizer state and schedulers stay
         bitwise as they were, on all ranks. ``"skip"`` continues with the next batch, warns once, and counts in
         ``step.steps_skipped``. ``"raise"`` raises :class:`zerograph.NonFiniteError` on every rank; it runs the step's
@@ -180,7 +180,7 @@ class Config:
     dynamic_shapes: Literal["auto"] | bool = option(
         "auto",
         Check(lambda value: value in ("auto", True, False), "choose 'auto', True or False"),
-        """Whether one compiled step serves inputs of different sizes. ``"auto"`` (default), as in ``torch.compile``:
+        """Serve inputs of different sizes by one compiled step. ``"auto"`` (default), as in ``torch.compile``:
         the first size of a dimension is static; when a second one comes, the step is compiled once more with that
         dimension symbolic, and no further size compiles again. True: all dimensions of plain inputs are symbolic from
         the start. False: each size compiles a step, and all ranks must hold equally many rows. See also
@@ -231,7 +231,7 @@ class Config:
     recompute: str = option(
         "none",
         one_of("none", "blocks", "auto"),
-        """What backward recomputes instead of keeping it from forward; numbers and model stay the same. ``"none"``
+        """Values that backward recomputes instead of keeping them; numbers and model stay the same. ``"none"``
         (default): only activation functions and norms, which cost one pass over memory. ``"blocks"``: everything in the
         blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``) except their
         inputs. ``"auto"``: what costs the least work, matrix products last, and only as much as ``memory_budget``

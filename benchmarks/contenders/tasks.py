@@ -1,4 +1,4 @@
-"""What is trained: models of plain ``torch.nn`` modules, their batches and their loss."""
+"""Training tasks: models of plain ``torch.nn`` modules, their batches and their loss."""
 
 from __future__ import annotations
 

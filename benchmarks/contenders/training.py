@@ -1,4 +1,4 @@
-"""What all contenders share: the optimizer, the loop around it, and what the worker gets to drive."""
+"""Shared parts of all contenders: the optimizer, the loop around it, and the interface for the worker."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def measure(contender: Contender, task: str, kind: str, steps: int, cache: Path,
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], patience: float) -> str:
-    """What went wrong, if anything; then none of them runs any more."""
+    """Return the error, if any; then none of the processes runs any more."""
     limit = time.monotonic() + patience
     try:
         while any(one.poll() is None for one in processes):

@@ -1,4 +1,4 @@
-"""What the kernel knows of this process (Linux)."""
+"""Counters of the kernel about this process (Linux)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def alive() -> int:
 
 
 def _gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What Python may never have looked at, and so does not know yet."""
+    """Return tensors that Python may never have looked at."""
     for tensor in tensors:
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad

@@ -58,7 +58,7 @@ def measure_memory(step: NextStep, steps: int, trainer: Trainer, batch_bytes: in
 
 
 def run(contender_name: str, task_name: str, kind: str, steps: int) -> dict[str, Any]:
-    """What this rank measured; only the reason, if what the contender needs is not installed."""
+    """Return this rank's measurements; only the reason, if a package of the contender is not installed."""
     contender, task = CONTENDERS[contender_name], TASKS[task_name]
     try:
         build = importlib.import_module(contender.module).build

@@ -1,1 +1,1 @@
-"""What a run's measurements say: rows, goals, and how they are written. No torch here, and nothing is measured."""
+"""Report of a run's measurements: rows, goals, and text. Without torch; nothing is measured here."""

@@ -1,4 +1,4 @@
-"""Who is compared: a table that needs no torch, so that the front door never imports what it measures."""
+"""Table of the systems that are compared. It needs no torch, so that the front door never imports what it measures."""
 
 from __future__ import annotations
 

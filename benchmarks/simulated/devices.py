@@ -16,7 +16,7 @@ NextStep = Callable[[], object]
 
 
 def seconds(device: str, step: NextStep, steps: int) -> list[float]:
-    """Of each of some steps in a row: on CUDA as the device sees them, which the host may run ahead of."""
+    """Time each of several steps in a row: on CUDA as the device sees them, which the host may run ahead of."""
     if device == "cpu":
         return [_seconds(step) for _ in range(steps)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]

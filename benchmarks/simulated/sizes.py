@@ -1,4 +1,4 @@
-"""What is trained, and how many floating point operations a step of it is."""
+"""Models that are trained, and the floating point operations of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Return the floating point operations of a rank in a step."""
         return self.batch * self.context
 
     def with_batch(self, batch: int | None) -> Size:

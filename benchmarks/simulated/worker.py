@@ -29,7 +29,7 @@ WARM_UP = 3
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
-    """What was measured; bytes, seconds, floating point operations (a second)."""
+    """The measurements: bytes, seconds, floating point operations (per second)."""
     device, size = asked.device, SIZES[asked.size].with_batch(asked.batch)
     # Where a trace is asked for, time and memory are those of what it shows.
     backend = "fake" if asked.trace is None else streams.NAME

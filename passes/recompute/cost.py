@@ -1,4 +1,4 @@
-"""What an operator costs a rank: the bytes that it moves, and its products as the bytes that take as long."""
+"""Cost of an operator on a rank, in bytes: those that it moves, and for its products those that take as long."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a segment saves and recomputes.
+    """A choice of what a segment saves and what it recomputes.
 
     Attributes:
         bytes: bytes saved.

@@ -43,7 +43,7 @@ def disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def _disjoint_from(boxes: Sequence[Box], dim: int) -> bool:
-    """As :func:`disjoint`, for boxes that have indices in common in all dimensions before ``dim``."""
+    """Do as :func:`disjoint` does, for boxes that have indices in common in all dimensions before ``dim``."""
     if len(boxes) < 2:
         return True
     if dim == len(boxes[0][0]):

@@ -1,4 +1,4 @@
-"""What a ColossalAI configuration says is what a graph is told; what it cannot say is refused by name."""
+"""A ColossalAI configuration sets the options of a graph; what a graph cannot do is refused by name."""
 
 from __future__ import annotations
 

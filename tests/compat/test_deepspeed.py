@@ -117,7 +117,7 @@ WARM = {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_max_l
 
 
 def published(folder: Path) -> dict[str, tuple[torch.dtype, dict[str, Any]]]:
-    """What DeepSpeed's own pages configure: each stage, both low precisions, state on the CPU and in files."""
+    """Configurations of DeepSpeed's own pages: each stage, both low precisions, state on the CPU and in files."""
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
     common = {"optimizer": ADAM, "scheduler": WARM, "gradient_clipping": 1.0}
     half = {**common, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 1}}

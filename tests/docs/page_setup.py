@@ -1,4 +1,4 @@
-"""What pages take as given: a launcher's environment."""
+"""The environment that pages assume: a launcher's."""
 
 from __future__ import annotations
 

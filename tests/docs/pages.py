@@ -24,7 +24,7 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences.
+    """The text between two fences.
 
     Attributes:
         section: the heading above it.

@@ -1,4 +1,4 @@
-"""What a model family is to the equivalence tests."""
+"""A model family of the equivalence tests."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Everything(nn.Module):
-    """What depends on more than its own sample: random numbers, batch norm, class weights, a buffer that counts."""
+    """Parts that depend on other samples too: random numbers, batch norm, class weights, a buffer that counts."""
 
     def __init__(self) -> None:
         super().__init__()

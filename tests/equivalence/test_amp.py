@@ -393,7 +393,7 @@ def most_held(graph: fx.Graph) -> dict[str, int]:
 
 
 def counted() -> list[dict[str, float]]:
-    """Of each stage bytes per parameter: at rest, of each kind that is held in a step at most, and on the wire."""
+    """Return for each stage bytes per parameter: between steps, the peak of each kind in a step, and on the wire."""
     torch.manual_seed(0)
     model = Gpt(False, 64, 96, 6)
     psi = sum(parameter.numel() for parameter in model.parameters())

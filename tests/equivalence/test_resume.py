@@ -127,7 +127,7 @@ def found_in(step: Step) -> dict[str, Any]:
 
 
 def saved_half_way(folder: Path, cases: list[Case]) -> list[tuple[list[float], dict[str, Any]]]:
-    """Of each case the last ten losses of twenty, and everything at the end."""
+    """Return for each case the last ten losses of twenty, and the state at the end."""
     answers = []
     for number, case in enumerate(cases):
         step = new_step(case)

@@ -215,7 +215,7 @@ def test_a_weight_split_by_columns_says_so(pool: Pool) -> None:
 
 
 def before_and_after() -> dict[str, Any]:
-    """What can be done with a module that is split before it has trained, and with its state from another."""
+    """Use a module that is split before it has trained, and the state of another one."""
     model, _, given = placed("line")
     (x, y), *_ = data()
     predict = Predict(model)

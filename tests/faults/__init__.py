@@ -1,1 +1,1 @@
-"""What a run of weeks meets: ranks that die or stall, saves that are cut short, files that are damaged."""
+"""Faults of a run of weeks: ranks that die or stall, saves that are cut short, files that are damaged."""

@@ -40,7 +40,7 @@ class Told:
     ended: float
 
     def words(self, kind: str) -> list[Any]:
-        """What it said of a kind, each a tuple that begins with it."""
+        """Return the messages of a kind, each a tuple that begins with it."""
         return [word for _, word in self.said if word[0] == kind]
 
 
@@ -60,7 +60,7 @@ class WarmPair:
         theirs.close()
 
     def run(self, store: Path, function: Callable[..., None], *args: Any) -> list[Told]:
-        """What each of the two ranks said; they meet at the file ``store``, which is a new one."""
+        """Return the messages of both ranks, which meet at the new file ``store``."""
         self._connection.send((str(store), function, args, self._patience))
         assert self._connection.poll(self._patience + 60), "the process that forks ranks does not answer"
         answer: list[Told] = self._connection.recv()

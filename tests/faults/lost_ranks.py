@@ -24,7 +24,7 @@ PATIENCE = 240.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returned, or the traceback of what it raised; ``value`` None and ``raised`` "": it is lost."""
+    """The value that a rank returned, or its traceback; ``value`` None and ``raised`` "" for a lost rank."""
 
     value: Any = None
     raised: str = ""

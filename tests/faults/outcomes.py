@@ -1,4 +1,4 @@
-"""What becomes of a drawn training step: the numbers of one device, or an error."""
+"""Run a drawn training step and judge it: it has the numbers of one device, or an error."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def tried(drawn: Drawn, folder: str) -> Outcome:
 
 @dataclass
 class Plain:
-    """What one device computes: losses, the model's state before and after, the optimizers', the schedulers'.
+    """The run on one device: losses, the model's state before and after, the optimizers', the schedulers'.
 
     ``furthest`` is how far a single number of a trained parameter moved, at most.
     """
@@ -154,7 +154,7 @@ def norm_parts(model: Model, drawn: Drawn, step: int) -> None:
 
 
 def differences(drawn: Drawn, plain: Plain, losses: list[Tensor], state: dict[str, Any]) -> str:
-    """What differs by more than rounding; empty if nothing does.
+    """Return the first difference beyond rounding as text; empty if there is none.
 
     Parameters are compared by how far they moved: an update that is twice too long must not pass for rounding. Some
     move by nothing else, where what is summed nearly cancels: within a few roundings of the furthest move all is right.
@@ -188,7 +188,7 @@ def differences(drawn: Drawn, plain: Plain, losses: list[Tensor], state: dict[st
 
 
 def of_optimizer(mine: dict[str, Any], theirs: dict[str, Any], limit: float, rounding: float) -> str:
-    """What differs; entries may be nothing but ``rounding``, relative, of the largest of their name."""
+    """Return the first difference; an entry may be off by ``rounding`` times the largest entry of its name."""
     noise = dict.fromkeys([name for entries in theirs["state"].values() for name in entries], 0.0)
     for entries in theirs["state"].values():
         for name, value in entries.items():

@@ -62,7 +62,7 @@ class Drawn:
 
     @property
     def low(self) -> bool:
-        """Whether anything is computed in less than fp32."""
+        """Return True if anything is computed in less than fp32."""
         return self.options.get("amp_dtype") is not None or self.dtype is torch.bfloat16
 
 
@@ -279,7 +279,7 @@ def batch_of(drawn: Drawn, step: int) -> list[list[Tensor]]:
 
 
 def factors_of(drawn: Drawn, step: int) -> list[Tensor | int]:
-    """What ``build()`` gets beside the batch, the same on all ranks."""
+    """Return the arguments of ``build()`` beside the batch, the same on all ranks."""
     if drawn.factor == "tensor":
         return [torch.tensor(1.5 - step, dtype=drawn.dtype)]
     return [3 - step] if drawn.factor == "int" else []

@@ -1,4 +1,4 @@
-"""What each test of a fault saw, as one table at the end of the run."""
+"""The results of all tests of faults, as one table at the end of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tally:
 
 
 def table(texts: Iterable[str]) -> Table:
-    """Of what :meth:`Tally.text` returned, several tallies of one fault together in one row."""
+    """Return the table of texts of :meth:`Tally.text`; several tallies of one fault are one row."""
     rows: dict[str, Tally] = {}
     for text in texts:
         one = Tally(**json.loads(text))

@@ -183,7 +183,7 @@ def small_disk(path: Path) -> Iterator[None]:
 
 
 def fill_up(pool: Pool, path: Path) -> list[Any]:
-    """What both ranks say of each way to save."""
+    """Return the output of both ranks for each way to save."""
     with small_disk(path):
         return [pool.run(2, filled_up_while_saving, path / "-".join(["runs", *way]), way) for way in WAYS]
 

@@ -1,4 +1,4 @@
-"""What of a job others can reach: its sockets, and its files."""
+"""Sockets and files of a job that others can reach."""
 
 from __future__ import annotations
 

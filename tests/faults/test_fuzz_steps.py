@@ -57,7 +57,7 @@ def optimizers(draw: st.DrawFn, smooth: bool, low: bool) -> tuple[str, tuple[dic
 
 
 def rarely(draw: st.DrawFn) -> bool:
-    """What is refused almost always, and so must not be drawn often."""
+    """Draw True rarely: for options with which almost every step is refused."""
     return draw(st.integers(0, 15)) == 7
 
 

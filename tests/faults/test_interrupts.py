@@ -53,7 +53,7 @@ class Interrupting(TrainStep):
 
 
 def interrupt_in_step(wire: str, folder: str) -> tuple[str, str, float]:
-    """What rank 0 is told when rank 1 is interrupted in the backward pass, catches it and lives on; after how long."""
+    """Return rank 0's error, and after how long, when rank 1 is interrupted in backward, catches it and lives on."""
     if wire == "sockets":
         os.environ["ZEROGRAPH_WIRE"] = wire
     try:

@@ -117,7 +117,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def expected(pair: WarmPair, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What a job says that nothing happens to."""
+    """Return the output of a job without a fault."""
     return pair.run(tmp_path_factory.mktemp("undisturbed") / "store", undisturbed, len(DATA))[0]
 
 

@@ -58,7 +58,7 @@ PHASES = (*OPERATORS, "save", "compile")
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to which rank, and where."""
+    """A fault: its kind, rank and place."""
 
     fault: str
     phase: str
@@ -194,7 +194,7 @@ def test_a_lost_rank_is_an_error_by_name_on_every_other(
 
 
 def agreed(case: Case) -> bool:
-    """Whether the rank lives to say what is wrong before anything is exchanged."""
+    """Return True if the rank reports its error before anything is exchanged."""
     return case.fault == "other shape" or (case.fault == "raises" and case.phase in ("compile", "save"))
 
 

@@ -43,7 +43,7 @@ class Tokens(zg.ZeroGraph):
 
 
 def told(work: Callable[[], object]) -> tuple[str, str]:
-    """What it raises, and with which words."""
+    """Return the error and its words."""
     try:
         work()
     except zg.ZeroGraphError as error:

@@ -31,7 +31,7 @@ class Evaluate(zg.ZeroGraph):
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a process: resident bytes, open files, threads."""
+    """Resident bytes, open files and threads of a process."""
 
     resident: int
     files: int
@@ -39,7 +39,7 @@ class Usage:
 
 
 def usage() -> Usage:
-    """What is in use, not what Python and glibc keep in reserve: garbage is collected and free heap given back first.
+    """Return what is in use, without the reserves of Python and glibc: collect garbage and return free heap first.
 
     Without that, the resident size goes up and down by some percent with the moment of the last collection.
     """

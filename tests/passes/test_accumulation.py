@@ -28,7 +28,7 @@ Kinds = Counter[str]
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one stage and number of micro-batches.
+    """The graph and a run of one stage and number of micro-batches.
 
     Attributes:
         before, body, behind: kinds of the collectives of whole buckets there.

@@ -40,7 +40,7 @@ def theirs(operator: Any, args: Any, kwargs: Any) -> set[tuple[Placed, Placed]]:
 
 
 def _samples(operator: Any) -> list[Any]:
-    """Those with zeros that the graph made are left out: DTensor cannot know of them."""
+    """Leave out signatures with zeros that the graph made: DTensor cannot know of them."""
     return [one for one in SAMPLES[operator] if not any(isinstance(leaf, Zeros) for leaf in pytree.tree_leaves(one))]
 
 

@@ -26,7 +26,7 @@ PLENTY = 2**40
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step said and did: bytes at the predicted and the observed peak, bytes sent, bits of two losses."""
+    """A step: bytes at the predicted and the observed peak, bytes sent, bits of two losses."""
 
     predicted: int
     live: int

@@ -1,4 +1,4 @@
-"""What is gathered throughout the step lies in memory that stays, with the shard in it, and no number knows of it."""
+"""Buckets that stay gathered are gathered into memory that stays, the shard inside it; numbers are equal."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
 
 
 def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
-    """Whether each shard is its piece of a room, and each room where it was a step before; bytes at rest, twice."""
+    """Return True if each shard is inside its gather buffer and no buffer has moved since the last step; bytes."""
     model = make("gpt")
     step = TrainStep(model, adamw(model), stage, **SMALL)
     (x, y), (x2, y2) = batches("gpt", 2)

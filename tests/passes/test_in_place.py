@@ -1,4 +1,4 @@
-"""What is written where in the emitted graph, and that it changes no number."""
+"""In-place writes of the emitted graph; they change no number."""
 
 from __future__ import annotations
 

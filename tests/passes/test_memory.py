@@ -1,4 +1,4 @@
-"""What the stages promise about memory, read from the emitted graph and seen in a running process."""
+"""The stages' promises about memory, read from the emitted graph and seen in a running process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lifetimes(name: str, stage: int) -> tuple[int, int, int]:
 
 
 def _used_in(graph: Any, span: range, module: str) -> bool:
-    """Whether what was gathered in ``span`` is read by a node of ``module``."""
+    """Return True if a node of ``module`` reads what was gathered in ``span``."""
     return any(
         i in span and "parameter" in argument.meta and origin(node).module == module
         for i, node in enumerate(graph.nodes)

@@ -16,7 +16,7 @@ from zerograph.ir.step_graph import nbytes
 
 
 def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:
-    """Of rank 0 of 2, in many buckets."""
+    """Prepare the step of rank 0 of 2, in many buckets."""
     model = make("gpt")
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), stage, bucket_size=2**13)
     step.config.offload_optimizer("nvme", nvme_path=folder)
@@ -25,7 +25,7 @@ def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:
 
 
 def spans(graph: fx.Graph) -> list[tuple[fx.Node, int, int]]:
-    """What is read from files, from the start of the read to the last node that needs its memory."""
+    """Return each read of a file, from its start to the last node that needs its memory."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     return [
         (node, order[node], max(order[user] for user in node.users))

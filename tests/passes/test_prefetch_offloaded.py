@@ -1,4 +1,4 @@
-"""What goes up to an accelerator and down from it, and when, in the graph that would run there.
+"""Copies to an accelerator and back, and when, in the graph that would run there.
 
 Prepared on the meta device, which stands for an accelerator: autograd over fake CUDA tensors needs a torch with CUDA.
 """
@@ -60,7 +60,7 @@ def plain_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def emitted(stage: int, optimizer: Any = adamw, ranks: int = 2, clip: float | None = None, **options: Any) -> Prepared:
-    """Of rank 0, its optimizer offloaded."""
+    """Prepare the step of rank 0, its optimizer offloaded."""
     step = Step(layers("meta"), optimizer, stage, clip)
     step.config.offload_optimizer(**({"device": "cpu"} | options))
     return step.prepare(line(ranks, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")

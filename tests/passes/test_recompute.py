@@ -58,7 +58,7 @@ def again(step: zg.ZeroGraph) -> list[Any]:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a step: bits of two losses and of the parameters after them; peaks; bytes sent; gathers of a bucket."""
+    """A step: bits of two losses and of the parameters after them, peaks, bytes sent, recomputed modules."""
 
     numbers: tuple[bytes, ...]
     predicted: int

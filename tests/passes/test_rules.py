@@ -70,7 +70,7 @@ def real(value: Any) -> Any:
 
 
 def pieces(value: Tensor, sbp: Sbp, ranks: int) -> list[Tensor]:
-    """What each rank holds of ``value``."""
+    """Return each rank's part of ``value``."""
     if isinstance(sbp, Split):
         return [piece.contiguous() for piece in value.chunk(ranks, sbp.dim)]
     if isinstance(sbp, PartialSum):

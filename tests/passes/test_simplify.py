@@ -1,4 +1,4 @@
-"""What simplify says plainly, and what it leaves alone."""
+"""Operators that simplify rewrites, and those that it leaves alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step frees on the CPU the process keeps, if neither the environment nor the configuration says otherwise."""
+"""The process keeps memory that a step frees on the CPU, unless the environment or the configuration says otherwise."""
 
 from __future__ import annotations
 

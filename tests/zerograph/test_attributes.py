@@ -1,4 +1,4 @@
-"""What build() does with attributes of modules: kept as by plain PyTorch, or refused; never fake behind the step."""
+"""Attributes that build() sets on modules are as in plain PyTorch, or refused; never fake after the step."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_what_is_computed_again_keeps_its_module_and_line(way: str) -> None:
 
 
 def test_a_loss_is_scaled_once() -> None:
-    """Of a reentrant checkpoint, whose backward is a call of its own within the step's."""
+    """Use a reentrant checkpoint, whose backward is a call of its own within the step's."""
     losses = []
     for way in ("plain", "reentrant"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What leaves a checkpoint for others: one safetensors file, and what `from_pretrained` needs beside it."""
+"""Exports of a checkpoint: one safetensors file, and the files that `from_pretrained` needs beside it."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def flat(value: Any) -> list[Tensor]:
 
 
 def in_plain(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What plain PyTorch returns and learns on the whole batch."""
+    """Return the losses and the trained state of plain PyTorch on the whole batch."""
     model = model_of(dtype)
     optimizer, returned = optimizer_of(model, name), []
     for x, y in data(dtype):

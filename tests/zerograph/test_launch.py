@@ -49,7 +49,7 @@ def test_the_readmes_commands_work_with_its_program(program: Path, monkeypatch: 
 
 
 def together(program: Path) -> str:
-    """What it prints under torchrun."""
+    """Return its output under torchrun."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment["OMP_NUM_THREADS"] = "1"
     result = subprocess.run(
@@ -63,7 +63,7 @@ def together(program: Path) -> str:
 
 
 def alone(program: Path) -> str:
-    """What it prints where no launcher has said anything."""
+    """Return its output without a launcher."""
     dist.destroy_process_group()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():

@@ -79,7 +79,7 @@ class Forward(zg.ZeroGraph):
 
 
 def nothing_gathered(step: zg.ZeroGraph, parameters: set[str]) -> bool:
-    """Whether all collectives are of parameters, of their gradients, or of a few scalars."""
+    """Return True if all collectives are of parameters, of their gradients, or of a few scalars."""
     return all(one.tensor_bytes <= 8 or set(one.tensors) <= parameters for one in step.collectives())
 
 

@@ -172,7 +172,7 @@ def test_so_it_is_with_other_updates(pool: Pool, optimizer: Any, options: dict[s
 
 
 def reports() -> list[tuple[zg.Memory, int, int]]:
-    """What each stage says, beside the bytes of its state and of the batch."""
+    """Return the prediction of each stage, and the bytes of its state and of the batch."""
     found = []
     step = trained("gpt mid", 0, fused_adamw)
     for stage in range(4):

@@ -138,7 +138,7 @@ def test_a_budget_is_kept_that_only_files_can_keep(pool: Pool, tmp_path: Path) -
 
 
 def refused(step: zg.ZeroGraph) -> tuple[str, bool]:
-    """What the next step raises on this rank, and whether everything is as it was before."""
+    """Return the error of the next step on this rank, and True if nothing has changed."""
     before = [store.flat.clone() for store in step._stores()]
     with pytest.raises(zg.ZeroGraphError) as raised:
         run(step, 1)

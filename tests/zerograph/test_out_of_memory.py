@@ -99,7 +99,7 @@ def trained_apart(folder: Path) -> dict[str, Any]:
 
 
 def apart(call: str, ranks: int) -> list[dict[str, Any]]:
-    """What the function of this module returns in each of so many ranks, processes of their own."""
+    """Return what a function of this module returns on each rank; each is a process of its own."""
     script = f"import json; from {__name__} import *; print(json.dumps({call}))"
     # The limit counts address space: what is freed is to be given back, and no more set aside than is used.
     settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16), "OMP_NUM_THREADS": "1"}
@@ -186,7 +186,7 @@ def test_a_model_larger_than_a_ranks_memory_is_made_and_trained() -> None:
 
 
 def noted_without_threads() -> str:
-    """What this rank is told that fails where no thread can be started any more."""
+    """Return the error of this rank, which can start no further thread."""
     job = join(60.0)
     with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         try:

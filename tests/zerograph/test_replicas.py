@@ -58,7 +58,7 @@ def refused(step: Step) -> str:
 
 
 def corrupted() -> dict[str, str]:
-    """What is said of each thing that rank 1 alone changes; it is put back after each."""
+    """Return the error for each tensor that rank 1 alone changes; it is restored after each."""
     step = Step()
     step.config.check_replicas = 1
     step(part())

@@ -75,7 +75,7 @@ def prepared(turns: int, layers: int = 2, stage: int = 3) -> Prepared:
 
 
 def read(page: str) -> Any:
-    """What a page has packed."""
+    """Return the data that is packed in a page."""
     found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page)
     assert found is not None
     return json.loads(gzip.decompress(base64.b64decode(found[1])))

@@ -51,7 +51,7 @@ def test_what_was_just_written_stays_whatever_the_clock_says(tmp_path: Path, ano
 
 
 def test_checkpoints_without_a_number_are_ordered_by_their_steps(tmp_path: Path, monkeypatch: Any) -> None:
-    """Those of version 0.1."""
+    """Return the files of version 0.1."""
     step = new_step()
     with monkeypatch.context() as patched:
         patched.setattr("zerograph.state.checkpoint.save.numbered", lambda document, _: document)

@@ -49,7 +49,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(make: Callable[[], nn.Module]) -> list[str]:
-    """What of a model made split differs from the plain one; ranks but the first have another seed."""
+    """Return the differences between a model made split and the plain one; ranks but the first have another seed."""
     torch.manual_seed(0)
     plain = make()
     after = torch.rand(1)

@@ -161,7 +161,7 @@ def test_one_rank_alone_makes_the_same_updates() -> None:
 
 
 def work(stage: int, matrices: int) -> tuple[list[str], str]:
-    """What this rank multiplies in Muon's update of so many equal matrices, and the printed step."""
+    """Return this rank's products in Muon's update of equal matrices, and the printed step."""
     net = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(matrices))).double()
     step = Step(net, [torch.optim.Muon(net.parameters(), lr=0.02)], stage)
     step.config.bucket_size = 300

@@ -1,4 +1,4 @@
-"""What convolutions take beside their results, as the process sees it."""
+"""Workspace memory of convolutions, as the process sees it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def forward_and_backward(case: Convolution) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[tuple[int, int]]]:
-    """Of all convolutions, from a process whose allocator keeps nothing back from its beginning on."""
+    """Measure all convolutions, in a process whose allocator keeps nothing back from its start on."""
     code = f"import json, {__name__} as here; print(json.dumps(here.all_of_them()))"
     keep_nothing = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -163,7 +163,7 @@ def test_a_prepared_optimizer_is_warned_of_and_one_that_hides_another_refused() 
 
 
 def torn_down() -> list[float]:
-    """What a trainer does at its end, on a model that is split."""
+    """Do what a trainer does at its end, on a model that is split."""
     model = plain()
     step = Step(model)
     losses = [step(part(X)).item()]

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """What an option accepts.
+    """The values that an option accepts.
 
     Attributes:
         accepts: returns whether a value is accepted.

@@ -33,7 +33,7 @@ from zerograph.errors import CaptureError
 
 @dataclass(frozen=True)
 class StateChanges:
-    """What follows from the Python state that a trace changed.
+    """Consequences of the Python state that a trace changed.
 
     Attributes:
         guards: places whose values the graph is valid for; each step compares them.

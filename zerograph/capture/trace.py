@@ -230,7 +230,7 @@ def _primes_near(size: int, factor: int) -> list[int]:
 
 @dataclass
 class _Trace:
-    """What one trace of ``build()`` yields besides its graph.
+    """The results of one trace of ``build()`` besides its graph.
 
     Attributes:
         output_spec: structure of what ``build()`` returned.

@@ -88,7 +88,7 @@ class PlannedBucket:
 
     @property
     def first_differs(self) -> bool:
-        """Whether the first update is computed in another way than later ones."""
+        """True if the first update is computed in another way than later ones."""
         return any(update.program.first is not None for update in self.updates)
 
 

@@ -57,7 +57,7 @@ class Members:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether all tensors stand for tensors on an accelerator, which this build of torch need not support."""
+        """True if all tensors stand for tensors on an accelerator, which this build of torch need not support."""
         return self.meta == ACCELERATOR
 
     def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:

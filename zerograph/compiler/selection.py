@@ -34,7 +34,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """What selects a step together with the sizes of the inputs.
+    """The facts that select a step together with the sizes of the inputs.
 
     Attributes:
         facts: what the captured graph depends on besides its inputs.
@@ -70,7 +70,7 @@ class Situation:
 
 @dataclass(eq=False, slots=True)
 class Selection:
-    """What a call brings on this rank, before the sizes of the other ranks are known.
+    """A call on this rank, before the sizes of the other ranks are known.
 
     Attributes:
         batch: the call's inputs.

@@ -38,7 +38,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class SizeInput:
-    """What a symbol of a graph stands for; a step computes its value from the sizes of each call.
+    """The meaning of a symbol of a graph; a step computes its value from the sizes of each call.
 
     Attributes:
         dim: name of the dimension.

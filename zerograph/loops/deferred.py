@@ -73,11 +73,11 @@ class Recorder(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the step has computed all values."""
+        """True if the step has computed all values."""
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is recorded."""
+        """True if nothing more is recorded."""
 
     def value(self, deferred: Deferred) -> Tensor:
         """Return the value, computing it if necessary."""

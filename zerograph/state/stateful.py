@@ -246,7 +246,7 @@ class Stateful:
                     reshard(store)
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
-        """If any bucket is split, check that all ranks are about to gather it."""
+        """Check that all ranks are about to gather the buckets, if any is split."""
         if not all(layout.is_whole for layout in layouts):
             agree(self._join(), doing, 0, dict)
 

@@ -37,7 +37,7 @@ def train(engine: colossalai.Engine, data: list[Batch], look: Callable[[Tensor],
 
 
 def train_plainly(model: nn.Module, data: list[Batch], calls: int = 1, lr: float = 0.1) -> list[float]:
-    """What the same loop makes of whole batches, ``calls`` of them to an update."""
+    """Run the same loop on whole batches, ``calls`` of them to an update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses = []
     for number, (x, y) in enumerate(data):

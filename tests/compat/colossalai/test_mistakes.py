@@ -1,4 +1,4 @@
-"""What cannot be one graph, or would mean another thing on the whole batch, is refused on the user's line.
+"""Code that cannot be one graph, or would mean another thing on the whole batch, is refused on the user's line.
 
 Two calls to an update make two parts of the batch, on one process as two ranks would.
 """

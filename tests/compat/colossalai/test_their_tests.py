@@ -1,4 +1,4 @@
-"""What ColossalAI's own tests assert of its engine and ZeRO, on our engine; docs/colossalai.md counts them by file."""
+"""ColossalAI's own tests of its engine and ZeRO, on our engine; docs/colossalai.md counts them by file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of OneFlow's names share: the tutorial's calls in words of our own, and plain PyTorch beside them."""
+"""Samples for the tests of OneFlow's names: the tutorial's calls in our own words, and plain PyTorch beside them."""
 
 from __future__ import annotations
 

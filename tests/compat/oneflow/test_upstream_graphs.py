@@ -1,4 +1,4 @@
-"""What OneFlow's own graph tests check of clipping, reused variables, random numbers, saving and ZeRO, on CPUs.
+"""OneFlow's own graph tests of clipping, reused variables, random numbers, saving and ZeRO, on CPUs.
 
 Their files: test_graph_clip_grad_norm.py, _reuse_var.py, _random_seed.py, _save_load.py, _zero.py.
 """
@@ -187,7 +187,7 @@ class Draws(nn.Graph):
 
 
 class Masked(nn.Module):
-    """Of ``y = dropout(x) * (param - weight)`` the gradient is what is drawn times ``weight``."""
+    """The gradient of ``y = dropout(x) * (param - weight)`` is the drawn mask times ``weight``."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

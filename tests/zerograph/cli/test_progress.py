@@ -1,4 +1,4 @@
-"""What takes long says how far it is: to a terminal, and to nobody else."""
+"""Long commands show their progress on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_bars_are_on_standard_error_of_a_terminal_only(arguments: list[str], bar
 
 
 def numbers(text: str) -> Any:
-    """What is printed, but for how long it took."""
+    """Return the output without durations."""
     parts = text.splitlines() if text.startswith('{"') else [text]
     return [_without_times(json.loads(part)) for part in parts]
 

@@ -60,5 +60,5 @@ def prepared(rank: int = 0, ranks: int = 2, micro_batches: int = 1, **options: o
 
 
 def example() -> tuple[Step, tuple[Tensor, ...]]:
-    """What the commands are given."""
+    """Return the arguments of the commands."""
     return Step(layers=1), (torch.empty(2, 16, device="meta"),)

@@ -43,7 +43,7 @@ def test_a_rate_between_two_points_and_outside() -> None:
 
 
 def test_products_of_other_kinds_reach_a_share_and_a_step_takes_longer() -> None:
-    """Of a layer: the product at its rate, a convolution at half of it, all of it a quarter longer in a step."""
+    """Return a measured layer: the product at its rate, a convolution at half of it, all a quarter longer in a step."""
     plain = Device(
         memory=1, products={"float32": Rate(((1.0, 1e9),))}, moved={"memory": Rate(((1.0, 1e18),))}, overhead=0
     )
@@ -61,7 +61,7 @@ def test_products_of_other_kinds_reach_a_share_and_a_step_takes_longer() -> None
 
 
 def gather(mesh: Mesh, dim: int, sent: float) -> Boxing:
-    """Of a tensor of which each rank along ``dim`` sends so many bytes."""
+    """Return the boxing of a tensor of which each rank along ``dim`` sends this many bytes."""
     source, target = [broadcast] * mesh.dims, [broadcast] * mesh.dims
     source[dim] = split(0)
     ranks = mesh.shape[dim]

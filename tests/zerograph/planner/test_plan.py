@@ -20,7 +20,7 @@ MIXED: dict[str, Any] = {"amp_dtype": torch.bfloat16}
 
 
 def gpt(layers: int, width: int) -> nn.Module:
-    """Of OpenAI's shape; its weights take no memory."""
+    """Return a GPT of OpenAI's shape whose weights take no memory."""
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, n_positions=128, use_cache=False)
     config.loss_type = "ForCausalLM"
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What of a report's page is where: rows, names, legend, narrow screens."""
+"""Layout of a report's page: rows, names, legend, narrow screens."""
 
 from __future__ import annotations
 

@@ -89,12 +89,12 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a step has been compiled."""
+        """True if a step has been compiled."""
         return self._latest is not None
 
     @property
     def training(self) -> bool:
-        """Whether the graph has an optimizer."""
+        """True if the graph has an optimizer."""
         return self.config.training
 
     def add_optimizer(
