@@ -31,6 +31,7 @@ class BucketUpdate:
         numbers: name of the graph input of each hyperparameter (learning rate, ...), by its name in the programs.
         layouts: layout of each 1-D entry of the optimizer state, by name; see :class:`zerograph.runtime.state.Store`.
         unused: layout of each 1-D entry that another update of the optimizer reads, and this one does not.
+        unused_counts: dtype of each 0-d entry of this kind.
         optimizer: name of the optimizer in the graph, ``"optimizer0"``.
     """
 
@@ -39,6 +40,7 @@ class BucketUpdate:
     numbers: Mapping[str, str]
     layouts: Mapping[str, Bucket]
     unused: Mapping[str, Bucket]
+    unused_counts: Mapping[str, torch.dtype]
     optimizer: str
 
     def found_inf_of(self, found_infs: Mapping[str, fx.Node]) -> fx.Node | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
@@ -82,46 +81,79 @@ class Executor:
             CommunicationError: a collective failed; the message names it.
             OperatorError: an operator failed on this rank; the message names it with the user's line.
         """
-        with reporting_failures(self.job, doing), self._marking_break(doing):
-            for name, tensor in self.numbers.items():
-                tensor.fill_(numbers[name])
-            self.seed.fill_(seed)
-            inputs = [_input_of(feed, batch, sizes) for feed in self.feeds]
-            # The graph is compiled for contiguous tensors.
-            arguments = [
-                value if isinstance(feed, (Tensor, SizeInput)) else value.contiguous()
-                for feed, value in zip(self.feeds, inputs, strict=True)
-            ]
+        with reporting_failures(self.job, doing):
             try:
-                with torch.no_grad(), self._marking_break(doing):
-                    results = list((self.low_overhead or self.function)(*arguments))
-                    for index in self.written:
-                        if arguments[index] is not inputs[index]:
-                            inputs[index].copy_(arguments[index])
-                    return results
-            except (ZeroGraphError, torch.OutOfMemoryError):
+                return self._run(batch, numbers, seed, doing, sizes)
+            except BaseException as error:
+                self._mark_break(error, doing)
                 raise
-            except _OPERATOR_ERRORS as error:
-                if "DefaultCPUAllocator" in str(error):
-                    # The CPU is out of memory; the message says how much was asked for.
-                    raise
-                explanation = self._explain(error, doing)
-                if isinstance(explanation, CommunicationError):
-                    # Each rank may have left another part of the exchange undone.
-                    self.job.liveness.mark_own_break()
-                raise explanation from error
 
-    @contextlib.contextmanager
-    def _marking_break(self, doing: str) -> Iterator[None]:
-        """Note where the step broke off. Inner contexts come first: outside, the error may have become another."""
+    def _run(
+        self,
+        batch: Sequence[Tensor],
+        numbers: Mapping[str, float],
+        seed: int,
+        doing: str,
+        sizes: Mapping[SizeInput, int],
+    ) -> list[Tensor]:
+        for name, tensor in self.numbers.items():
+            tensor.fill_(numbers[name])
+        if self.draws:
+            self.seed.fill_(seed)
+        constants, changing = self._by_constancy
+        inputs = constants.copy()
+        for index, feed in changing:
+            inputs[index] = _input_of(feed, batch, sizes)
+        arguments = inputs.copy()
+        for index, feed in changing:
+            # The graph is compiled for contiguous tensors.
+            if not isinstance(feed, SizeInput):
+                arguments[index] = inputs[index].contiguous()
         try:
-            yield
+            with torch.no_grad():
+                results = list((self.low_overhead or self.function)(*arguments))
+                for index in self.written:
+                    if arguments[index] is not inputs[index]:
+                        inputs[index].copy_(arguments[index])
+                return results
         except BaseException as error:
-            self.job.liveness.mark_break(f"{doing}, at {_break_point(error.__traceback__)}")
-            raise
+            # Here first: outside, the error may have become another.
+            self._mark_break(error, doing)
+            explanation = self._explain(error, doing)
+            if explanation is None:
+                raise
+            raise explanation from error
 
-    def _explain(self, error: Exception, doing: str) -> ZeroGraphError:
-        """Return the error of the node that failed, in the user's terms."""
+    @functools.cached_property
+    def draws(self) -> bool:
+        """True if the graph reads the seed."""
+        return any(feed is self.seed for feed in self.feeds)
+
+    @functools.cached_property
+    def _by_constancy(self) -> tuple[list[Any], list[tuple[int, Lookup | int | SizeInput]]]:
+        """Feeds that are the same tensors in every step, None in place of each other one, and the others."""
+        changing = [(index, feed) for index, feed in enumerate(self.feeds) if not isinstance(feed, Tensor)]
+        return [feed if isinstance(feed, Tensor) else None for feed in self.feeds], changing
+
+    def _mark_break(self, error: BaseException, doing: str) -> None:
+        """Note where the step broke off."""
+        self.job.liveness.mark_break(f"{doing}, at {_break_point(error.__traceback__)}")
+
+    def _explain(self, error: BaseException, doing: str) -> ZeroGraphError | None:
+        """Return the error of the operator or collective that failed, in the user's terms; None for any other error."""
+        if not isinstance(error, _OPERATOR_ERRORS) or isinstance(error, (ZeroGraphError, torch.OutOfMemoryError)):
+            return None
+        if "DefaultCPUAllocator" in str(error):
+            # The CPU is out of memory; the message says how much was asked for.
+            return None
+        explanation = self._failed_call(error, doing)
+        if isinstance(explanation, CommunicationError):
+            # Each rank may have left another part of the exchange undone.
+            self.job.liveness.mark_own_break()
+        return explanation
+
+    def _failed_call(self, error: Exception, doing: str) -> ZeroGraphError:
+        """Return the error of the node that failed."""
         lines = _failed_lines(error.__traceback__)
         node = _failed_node(self.graph.graph, lines)
         if node is not None and node.target is WAIT:
@@ -200,9 +232,7 @@ def with_low_overhead(executor: Executor) -> Executor:
     return replace(executor, low_overhead=reduce_overhead(module, constant_feeds))
 
 
-def _input_of(feed: Tensor | Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Mapping[SizeInput, int]) -> Any:
-    if isinstance(feed, Tensor):
-        return feed
+def _input_of(feed: Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Mapping[SizeInput, int]) -> Any:
     if isinstance(feed, int):
         return batch[feed]
     return sizes[feed] if isinstance(feed, SizeInput) else feed()

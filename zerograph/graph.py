@@ -171,7 +171,8 @@ class ZeroGraph(Inspected, Stateful):
 
     def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
         numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
-        inputs = batch.tensors, numbers, self._seed_of_step(), self._doing(), step.size_values(batch)
+        seed = self._seed_of_step() if executor.draws else 0
+        inputs = batch.tensors, numbers, seed, self._doing(), step.size_values(batch)
         values = executor(*inputs)
         # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}

@@ -43,10 +43,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
         bucket, update = gradient.bucket, context.updates[gradient.bucket.name]
         (_emit_owner_update if bucket.one_by_one else _emit_update)(graph, bucket, gradient.flat, final, update)
-        if bucket.storage.state is None:
-            # Nothing reads them, but they take memory.
-            for name, layout in update.unused.items():
-                _input(graph, Role("state", f"{bucket.name}.{name}"), layout.shape, layout.dtype, layout.storage_device)
+        _add_unused_state(graph, bucket, update)
     drop_unread_edits(graph)
     named = {node_role.name: node for node in placeholders(graph, "parameter") if (node_role := role(node))}
     for bucket in context.buckets:
@@ -75,6 +72,15 @@ def _input(
         node = graph.placeholder(input_role.name.replace(".", "_").replace("[", "_").replace("]", ""))
     meta(node).update({"role": input_role, "val": fake(graph, shape, dtype, device)})
     return node
+
+
+def _add_unused_state(graph: fx.Graph, bucket: Bucket, update: BucketUpdate) -> None:
+    """Add an input for each entry of the state that the update does not read: it takes memory."""
+    if bucket.storage.state is None:
+        for name, layout in update.unused.items():
+            _input(graph, Role("state", f"{bucket.name}.{name}"), layout.shape, layout.dtype, layout.storage_device)
+    for name, dtype in update.unused_counts.items():
+        _input(graph, Role("state", f"{bucket.name}.{name}"), (), dtype, torch.device("cpu"))
 
 
 def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapping[str, fx.Node]) -> None:

@@ -419,13 +419,16 @@ def explaining_failures(job: Job, doing: str) -> Iterator[None]:
 def reporting_failures(job: Job, doing: str) -> Iterator[None]:
     """Publish an exception raised inside, so that ranks that wait for this one can report its cause."""
     job.liveness.forget()
-    with job.liveness.busy(doing), job.liveness.interruptible(doing):
+    with job.liveness.busy(doing):
         try:
             yield
         except (CommunicationError, RankMismatchError):
             raise
         except Exception as error:
             job.liveness.report_failure(error)
+            raise
+        except BaseException as error:
+            job.liveness.report_interrupt(error, doing)
             raise
 
 

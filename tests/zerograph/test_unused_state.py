@@ -114,6 +114,19 @@ def test_state_that_an_update_does_not_use_counts_in_the_predicted_peak(
     assert pool.run(2, predicted_state, stage, micro_batches) == [[44 * 8 // 2 + 8] * 2] * 2
 
 
+def test_a_step_count_that_an_update_does_not_use_counts_in_the_predicted_peak() -> None:
+    step = step_of(sgd(momentum=0.9))
+    x, *_ = inputs([8])
+    step(x)
+    before, state = step.memory.kinds["optimizer state"], step.state_dict()
+    for entries in state["optimizers"][0]["state"].values():
+        entries["count"] = torch.tensor(3.0)
+    step.load_state_dict(state)
+    step(x)
+    # One fp32 number.
+    assert step.memory.kinds["optimizer state"] == before + 4
+
+
 def test_switching_between_updates_moves_no_state() -> None:
     _, serials = trained("amsgrad", 1)
     assert len(set(serials)) == 1
@@ -136,6 +149,30 @@ def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None
         for number, entries in state["optimizers"][0]["state"].items():
             found = other.state_dict()["optimizers"][0]["state"][number]
             assert torch.equal(found["momentum_buffer"], entries["momentum_buffer"])
+
+
+@pytest.mark.parametrize("run", ["call", "compile"])
+def test_a_step_after_a_load_that_needs_other_stores_trains(run: str) -> None:
+    make = sgd(momentum=0.9)
+    step, plain = step_of(make), two_layers()
+    optimizer = make(plain.parameters())
+    x, *_ = inputs([8])
+    if run == "call":
+        step(x)
+        update_plainly(plain, optimizer, sum_of_squares, x)
+    else:
+        step.compile(x)
+    state = step.state_dict()
+    state["optimizers"][0]["state"] = {
+        number: {"momentum_buffer": torch.zeros_like(parameter), "count": torch.tensor(3.0)}
+        for number, parameter in enumerate(plain.parameters())
+    }
+    step.load_state_dict(state)
+    optimizer = make(plain.parameters())
+    for _ in range(2):
+        step(x)
+        update_plainly(plain, optimizer, sum_of_squares, x)
+    torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
 
 
 def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 # The mapping that holds the modules of a scripted module cannot be iterated over.
@@ -18,13 +18,15 @@ class Dictionaries:
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
         self._all = list(dictionaries)
         self._sizes = list(map(len, self._all))
-        self._keys = list(chain.from_iterable(map(_keys, self._all)))
-        self._objects = list(chain.from_iterable(map(_values, self._all)))
+        # Most tables of a module are empty: their sizes are compared only.
+        self._filled = list(compress(self._all, self._sizes))
+        self._keys = list(chain.from_iterable(map(_keys, self._filled)))
+        self._objects = list(chain.from_iterable(map(_values, self._filled)))
 
     def are_same(self) -> bool:
         """Return whether each dictionary still has the same objects under the same keys, in the same order."""
         return (
             list(map(len, self._all)) == self._sizes
-            and all(map(operator.is_, chain.from_iterable(map(_values, self._all)), self._objects))
-            and list(chain.from_iterable(map(_keys, self._all))) == self._keys
+            and all(map(operator.is_, chain.from_iterable(map(_values, self._filled)), self._objects))
+            and list(chain.from_iterable(map(_keys, self._filled))) == self._keys
         )

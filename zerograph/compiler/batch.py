@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +90,9 @@ class Batch:
             _without_rows(tensor, spec.shape, sizes) if plain and not whole and not len(tensor) else tensor
             for tensor, spec, plain, whole in zip(self.tensors, specs, self.plain, self.whole, strict=True)
         )
+        is_resolved = specs is self.specs and sizes is self.sizes and (place, variant) == (self.place, self.variant)
+        if is_resolved and all(map(operator.is_, tensors, self.tensors)):
+            return self
         # As in with_tensors().
         batch = object.__new__(Batch)
         vars(batch).update(vars(self), tensors=tensors, specs=specs, sizes=sizes, place=place, variant=variant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ class CompiledStep(RewrittenStep):
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
     lookups: Mapping[Role, Lookup]
 
-    @property
+    @functools.cached_property
     def flags(self) -> tuple[str, ...]:
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
@@ -93,12 +94,17 @@ class CompiledStep(RewrittenStep):
 
     def size_values(self, batch: Batch) -> dict[SizeInput, int]:
         """Return the value of each symbolic size that the graph reads, for a batch."""
-        feeds = (feed for feed in self.executor.feeds if isinstance(feed, SizeInput))
+        if not self._sizes_read:
+            return {}
         position = self.context.mesh.position
         return {
             feed: position[int(feed.dim)] if feed.kind == "position" else feed.value(batch.sizes[feed.dim], batch.place)
-            for feed in feeds
+            for feed in self._sizes_read
         }
+
+    @functools.cached_property
+    def _sizes_read(self) -> tuple[SizeInput, ...]:
+        return tuple(feed for feed in self.executor.feeds if isinstance(feed, SizeInput))
 
     def metric(self, values: Sequence[Tensor]) -> float:
         """Return the value of the first 0-d tensor that ``build()`` returns; the mean if it is packed.

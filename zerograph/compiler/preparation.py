@@ -208,5 +208,6 @@ def _bucket_update(planned: PlannedBucket) -> BucketUpdate:
         planned.updates[0].numbers(),
         {name: layout for name, layout in planned.layouts.items() if name in entries},
         {name: layout for name, layout in planned.layouts.items() if name not in entries},
+        {name: spec.dtype for name, spec in planned.specs.items() if name not in {*entries, *planned.layouts}},
         planned.updates[0].optimizer_name,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,29 @@ class Selection:
     members: Members | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     repeated: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LastCall:
+    """The inputs of the last call without their values, and the step that it ran.
+
+    Attributes:
+        situation: what selected the step besides sizes.
+        everybody: the sizes of the inputs on each rank.
+        batch: the call's inputs, whose sizes are resolved; without tensors.
+        entry: the step that the call ran.
+    """
+
+    situation: Situation
+    everybody: Sequence[Sequence[int]]
+    batch: Batch
+    entry: CacheEntry
+
+    def resolve(self, selection: Selection, everybody: Sequence[Sequence[int]]) -> Batch | None:
+        """Return the inputs of a call in the same situation, with equal sizes on all ranks; None for any other call."""
+        if selection.situation is not self.situation or everybody != self.everybody:
+            return None
+        return selection.batch.resolved(self.batch.specs, self.batch.sizes, self.batch.place, self.batch.variant)
 
 
 def show_facts(facts: Mapping[str, Any], configuration: str) -> dict[str, str]:

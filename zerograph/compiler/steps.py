@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zerograph.base.source import levels_to_user
-from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -26,7 +25,7 @@ from zerograph.compiler.members import (
     model_sizes,
 )
 from zerograph.compiler.preparation import check_target
-from zerograph.compiler.selection import CacheEntry, Recompiles, Selection, Situation, show_facts
+from zerograph.compiler.selection import CacheEntry, LastCall, Recompiles, Selection, Situation, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
 from zerograph.errors import CommunicationError, InputError
 from zerograph.ir.mesh import Mesh
@@ -55,10 +54,8 @@ class Steps:
         self._tree: Tree | None = None
         self._dimensions = Dimensions()
         self._snapshot: Snapshot | None = None
-        self._last_entry: CacheEntry | None = None
+        self._last_call: LastCall | None = None
         self._last_situation: Situation | None = None
-        # What selected the last entry: situation, variant and specs, which are the same objects from call to call.
-        self._last_selected: tuple[Situation, int, tuple[TensorSpec, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -124,6 +121,18 @@ class Steps:
             problem = error
         everybody = self._agree(call, selection, problem, doing, counts)
         assert selection is not None
+        last = self._last_call
+        batch = None if last is None else last.resolve(selection, everybody)
+        if last is not None and last.entry.step is not None and batch is not None:
+            step, selection.batch = last.entry.step, batch
+        else:
+            step = self._step_of(job, selection, everybody, doing)
+        if selection.members is not None:
+            self._remember(call, selection)
+        return step, selection.batch
+
+    def _step_of(self, job: Job, selection: Selection, everybody: Sequence[Sequence[int]], doing: str) -> CompiledStep:
+        """Return the step for a selection, compiled if there is none yet; resolve the sizes of its batch."""
         unresolved, kind = selection.batch, selection.situation.kind
         selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
         entry = self._entry(selection)
@@ -139,11 +148,10 @@ class Steps:
                 entry = self._entry(selection)
                 step = entry.step
         step = step or self._compile(job, selection, entry, doing)
-        if selection.members is not None:
-            self._remember(call, selection)
-        self._last_entry = entry if entry.step is step else replace(entry, step=step)
-        self._last_selected = selection.situation, selection.batch.variant, selection.batch.specs
-        return step, selection.batch
+        # Compiling moves parameters into stores: the layout is that of the calls to come.
+        entry = CacheEntry(entry.key, selection.situation.layout, step)
+        self._last_call = LastCall(selection.situation, everybody, selection.batch.with_tensors(()), entry)
+        return step
 
     def _select(self, call: Call) -> Selection:
         """Return what a call brings: by the snapshot of the last call where nothing but sizes changed, else anew."""
@@ -227,12 +235,13 @@ class Steps:
 
     def _entry(self, selection: Selection) -> CacheEntry:
         """Return the step for a selection whose sizes are resolved, or the key to compile one under."""
-        situation, last = selection.situation, self._last_entry
-        if last is not None and self._last_selected == (situation, selection.batch.variant, selection.batch.specs):
-            return last
-        key = situation.key(selection.batch)
-        if last is not None and (last.key, last.layout) == (key, situation.layout):
-            return last
+        situation, batch, last = selection.situation, selection.batch, self._last_call
+        selected = situation, batch.variant, batch.specs
+        if last is not None and selected == (last.situation, last.batch.variant, last.batch.specs):
+            return last.entry
+        key = situation.key(batch)
+        if last is not None and (last.entry.key, last.entry.layout) == (key, situation.layout):
+            return last.entry
         return CacheEntry(key, situation.layout, self._steps.get((key, situation.layout)))
 
     def _compile(self, job: Job, selection: Selection, entry: CacheEntry, doing: str) -> CompiledStep:
