@@ -54,7 +54,7 @@ def pool() -> Iterator[Pool]:
     """One pool of worker processes for the whole run."""
     workers = Pool()
     yield workers
-    workers.close(patience=10.0)
+    workers.close(patience=60.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -154,7 +154,7 @@ def new_processes() -> Iterator[Pool]:
     """Two that have never seen what the others trained: here they only go on."""
     workers = Pool(2, hash_apart=False)
     yield workers
-    workers.close(patience=10.0)
+    workers.close(patience=60.0)
 
 
 @pytest.fixture

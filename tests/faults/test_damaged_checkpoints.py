@@ -194,7 +194,7 @@ def fill_up_apart(path: Path) -> None:
     try:
         print(json.dumps(fill_up(pool, path)))
     finally:
-        pool.close()
+        pool.close(patience=60.0)
 
 
 def save_whole(step: TrainStep, path: Path, way: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,10 @@ import zerograph as zg
 from tests.harness import Step, inputs, model
 from tests.pool import Pool
 from zerograph.ir.mesh import line
+
+needs_lines = pytest.mark.skipif(
+    sys.gettrace() is not None, reason="a debugger or coverage traces lines, so a step cannot, and names none"
+)
 
 COUNTS = {"calls": 0}
 CALLS = 0
@@ -143,6 +148,7 @@ def plain_losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> list[fl
     return losses
 
 
+@needs_lines
 @pytest.mark.parametrize("where", COUNTERS)
 def test_a_counter_of_calls_counts_as_in_plain_pytorch_with_a_warning(where: str) -> None:
     make, name, code = COUNTERS[where]
@@ -161,6 +167,7 @@ def test_a_list_whose_length_decides_is_followed() -> None:
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
+@needs_lines
 def test_what_is_only_collected_is_said_to_be_lost() -> None:
     def collect(made: Any, loss: Tensor) -> Tensor:
         made.seen.append("call")
@@ -271,6 +278,7 @@ RANDOM = {
 }
 
 
+@needs_lines
 @pytest.mark.parametrize("act", RANDOM)
 def test_a_step_that_depends_on_random_numbers_of_python_is_refused_with_the_line(act: Any) -> None:
     made = model()
@@ -281,6 +289,7 @@ def test_a_step_that_depends_on_random_numbers_of_python_is_refused_with_the_lin
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
 
 
+@needs_lines
 def test_a_random_number_for_something_else_is_a_warning() -> None:
     def log(made: Any, loss: Tensor) -> Tensor:
         if random.random() < 0.5:
@@ -306,6 +315,7 @@ def draws_otherwise(act: Any) -> str:
     return "nothing"
 
 
+@needs_lines
 def test_numpy_draws_that_differ_between_ranks_name_the_line(pool: Pool) -> None:
     for message in pool.run(2, draws_otherwise, numpy_scale):
         assert "depends on random numbers" in message
