@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
+    from zerograph.loops.prepare import prepare
     from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
     from zerograph.planner.front.plan import plan
@@ -114,6 +115,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "to_local",
     ),
     "planner.front.plan": ("plan",),
+    "loops.prepare": ("prepare",),
     "planner.plan": ("Plan",),
     "runtime.job.process_group": (
         "rank",
@@ -157,6 +159,7 @@ __all__ = [
     "local",
     "placement",
     "plan",
+    "prepare",
     "rank",
     "read_checkpoint",
     "register_rule",

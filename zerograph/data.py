@@ -96,7 +96,7 @@ class batches:  # noqa: N801
         self.epoch, self._taken, self._generators_at_start = self.epoch + 1, 0, None
 
     def _started(self) -> Iterator[Any]:
-        self._generators_at_start = [generator.get_state() for generator in _generators(self._loader)]
+        self._generators_at_start = [generator.get_state() for generator in generators_of(self._loader)]
         return iter(self._loader)
 
     def _continued(self) -> Iterator[Any]:
@@ -106,7 +106,7 @@ class batches:  # noqa: N801
             return iter(()) if self._ran_out else iter(self._loader)
         # The default generator continues where it is: step.load() has restored it.
         before = torch.get_rng_state()
-        for generator, state in zip(_generators(self._loader), self._generators_at_start or (), strict=True):
+        for generator, state in zip(generators_of(self._loader), self._generators_at_start or (), strict=True):
             generator.set_state(state)
         iterator = iter(self._loader)
         for batch in itertools.islice(iterator, self._taken):
@@ -150,7 +150,7 @@ class batches:  # noqa: N801
                 "empty": empty,
             }
         at_start = self._generators_at_start
-        generators = [one.get_state() for one in _generators(self._loader)] if at_start is None else at_start
+        generators = [one.get_state() for one in generators_of(self._loader)] if at_start is None else at_start
         return {**state, "generators": generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class batches:  # noqa: N801
             )
         stateful = _is_stateful(self._loader)
         if stateful != ("loader" in state) or (
-            not stateful and len(state["generators"]) != len(_generators(self._loader))
+            not stateful and len(state["generators"]) != len(generators_of(self._loader))
         ):
             raise ConfigError(
                 f"the position is of another kind of loader than {type(self._loader).__name__}: one has a state_dict() "
@@ -186,7 +186,7 @@ class batches:  # noqa: N801
             self._ran_out, self._generators_at_start = False, state["generators"]
         else:
             # The first is the default generator, which continues where it is.
-            for generator, value in list(zip(_generators(self._loader), state["generators"], strict=True))[1:]:
+            for generator, value in list(zip(generators_of(self._loader), state["generators"], strict=True))[1:]:
                 generator.set_state(value)
 
 
@@ -194,7 +194,7 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the default generator and those that a ``DataLoader`` shuffles with."""
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -70,6 +70,14 @@ def replaced_total_norm(function: Callable[[Sequence[Tensor], float, bool], Tens
         yield
     finally:
         clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
+
+
+def replace_function(old: Callable[..., Any], new: Callable[..., Any], modules: Mapping[str, Any]) -> None:
+    """Replace a function of torch in every module that has imported it by name."""
+    for module in list(modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, name, new)
 
 
 def trusted_causal_flags() -> contextlib.AbstractContextManager[Any]:

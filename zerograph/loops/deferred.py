@@ -5,7 +5,9 @@ Operators on them are recorded on a tape. Reading a value computes it at once, s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -71,6 +73,14 @@ class Recorder(Protocol):
 
     words: Words
 
+    takes_backward: bool
+
+    def is_over(self, deferred: Deferred) -> bool:
+        """Return whether operators on the tensor compute with its value, because the step is over."""
+
+    def backward(self, loss: Deferred, *args: Any, **kwargs: Any) -> None:
+        """Record ``loss.backward()``."""
+
     @property
     def finished(self) -> bool:
         """True if the step has computed all values."""
@@ -96,12 +106,14 @@ class Deferred(Tensor):
         tape: the tape.
         meta: its metadata.
         value: its value once it is computed.
+        freed: a step has run ``backward()`` through it.
     """
 
     result: Result
     tape: Recorder
     meta: Meta
     value: Tensor | None
+    freed: bool
 
     @staticmethod
     def __new__(cls, meta: Meta, tape: Recorder, result: Result) -> Deferred:
@@ -109,7 +121,7 @@ class Deferred(Tensor):
         new: Deferred = _torch.tensor_without_data(
             cls, meta.shape, meta.dtype, meta.device, requires_grad=meta.requires_grad
         )
-        new.meta, new.tape, new.result, new.value = meta, tape, result, None
+        new.meta, new.tape, new.result, new.value, new.freed = meta, tape, result, None, False
         return new
 
     def __init__(self, meta: Meta, tape: Recorder, result: Result) -> None:
@@ -124,11 +136,13 @@ class Deferred(Tensor):
         deferred = list(deferred_in((args, kwargs)))
         if deferred:
             speak(_tape_of(deferred).words)
-        if (why := _refused(func)) is not None:
+        if (why := _refused(func)) is not None and not (func is Tensor.backward and deferred[0].tape.takes_backward):
             _refuse(f"{name_of(func)} {why}")
         if not deferred:
             _refuse(f"{name_of(func)} has a deferred tensor inside a slice or another object that hides it")
-        if func in _READS or all(tensor.value is not None and tensor.tape.finished for tensor in deferred):
+        if func is Tensor.backward and (recorder := _tape_of(deferred)).takes_backward:
+            return recorder.backward(*args, **kwargs)
+        if func in _READS or all(tensor.tape.is_over(tensor) for tensor in deferred):
             return read(func, args, kwargs)
         if func is Tensor.__iter__:
             return iter(args[0].unbind(0))
@@ -137,6 +151,24 @@ class Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         _refuse(f"{func} runs on a tensor that {words().step} has yet to compute, by a way that cannot be recorded")
+
+
+_replaying: ContextVar[bool] = ContextVar("replaying", default=False)
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """Run calls that were recorded: modules compute inside the block, and record nothing."""
+    token = _replaying.set(True)
+    try:
+        yield
+    finally:
+        _replaying.reset(token)
+
+
+def is_replaying() -> bool:
+    """Return whether recorded calls are being run."""
+    return _replaying.get()
 
 
 def values_of(tree: Any) -> Any:

@@ -198,9 +198,12 @@ class Recorded(ZeroGraph):
 class Step(Recorded):
     """Whole training steps."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, words: Words) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], words: Words
+    ) -> None:
         super().__init__(modules, words)
-        self.add_optimizer(optimizer)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
 
 
 class Forward(Recorded):
@@ -287,7 +290,8 @@ class Gradients(Preview):
         *inputs, scale = tensors
         losses, _ = self._program.run(inputs, lambda name: _at(self, name))
         # Scaled as in the step, so that small gradients do not underflow in fp16.
-        torch.autograd.backward(losses, [scale.to(loss.dtype).expand(loss.shape) for loss in losses])
+        if losses:
+            torch.autograd.backward(losses, [scale.to(loss.dtype).expand(loss.shape) for loss in losses])
         inverse = scale.double().reciprocal().float()
         gradients: dict[str, Tensor] = {}
         for name, parameter in self._members().parameters.items():

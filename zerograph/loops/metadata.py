@@ -23,7 +23,7 @@ from zerograph.capture.substitutes import substituted
 from zerograph.compiler.members import Members
 from zerograph.errors import CaptureError
 from zerograph.loops import batchwise, counts
-from zerograph.loops.deferred import Meta, name_of
+from zerograph.loops.deferred import Meta, name_of, replaying
 from zerograph.loops.tape import Kind, Named, Operand, Outcome
 from zerograph.loops.words import words
 
@@ -95,7 +95,8 @@ class Outcomes:
                 problem = problem or error
                 continue
             real = [isinstance(argument, Operand) and argument.real for argument in arguments]
-            return Outcome(part.tree, tuple(leaves), part.draws, tuple(itertools.compress(kinds, real)))
+            kinds_of_real = tuple(itertools.compress(kinds, real))
+            return Outcome(part.tree, tuple(leaves), part.draws, kinds_of_real, part.writes)
         assert problem is not None
         raise problem
 
@@ -190,6 +191,7 @@ class _Result:
     tree: pytree.TreeSpec
     leaves: list[Any]
     draws: bool
+    writes: bool
 
 
 @dataclass
@@ -232,6 +234,7 @@ class _Run:
             torch.set_grad_enabled(self.with_gradients),
             contextlib.nullcontext() if self.amp_dtype is None else torch.autocast(device, self.amp_dtype),
             watch,
+            replaying(),
         ):
             result = patched(self.function)(*args, **kwargs)
         after = [_torch.version(fake) for fake in fakes if isinstance(fake, Tensor)]
@@ -250,7 +253,8 @@ class _Run:
                 "x = x + y instead of x += y."
             )
         leaves, tree = pytree.tree_flatten(result)
-        return _Result(tree, leaves, watch.draws)
+        buffers = [fake for name, fake in state.items() if name in self.members.buffers]
+        return _Result(tree, leaves, watch.draws, any(map(_torch.version, buffers)))
 
     def _fake(self, argument: Any, state: Mapping[str, Tensor], *, whole: bool) -> Any:
         if isinstance(argument, Named):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError, ZeroGraphError
-from zerograph.loops.deferred import Meta, Result
+from zerograph.loops.deferred import Meta, Result, replaying
 from zerograph.loops.metadata import patched
 from zerograph.loops.tape import Call, Kind, Named, RealTensor, Tape
 from zerograph.runtime.job.process_group import digest
@@ -58,14 +60,31 @@ class Program:
 
         for call in self.calls:
             args, kwargs = pytree.tree_unflatten([value_of(argument) for argument in call.arguments], call.tree)
-            with torch.set_grad_enabled(call.with_gradients):
+            with torch.set_grad_enabled(call.with_gradients), replaying():
                 results.append(pytree.tree_leaves(_repeated(call, args, kwargs)))
         return [value_of(loss) for loss in self.losses], [value_of(output) for output in self.outputs]
 
 
-def program_of(tape: Tape, losses: Sequence[Result], outputs: Sequence[Result], texts: Texts) -> Program:
-    """Return the program that computes ``losses`` and ``outputs`` of a tape."""
-    needed = tape.needed([*losses, *outputs])
+def program_of(
+    tape: Tape,
+    losses: Sequence[Result],
+    outputs: Sequence[Result],
+    texts: Texts,
+    needed: Sequence[int] | None = None,
+    *,
+    any_size: bool = False,
+) -> Program:
+    """Return the program that computes ``losses`` and ``outputs`` of a tape.
+
+    Args:
+        tape: the recorded calls.
+        losses: the losses for ``backward()``.
+        outputs: the results to return.
+        texts: of functions and constants.
+        needed: the calls of the program; None: those that the results need, and those with side effects.
+        any_size: programs on parts of the batch of other sizes are the same.
+    """
+    needed = tape.needed([*losses, *outputs]) if needed is None else needed
     place = {old: new for new, old in enumerate(needed)}
     numbers: dict[int, int] = {}
 
@@ -92,7 +111,11 @@ def program_of(tape: Tape, losses: Sequence[Result], outputs: Sequence[Result], 
         for call in calls
     ]
     shown = " -> ".join(name.rpartition(".")[2] for name, *_ in steps)
-    number = digest((steps, kinds, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], ends)) % 2**32
+    shapes = [
+        (tensor.dim() if any_size and kind == "part" else tuple(tensor.shape), tensor.dtype)
+        for tensor, kind in zip(tensors, kinds, strict=True)
+    ]
+    number = digest((steps, kinds, shapes, ends)) % 2**32
     text = f"{shown}{', backward' if losses else ''} (#{number:08x})"
     draws = any(call.outcome.draws for call in calls)
     return Program(calls, tensors, kinds, *ends, tuple(map(tape.meta, outputs)), text, draws)
@@ -136,9 +159,17 @@ def _same(first: Any, second: Any) -> bool:
         return False
 
 
+def _unwritten(function: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which a module writes to copies of its buffers."""
+    if not isinstance(function, nn.Module):
+        return contextlib.nullcontext()
+    return _torch.with_tensors(function, {name: buffer.clone() for name, buffer in function.named_buffers()})
+
+
 def _repeated(call: Call, args: Any, kwargs: Any) -> Any:
     try:
-        return patched(call.function)(*args, **kwargs)
+        with _unwritten(call.function) if call.again else contextlib.nullcontext():
+            return patched(call.function)(*args, **kwargs)
     except ZeroGraphError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

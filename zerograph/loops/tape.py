@@ -48,12 +48,14 @@ class Outcome:
         leaves: :class:`Meta` for each tensor, other values unchanged.
         draws: whether the call draws random numbers.
         kinds: how each real tensor among the arguments enters the step, in order.
+        writes: whether the call writes to buffers of modules.
     """
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     draws: bool
     kinds: tuple[Kind | None, ...]
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class Operand:
 
 @dataclass(eq=False)
 class Call:
-    """A recorded call of ``function`` with flat ``arguments``, which ``tree`` nests."""
+    """A recorded call of ``function`` with flat ``arguments``, which ``tree`` nests.
+
+    ``again`` marks a call that an earlier step has run: it does not write to buffers a second time.
+    """
 
     function: Callable[..., Any]
     module: bool
@@ -86,6 +91,7 @@ class Call:
     with_gradients: bool
     outcome: Outcome
     line: tuple[str, str]
+    again: bool = False
     results: dict[int, weakref.ref[Deferred]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[int]:
@@ -178,8 +184,7 @@ class Tape:
         if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             line, code = source.running_line()
             raise CaptureError(
-                f"torch.autocast is entered around {words().model}\n  {line}   {code}\n"
-                "The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32."
+                f"torch.autocast is entered around {words().model}\n  {line}   {code}\n{words().precision}"
             )
         plain, args = args, self.numbers.lifted(len(self.calls), function, args)
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
@@ -208,6 +213,16 @@ class Tape:
         if deferred.value is None:
             (deferred.value,) = self.reader(self, [deferred.result])
         return deferred.value
+
+    takes_backward = False
+
+    def is_over(self, deferred: Deferred) -> bool:
+        """Return whether operators on the tensor compute with its value, because the step is over."""
+        return self.finished and deferred.value is not None
+
+    def backward(self, loss: Deferred, *args: Any, **kwargs: Any) -> None:
+        """Record ``loss.backward()``."""
+        raise NotImplementedError
 
     def finish(self, values: Mapping[Result, Tensor]) -> None:
         """Turn deferred tensors into ordinary ones, with these values or those that were read before."""

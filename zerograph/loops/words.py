@@ -18,6 +18,7 @@ class Words:
         step: the call that makes the update.
         zero_grad: the call that discards losses.
         clip: how to clip gradients.
+        precision: what chooses the precision.
     """
 
     model: str = "a prepared model"
@@ -27,6 +28,7 @@ class Words:
     step: str = "optimizer.step()"
     zero_grad: str = "optimizer.zero_grad()"
     clip: str = "torch.nn.utils.clip_grad_norm_()"
+    precision: str = "The step computes in the precision of its configuration: config.enable_amp(dtype=torch.bfloat16)."
 
 
 _DEFAULT = Words()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from zerograph.loops.deferred import Deferred, Result, deferred_in
 from zerograph.loops.gradients import Reader
 from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.loops.metadata import Outcomes
+from zerograph.loops.outputs import agreed_outputs
 from zerograph.loops.program import Program, Texts, program_of
 from zerograph.loops.tape import Numbers, Tape
 from zerograph.loops.words import Words
@@ -32,6 +32,7 @@ WORDS = Words(
     backward="engine.backward(loss)",
     step="engine.step()",
     zero_grad="engine.zero_grad()",
+    precision="The step computes as its configuration says: zero means fp16, bf16 = True bf16, fp16 = False fp32.",
     clip="the configuration (clip_grad in zero, clip_grad_norm without)",
 )
 
@@ -71,7 +72,7 @@ class Engine:
             configure(config)
             self.graph: Recorded = Forward(modules, config, WORDS)
         else:
-            self.graph = Step(modules, optimizer, WORDS)
+            self.graph = Step(modules, [optimizer], WORDS)
             configure(self.graph.config)
             self._preview, self._preview_of_update = (Preview(self.graph, whole=whole) for whole in (False, True))
             self._graph_of_gradients = Gradients(self.graph)
@@ -330,7 +331,7 @@ class Engine:
 
     def _make(self, graph: Step, tapes: Sequence[Tape]) -> None:
         """Run the step that the tapes record, one tape for each call, and give deferred tensors their values."""
-        outputs = _agreed(graph, tapes)
+        outputs = agreed_outputs(graph, tapes)
         programs = [program_of(tape, tape.losses, out, self._texts) for tape, out in zip(tapes, outputs, strict=True)]
         values = graph.run(programs[0], [program.tensors for program in programs], _unlike(programs))
         for tape, results, computed in zip(tapes, outputs, values, strict=True):
@@ -386,51 +387,3 @@ def _unlike(programs: Sequence[Program]) -> InputError | None:
                 "other shapes, or with other numbers. Leave out the last, smaller batch (drop_last=True)."
             )
     return None
-
-
-def _agreed(graph: Step, tapes: Sequence[Tape]) -> list[list[Result]]:
-    """Return the step's outputs for each call: those that any rank needs. A collective."""
-    if not _alike(tapes):
-        # A forward without references that waits for the garbage collector is not a call of the step.
-        gc.collect()
-    outputs = _outputs_of_all_calls(tapes)
-    if graph.outputs_of_all_ranks(_from_the_end(tapes, outputs)) is None:
-        return outputs
-    # A tensor without references may wait for the garbage collector on one rank, and be freed on another.
-    gc.collect()
-    outputs = _outputs_of_all_calls(tapes)
-    for rank_outputs in graph.outputs_of_all_ranks(_from_the_end(tapes, outputs)) or ():
-        for tape, own, needed in zip(tapes, outputs, rank_outputs, strict=False):
-            results = {Result(len(tape.calls) - call, leaf) for call, leaf in needed}
-            own[:] = sorted({*own, *filter(tape.has, results)})
-    return outputs
-
-
-def _from_the_end(tapes: Sequence[Tape], outputs: Sequence[Sequence[Result]]) -> list[list[tuple[int, int]]]:
-    """Count calls from the end, so that ranks with earlier calls on their tapes agree on the numbers."""
-    return [
-        [(len(tape.calls) - result.call, result.leaf) for result in results]
-        for tape, results in zip(tapes, outputs, strict=True)
-    ]
-
-
-def _outputs_of_all_calls(tapes: Sequence[Tape]) -> list[list[Result]]:
-    outputs = [_outputs(tape) for tape in tapes]
-    if not _alike(tapes):
-        return outputs
-    # A result that is referenced in one call may not be referenced in another.
-    return [sorted(set().union(*outputs)) for _ in tapes]
-
-
-def _alike(tapes: Sequence[Tape]) -> bool:
-    """Return whether the same functions were called on each tape."""
-    return len({tuple(call.function for call in tape.calls) for tape in tapes}) == 1
-
-
-def _outputs(tape: Tape) -> list[Result]:
-    """Return the step's outputs: referenced tensors, except those already read on which no loss depends.
-
-    A number that is only read now and then therefore does not change the step.
-    """
-    to_losses = set(tape.with_ancestors(loss.call for loss in tape.losses))
-    return sorted({tensor.result for tensor in tape.alive() if tensor.value is None or tensor.result.call in to_losses})

@@ -1,0 +1,279 @@
+"""``zg.prepare`` in one process: what it returns, what loops may do, and what is an error on the user's line."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerograph as zg
+from tests.harness import LossStep
+from zerograph.loops.loop import Loop
+
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 4
+
+
+def network(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), *layers, nn.ReLU(), nn.Linear(16, 4)).double()
+
+
+def ready(*layers: nn.Module, lr: float = 0.1, stage: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network(*layers)
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = zg.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), stage=stage
+    )
+    return prepared
+
+
+def loop_of(model: nn.Module) -> Loop:
+    loop: Loop = next(model.parameters())._zerograph_loop  # type: ignore[attr-defined]
+    return loop
+
+
+def test_objects_come_back_in_their_order() -> None:
+    model, loader = network(), [(X, Y)]
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = zg.prepare(scheduler, loader, model, optimizer)
+    assert prepared[0] is scheduler
+    assert list(prepared[1]) == loader
+    assert prepared[2:] == (model, optimizer)
+    assert zg.prepare(network()).training
+
+
+MISTAKES: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "twice": (lambda model, _: (zg.prepare(model), zg.prepare(model)), "prepared already"),
+    "another's parameters": (lambda model, other: zg.prepare(model, other), "no prepared module|that no"),
+    "no model": (lambda _, other: zg.prepare(other), "takes a model"),
+    "a number": (lambda model, _: zg.prepare(model, 3), "got 3"),
+    "a schedule alone": (
+        lambda model, other: zg.prepare(model, torch.optim.lr_scheduler.StepLR(other, 1)),
+        "not prepared",
+    ),
+    "accumulation": (lambda model, _: zg.prepare(model, config=accumulating()), "call backward|Call backward"),
+}
+
+
+def accumulating() -> zg.Config:
+    config = zg.Config()
+    config.gradient_accumulation_steps = 2
+    return config
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_arguments_that_do_not_fit_are_named(name: str) -> None:
+    call, message = MISTAKES[name]
+    with pytest.raises(zg.ConfigError, match=message):
+        call(network(), torch.optim.SGD(network().parameters()))
+
+
+def test_a_step_is_the_graph_of_build() -> None:
+    model, optimizer = ready()
+    for _ in range(3):
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step = loop_of(model).graph(optimizer)
+    assert len(step._steps) == 1
+    twin = network()
+    native = LossStep(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9),
+        2,
+        lambda module, x, y: F.cross_entropy(module(x), y),
+    )
+    native(X, Y)
+    assert step.memory.peak == native.memory.peak
+    assert operators(step) == operators(native)
+
+
+def operators(step: zg.ZeroGraph) -> list[str]:
+    return [line.split(" = ")[1].split("(")[0] for line in step.text().splitlines() if " = " in line]
+
+
+def test_values_read_early_are_those_of_the_step_and_change_nothing() -> None:
+    model, optimizer = ready(nn.BatchNorm1d(16), nn.Dropout(0.5))
+    early, late = [], []
+
+    def train() -> None:
+        for _ in range(3):
+            loss = F.cross_entropy(model(X), Y)
+            early.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            late.append(loss.item())
+
+    with pytest.warns(UserWarning, match="takes an extra forward") as seen:
+        train()
+    assert early == late
+    assert seen[0].filename == __file__
+    assert model.state_dict()["1.num_batches_tracked"] == 3
+
+
+def test_a_forward_that_nobody_uses_still_counts_in_batch_norm() -> None:
+    model, _ = ready(nn.BatchNorm1d(16))
+    for _ in range(3):
+        model(X)
+    twin = network(nn.BatchNorm1d(16))
+    for _ in range(3):
+        twin(X)
+    model.eval()
+    assert torch.allclose(model(X).detach().clone(), twin.eval()(X))
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
+def test_an_evaluation_between_backward_and_step_changes_no_number() -> None:
+    model, optimizer = ready(nn.BatchNorm1d(16))
+    twin = network(nn.BatchNorm1d(16))
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for module, one in ((model, optimizer), (twin, plain)):
+        F.cross_entropy(module(X), Y).backward()
+        module.eval()
+        with torch.no_grad():
+            seen.append(F.cross_entropy(module(X), Y).item())
+        module.train()
+        F.cross_entropy(module(-X), Y).backward()
+        one.step()
+        one.zero_grad()
+    assert seen[0] == pytest.approx(seen[1], rel=1e-12)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_that_was_imported_by_name_is_part_of_the_step() -> None:
+    import tests.loops.test_prepare as here
+
+    model, optimizer = ready()
+    F.cross_entropy(model(X), Y).backward()
+    norm = here.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    twin = network()
+    F.cross_entropy(twin(X), Y).backward()
+    assert norm.item() == pytest.approx(float(clip_grad_norm_(twin.parameters(), 0.01)), rel=1e-9)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_can_be_read_before_the_step() -> None:
+    model, optimizer = ready()
+    twin = network()
+    F.cross_entropy(twin(X), Y).backward()
+    F.cross_entropy(model(X), Y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad + 0, other.grad, rtol=1e-9, atol=1e-12)
+    optimizer.step()
+
+
+def test_training_goes_on_from_state_dicts() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = F.cross_entropy(model(X), Y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = ready()
+    train(model, optimizer, 2)
+    states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    wanted = train(model, optimizer, 2)
+    plain = network()
+    plain.load_state_dict(states[0])
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain_optimizer.load_state_dict(copy.deepcopy(states[1]))
+    assert train(plain, plain_optimizer, 2) == pytest.approx(wanted, rel=1e-12)
+    again, other = ready(stage=3)
+    train(again, other, 1)
+    again.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    assert train(again, other, 2) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_an_error_in_the_loop_leaves_it_usable() -> None:
+    model, optimizer = ready()
+    for number in range(3):
+        try:
+            loss = F.cross_entropy(model(X), Y)
+            if number == 1:
+                raise ValueError
+            loss.backward()
+            optimizer.step()
+        except ValueError:
+            continue
+        finally:
+            optimizer.zero_grad()
+    assert loop_of(model).graph(optimizer).steps_done == 2
+
+
+def no_backward(model: nn.Module, optimizer: Any) -> None:
+    model(X)
+    optimizer.step()
+
+
+def not_cleared(model: nn.Module, optimizer: Any) -> None:
+    for _ in range(2):
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
+def twice(model: nn.Module, optimizer: Any) -> None:
+    loss = F.cross_entropy(model(X), Y)
+    loss.backward()
+    loss.backward()
+
+
+def changed_input(model: nn.Module, optimizer: Any) -> None:
+    x = torch.zeros(2**15, 6, dtype=torch.float64)
+    loss = model(x).square().mean()
+    x.fill_(1.0)
+    loss.backward()
+    optimizer.step()
+
+
+def written_gradient(model: nn.Module, optimizer: Any) -> None:
+    F.cross_entropy(model(X), Y).backward()
+    next(model.parameters()).grad = None
+
+
+def closure(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step(lambda: None)
+
+
+def updated_since(model: nn.Module, optimizer: Any) -> None:
+    out = model(X)
+    F.cross_entropy(out.detach() + model(X), Y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    out.mean().backward()
+
+
+LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
+    "no backward": (no_backward, r"without loss\.backward"),
+    "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
+    "one loss twice": (twice, "twice on one loss"),
+    "an input that changed": (changed_input, "changed in place"),
+    "a gradient that is set": (written_gradient, r"parameter\.grad is set"),
+    "a closure": (closure, "closure"),
+    "a result of an updated model": (updated_since, "was updated since"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_step_cannot_do_is_an_error(name: str) -> None:
+    loop, message = LOOPS[name]
+    with pytest.raises(zg.ZeroGraphError, match=message):
+        loop(*ready())

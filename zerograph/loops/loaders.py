@@ -1,0 +1,138 @@
+"""Loaders whose batches are split between the ranks: the whole batch is that of the script in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from zerograph import data
+from zerograph._torch import pytree
+from zerograph.config import Config
+from zerograph.errors import InputError
+from zerograph.runtime.job.exchange import broadcast_number
+from zerograph.runtime.job.process_group import Job, agree, digest, join
+
+
+class SplitLoader:
+    """Iterate over this rank's rows of each batch of a loader. Other attributes are the loader's.
+
+    The batches are those that the loader yields in one process. A ``DataLoader`` of a map-style dataset reads only this
+    rank's samples. Of any other iterable every rank reads the whole batch, which must be equal on all ranks. A loader
+    with a ``DistributedSampler`` yields this rank's batches already.
+    """
+
+    def __init__(self, loader: Iterable[Any], config: Config) -> None:
+        self._loader, self._config = loader, config
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this rank's part of each batch.
+
+        Raises:
+            RankMismatchError: the ranks' batches differ.
+            InputError: a batch has fewer rows than there are ranks, and a rank had none before.
+        """
+        loader, job = self._loader, join(self._config.timeout)
+        if job.size == 1:
+            yield from loader
+        elif isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            yield from data.batches(loader, timeout=self._config.timeout)
+        elif isinstance(loader, DataLoader) and _splits_samples(loader):
+            yield from self._of_samples(loader)
+        else:
+            yield from self._of_batches(loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def _of_samples(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Read this rank's samples of each batch, in the order of rank 0's random numbers."""
+        job = join(self._config.timeout)
+        _same_generators(loader, job)
+        mine = _Part(loader.batch_sampler, job.rank, job.size)  # type: ignore[arg-type]
+        options = {
+            name: getattr(loader, name)
+            for name in (
+                *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
+                *("multiprocessing_context", "generator", "persistent_workers"),
+            )
+        }
+        local: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=mine, **options)
+        for number, batch in enumerate(local):
+            indices, count = mine.read.pop(number)
+            _agree(job, number, "samples", indices)
+            yield batch if count else _rows(batch, slice(0, 0))
+
+    def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        job = join(self._config.timeout)
+        for number, batch in enumerate(loader):
+            facts = [(tuple(t.shape), float(t.double().sum())) for t in _tensors(batch)]
+            _agree(job, number, "shapes and sums", facts)
+            count = next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
+            yield _rows(batch, _bounds(count, job.rank, job.size))
+
+
+def _splits_samples(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+
+
+class _Part:
+    """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like."""
+
+    def __init__(self, batches: Iterable[Sequence[Any]], rank: int, size: int) -> None:
+        self._batches, self._rank, self._size = batches, rank, size
+        self.read: dict[int, tuple[Any, int]] = {}
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for number, whole in enumerate(self._batches):
+            indices = list(whole)
+            mine = indices[_bounds(len(indices), self._rank, self._size)]
+            self.read[number] = (indices, len(mine))
+            yield mine or indices[:1]
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def _bounds(count: int, rank: int, size: int) -> slice:
+    """Return the rows of a rank: contiguous, and as many as of any other, or one more."""
+    least, more = divmod(count, size)
+    start = rank * least + min(rank, more)
+    return slice(start, start + least + (rank < more))
+
+
+def _same_generators(loader: DataLoader[Any], job: Job) -> None:
+    """Let samplers draw the same order on all ranks: that of rank 0."""
+    for generator in data.generators_of(loader):
+        own = digest(generator.get_state().tolist()) % 2**62
+        if len({one[0] for one in agree(job, "a prepared loader", 0, dict, None, (own,))}) > 1:
+            generator.manual_seed(broadcast_number(job, generator.initial_seed() % 2**62 ^ own))
+
+
+def _agree(job: Job, number: int, what: str, facts: Any) -> None:
+    """Raise unless the facts about a batch are equal on all ranks."""
+    agree(job, f"batch {number + 1} of a prepared loader", digest(facts), lambda: {what: f"{facts}"[:200]})
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _rows(batch: Any, rows: slice) -> Any:
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if not leaf.dim() else leaf[rows].clone()
+        if isinstance(leaf, (bool, int, float, type(None), torch.dtype)):
+            return leaf
+        raise InputError(
+            f"a prepared loader yields a {type(leaf).__name__}, of which zerograph does not know the ranks' parts\n"
+            "Yield tensors and numbers in lists, tuples and dicts."
+        )
+
+    return pytree.tree_map(part, batch)

@@ -1,0 +1,431 @@
+"""The driver of a plain loop: it records calls of prepared models, and runs one graph for each ``optimizer.step()``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.base import source
+from zerograph.config import Config
+from zerograph.errors import CaptureError, InputError
+from zerograph.ir.sbp import NdSbp, Split
+from zerograph.loops.deferred import Deferred, Meta, Result
+from zerograph.loops.gradients import Reader
+from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
+from zerograph.loops.loop_tape import LoopTape
+from zerograph.loops.metadata import Outcomes
+from zerograph.loops.outputs import agreed_outputs
+from zerograph.loops.program import Program, Texts, program_of
+from zerograph.loops.tape import Numbers
+from zerograph.loops.words import Words
+from zerograph.runtime.job.exchange import gather_whole
+from zerograph.runtime.job.process_group import agree, digest
+
+
+class OfLoop(Recorded):
+    """A graph of a loop: all graphs of a loop draw one sequence of random numbers, and take parts of any size."""
+
+    loop: Loop
+    rows: int = 0
+
+    def _seed_of_step(self) -> int:
+        seed = self._seed if self.config.seed is None else self.config.seed
+        return digest((seed, self._loop.graphs_done))
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._attributes().items() if name not in ("loop", "rows")}
+
+    @property
+    def _loop(self) -> Loop:
+        return self.loop
+
+    def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
+        dim = meta.batch_dim
+        if dim is None:
+            return gather_whole(self._join(), value, sbp)
+        if Split(dim) in sbp or self.parts() == 1:
+            return value
+        job = self._join()
+        whole = gather_whole(job, value, sbp)
+        sizes = [one[0] for one in agree(job, "returning a result", 0, dict, None, (self.rows,))]
+        start, count = sum(sizes[: job.rank]), sum(sizes)
+        factor = whole.shape[dim] // count if count else 1
+        return whole.narrow(dim, start * factor, self.rows * factor)
+
+    def run_loop(self, program: Program) -> list[Tensor]:
+        """Run a program; return this rank's part of each output."""
+        parts = (tensor for tensor, kind in zip(program.tensors, program.kinds, strict=True) if kind == "part")
+        self.rows = len(next(parts, ()))
+        return self.run(program, [program.tensors])[0]
+
+
+class LoopStep(OfLoop, Step):
+    """The steps of some of a loop's optimizers."""
+
+
+class LoopForward(OfLoop, Forward):
+    """Forward passes of a loop without an update."""
+
+
+class LoopPreview(OfLoop, Preview):
+    """Values that a step of the loop will compute."""
+
+
+class LoopGradients(OfLoop, Gradients):
+    """Gradients that a step of the loop will compute."""
+
+
+class Loop:
+    """Modules and optimizers that one training loop uses.
+
+    Attributes:
+        modules: the prepared modules, by their name in the graphs.
+        optimizers: the prepared optimizers.
+        config: the options of all graphs.
+        tape: the calls since the last step.
+        graphs_done: number of graphs that were run so far.
+        busy: state dicts are those of the plain modules now.
+    """
+
+    words = Words()
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
+    ) -> None:
+        self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
+        self.graphs_done = 0
+        self.busy = False
+        self._steps: dict[tuple[int, ...], LoopStep] = {}
+        self._forward: LoopForward = self._new(LoopForward(self.modules, config, self.words))
+        self._preview: LoopPreview | None = None
+        self._gradients: LoopGradients | None = None
+        if optimizers:
+            first = self._step_of((0,))
+            self._preview = self._new(LoopPreview(first, whole=False))
+            self._gradients = self._new(LoopGradients(first))
+        self._texts = Texts({id(module): name for name, module in modules.items()})
+        self._outcomes = Outcomes(self._forward._members, self._forward.parts, lambda: config.amp_dtype, self._warn)
+        self._numbers = Numbers()
+        self._warned: set[str] = set()
+        self._trainer: dict[int, int] | None = None
+        # Optimizers whose update waits: the loop may update another one with the same losses.
+        self._waiting: dict[int, list[dict[str, Any]]] = {}
+        # Optimizers whose gradients were used and not cleared since, and those that lost some; with the user's line.
+        self._used: dict[int, tuple[str, str]] = {}
+        self._lost: dict[int, tuple[str, str]] = {}
+        self._updates = dict.fromkeys(range(len(self.optimizers)), 0)
+        self._reader = Reader(self)
+        self.tape = self._new_tape()
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record a call of a prepared module or function on this rank's part of the batch."""
+        self._settle()
+        if not self.tape.losses and next(self.tape.alive(), None) is None:
+            if self.tape.has_effects():
+                self._run_forward(self.tape)
+            self.tape = self._new_tape()
+        tape = self.tape
+        if not tape.takes_mode(function):
+            if tape.losses:
+                # Such as an evaluation between two calls of backward().
+                self._write_buffers()
+                tape = self._new_tape()
+            else:
+                self._run_forward(tape)
+                tape = self.tape
+        return tape.call(function, args, kwargs, module=True, parts=True)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the update of an optimizer: one graph of all calls since the last step.
+
+        The update waits if another optimizer trains some of the same losses: its ``step()`` may come next, and is part
+        of the same graph then.
+
+        Raises:
+            InputError: ``backward()`` was not called since the last step, or gradients were not cleared.
+            ZeroGraphError: on every rank, before any state changes.
+        """
+        number = self._number(optimizer)
+        tape = self.tape
+        events = [event for event in tape.events.values() if event.concerns([number])]
+        self._check_cleared(number)
+        if not any(event.loss for event in events):
+            raise InputError(
+                f"optimizer.step() without loss.backward() before{self._here()}\n"
+                "No loss since the last step or zero_grad() depends on its parameters."
+            )
+        others = set().union(*(event.touches - event.cleared for event in events)) - {number}
+        self._waiting[number] = [
+            {key: copy.copy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        if others <= self._waiting.keys():
+            self._settle()
+        _torch.mark_step_called(optimizer)
+
+    def zero_grad(self, numbers: Iterable[int]) -> None:
+        """Clear the gradients of optimizers."""
+        self._settle()
+        for number in numbers:
+            self._used.pop(number, None)
+            self._lost.pop(number, None)
+            self.tape.clear(number)
+
+    def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        """Record an edit of gradients, such as clipping; return its result, a 0-d tensor.
+
+        Raises:
+            InputError: there are no gradients.
+        """
+        self._settle()
+        trained = self.trained_by(parameters)
+        if not any(event.loss and event.concerns(trained) for event in self.tape.events.values()):
+            raise InputError(
+                f"{function.__name__}() without loss.backward() before{self._here()}\n"
+                "Clip between backward() and optimizer.step()."
+            )
+        return self.tape.edit(function, parameters, *args, **kwargs)
+
+    def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
+        """Compute the value of a result before its step. A collective, and an extra forward in training."""
+        if tape is self.tape:
+            self._settle()
+        if (value := _value_of(deferred)) is not None:
+            return value
+        tape = deferred.tape  # type: ignore[assignment]
+        if tape.finished:
+            raise InputError(
+                f"a result has no value any more{self._here()}\nIts calls were not part of the last step, or its "
+                "gradients were cleared: read it before."
+            )
+        tape.check_inputs()
+        if not tape.losses and not any(
+            isinstance(leaf, Meta) and leaf.requires_grad for call in tape.calls for leaf in call.outcome.leaves
+        ):
+            self._run_forward(tape)
+            value = _value_of(deferred)
+            assert value is not None
+            return value
+        assert self._preview is not None
+        self._hint(
+            "a value was read before optimizer.step() has computed it: this takes an extra forward; after "
+            "optimizer.step() it costs nothing"
+        )
+        program = self._program(tape, [deferred.result], [])
+        with tape.modes():
+            (value,) = self._preview.run_loop(program)
+        return value
+
+    def trained_by(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the optimizers that train some of the parameters."""
+        if self._trainer is None or len(self._trainer) != sum(
+            len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups
+        ):
+            self._trainer = {
+                id(parameter): number
+                for number, optimizer in enumerate(self.optimizers)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
+        return {self._trainer[id(one)] for one in tensors if id(one) in self._trainer and one.requires_grad}
+
+    def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
+        """Return the prepared parameters by their name in the graphs."""
+        return self._forward._members().parameters
+
+    def updates(self) -> Mapping[int, int]:
+        """Return the number of updates of each optimizer so far."""
+        return dict(self._updates)
+
+    def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
+        """Compute the gradients of all losses that were not used yet. A collective; an extra forward and backward."""
+        if not self.waits_for_step() or self._gradients is None:
+            return None
+        self._hint(
+            "a gradient was read before optimizer.step() has computed it: this takes an extra forward and backward"
+        )
+        program = self._program(self.tape, [], range(len(self.optimizers)))
+        with self.tape.modes():
+            named = self._gradients.of(program, [program.tensors], None)
+        parameters = self.parameters_by_name()
+        return {parameters[name]: gradient for name, gradient in named.items()}
+
+    def waits_for_step(self) -> bool:
+        """Return whether there is a loss that no update has used yet."""
+        return bool(self.tape.losses)
+
+    def zeroed_by(self, owner: object) -> bool:
+        """Clear the gradients of an optimizer or module that was not prepared itself; return whether that is known."""
+        return False
+
+    def warn_of_reading_late(self) -> None:
+        """Warn once that a gradient was read after the step has used it."""
+        if self._used:
+            self._warn(
+                "parameter.grad is None after optimizer.step(): gradients exist inside the step only\n"
+                "Read it between loss.backward() and optimizer.step()."
+            )
+
+    def graph(self, optimizer: torch.optim.Optimizer | None = None) -> Recorded:
+        """Return the graph that updates an optimizer alone, or the one of forward passes."""
+        self._settle()
+        self._write_buffers()
+        return self._forward if optimizer is None else self._step_of((self._number(optimizer),))
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Answer for the gradients of these parameters."""
+        self._reader.watch(parameters)
+
+    def _settle(self) -> None:
+        """Run the update that waits."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        numbers = tuple(sorted(waiting))
+        with self._hyperparameters(waiting):
+            self._run_step(numbers)
+
+    def _run_step(self, numbers: tuple[int, ...]) -> None:
+        tape, graph = self.tape, self._step_of(numbers)
+        tape.closed, tape.updates = True, self.updates()
+        kept = {n: event for n, event in tape.events.items() if event.concerns(numbers)}
+        if any(event.concerns(numbers) != event.touches & set(numbers) for event in kept.values()):
+            raise CaptureError(
+                f"zero_grad() of one of the optimizers whose step() follows on a loss of both{self._here()}\n"
+                "Clear the gradients of both, or of none."
+            )
+        try:
+            problem: Exception | None = None
+            try:
+                tape.check_inputs()
+            except InputError as error:
+                problem = error
+            (outputs,) = agreed_outputs(graph, [tape])
+            program = self._program(tape, outputs, numbers)
+            if problem is not None:
+                graph.run(program, [program.tensors], problem)
+            self._reader.watch([p for n in numbers for g in self.optimizers[n].param_groups for p in g["params"]])
+            with tape.modes():
+                values = graph.run_loop(program)
+            self.graphs_done += 1
+            for number in numbers:
+                self._updates[number] += 1
+            tape.free()
+            self._remember_gradients(tape, numbers)
+            tape.finish(dict(zip(outputs, values, strict=True)))
+        finally:
+            tape.finished = True
+            self.tape = self._new_tape()
+
+    def _remember_gradients(self, tape: LoopTape, numbers: tuple[int, ...]) -> None:
+        line = source.running_line()
+        for number in numbers:
+            self._used[number] = line
+        for event in tape.events.values():
+            for number in event.touches - event.cleared - set(numbers):
+                self._lost[number] = line
+
+    def _run_forward(self, tape: LoopTape) -> None:
+        """Run the calls on a tape without an update, and give their results values."""
+        tape.closed, tape.updates = True, self.updates()
+        try:
+            (outputs,) = agreed_outputs(self._forward, [tape])
+            program = self._program(tape, outputs, [])
+            with tape.modes():
+                values = self._forward.run_loop(program)
+            self.graphs_done += 1
+            tape.finish(dict(zip(outputs, values, strict=True)))
+        finally:
+            tape.finished = True
+            if tape is self.tape:
+                self.tape = self._new_tape()
+
+    def _write_buffers(self) -> None:
+        """Let the calls since the last step write to buffers now, as batch norm does; the step does not repeat it."""
+        tape = self.tape
+        if not tape.has_effects():
+            return
+        tape.check_inputs()
+        with tape.modes():
+            # With the random numbers of the step, which is still to come.
+            self._forward.run_loop(self._program(tape, [], []))
+        tape.calls = [replace(call, again=True) if call.outcome.writes else call for call in tape.calls]
+
+    def _program(self, tape: LoopTape, outputs: Sequence[Result], optimizers: Iterable[int]) -> Program:
+        calls = tape.program_calls(outputs, optimizers)
+        return program_of(tape, [], outputs, self._texts, calls, any_size=True)
+
+    def _check_cleared(self, number: int) -> None:
+        used, lost = self._used.get(number), self._lost.get(number)
+        if used is None and lost is None:
+            return
+        line, code = used or lost or ("", "")
+        raise InputError(
+            f"optimizer.step(){self._here()}\nwithout zero_grad() since a step that used its gradients\n"
+            f"  {line}   {code}\n"
+            "In PyTorch they would add up; here gradients exist inside one step only. Call optimizer.zero_grad() "
+            "before backward()."
+        )
+
+    @contextlib.contextmanager
+    def _hyperparameters(self, of: Mapping[int, list[dict[str, Any]]]) -> Iterator[None]:
+        """Give the optimizers the hyperparameters that they had when their ``step()`` was called."""
+        groups = [
+            (group, then)
+            for number, all_then in of.items()
+            for group, then in zip(self.optimizers[number].param_groups, all_then, strict=True)
+        ]
+        now = [{key: value for key, value in group.items() if key != "params"} for group, _ in groups]
+        for group, then in groups:
+            group.update(then)
+        try:
+            yield
+        finally:
+            for (group, _), values in zip(groups, now, strict=True):
+                group.update(values)
+
+    def _step_of(self, numbers: tuple[int, ...]) -> LoopStep:
+        if numbers not in self._steps:
+            self._steps[numbers] = self._new(
+                LoopStep(self.modules, [self.optimizers[number] for number in numbers], self.words)
+            )
+            self._steps[numbers].config = self.config
+        return self._steps[numbers]
+
+    def _new(self, graph: Any) -> Any:
+        graph.loop = self
+        return graph
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(n for n, other in enumerate(self.optimizers) if other is optimizer)
+
+    def _new_tape(self) -> LoopTape:
+        return LoopTape(self._outcomes, self._name, lambda *_: [], self._numbers, words=self.words, owner=self)
+
+    def _name(self, parameter: nn.Parameter) -> str | None:
+        return self._forward._members().names().get(id(parameter))
+
+    def _here(self) -> str:
+        line, code = source.running_line()
+        return f"\n  {line}   {code}"
+
+    def _hint(self, message: str) -> None:
+        self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned and self._forward._join().rank == 0:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=source.levels_to_user())
+
+
+def _value_of(result: Tensor) -> Tensor | None:
+    """Return the value of a result, which a step may have turned into an ordinary tensor, or None."""
+    return result.value if isinstance(result, Deferred) else result

@@ -1,0 +1,416 @@
+"""The tape of a plain loop: calls of several models, ``backward()`` and clipping, and results of earlier steps."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph._torch import pytree
+from zerograph.base import source
+from zerograph.errors import CaptureError, InputError
+from zerograph.loops.deferred import Deferred, Meta, Result, values_of
+from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape
+from zerograph.loops.words import words
+
+# Smaller inputs are copied when they are recorded, so that the loop may write to them before the step.
+_COPIED_BYTES = 2**20
+# The metadata of a rank without rows is that of this many.
+_PRETENDED_ROWS = 2
+
+
+class Owner(Protocol):
+    """The loop that a tape belongs to."""
+
+    tape: LoopTape
+
+    def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
+        """Compute the value of a result."""
+
+    def trained_by(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the optimizers that train some of the parameters."""
+
+    def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
+        """Return the prepared parameters by their name in the graphs."""
+
+    def updates(self) -> Mapping[int, int]:
+        """Return the number of updates of each optimizer so far."""
+
+
+@dataclass
+class Event:
+    """A recorded ``backward()`` or edit of gradients.
+
+    Attributes:
+        touches: the numbers of the optimizers whose gradients it changes.
+        cleared: those of them whose gradients were cleared since.
+        loss: the result that ``backward()`` was called on; None for an edit.
+    """
+
+    touches: set[int]
+    loss: Result | None = None
+    cleared: set[int] = field(default_factory=set)
+
+    def concerns(self, optimizers: Iterable[int]) -> set[int]:
+        """Return those of the optimizers that use its gradients."""
+        return (self.touches & set(optimizers)) - self.cleared
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run ``backward()`` in the step."""
+    loss.backward()
+
+
+@dataclass(eq=False)
+class LoopTape(Tape):
+    """The calls between two steps of a loop.
+
+    Attributes:
+        owner: the loop.
+        events: ``backward()`` and edits of gradients among the calls, by number.
+        updates: the number of updates of each optimizer when the tape was closed.
+    """
+
+    owner: Owner = None  # type: ignore[assignment]
+    events: dict[int, Event] = field(default_factory=dict)
+    updates: Mapping[int, int] = field(default_factory=dict)
+    _modes: dict[nn.Module, tuple[bool, ...]] = field(default_factory=dict)
+    _inputs: dict[tuple[int, int], int] = field(default_factory=dict)
+    _originals: list[Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+    _values: dict[int, Kind] = field(default_factory=dict)
+
+    takes_backward = True
+
+    def call(self, function: Any, args: Any, kwargs: Any, *, module: bool = False, parts: bool = False) -> Any:
+        """Record a call as :meth:`Tape.call` does, on the loop's present tape if this one is closed."""
+        if module and isinstance(function, nn.Module):
+            self._modes.setdefault(function, _mode_of(function))
+        if self.closed:
+            return self.owner.tape.call(function, args, kwargs, module=module, parts=parts)
+        name = getattr(function, "__name__", "")
+        if name in _IN_PLACE and isinstance(args[0], Deferred) and not args[0].dim():
+            # A 0-d result has no views, so that nothing else sees the change.
+            return self._rebound(args[0], super().call(getattr(Tensor, _IN_PLACE[name]), args, kwargs))
+        try:
+            return super().call(function, args, kwargs, module=module, parts=parts)
+        except CaptureError:
+            values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
+            if module or any(leaf.requires_grad and torch.is_grad_enabled() for leaf in values):
+                raise
+            # Values for the user to look at: this rank's rows.
+            args, kwargs = values_of((args, dict(kwargs)))
+            return function(*args, **kwargs)
+
+    def _rebound(self, old: Deferred, new: Any) -> Any:
+        """Let every name of ``old`` mean the new result; return it."""
+        if not isinstance(new, Deferred) or new.requires_grad != old.requires_grad or new.dtype != old.dtype:
+            return new
+        if isinstance(old.tape, LoopTape) and old.tape is self:
+            self.calls[old.result.call].results.pop(old.result.leaf, None)
+        old.result, old.meta, old.tape, old.value, old.freed = new.result, new.meta, self, None, False
+        self.calls[new.result.call].results[new.result.leaf] = weakref.ref(old)
+        return old
+
+    def takes_mode(self, function: Any) -> bool:
+        """Return whether a module is in the same mode as in its other calls on the tape."""
+        return function not in self._modes or self._modes[function] == _mode_of(function)
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """Put the modules into the modes in which they were called, training or evaluation."""
+        now = {module: _mode_of(module) for module in self._modes}
+        changed = [module for module, mode in self._modes.items() if mode != now[module]]
+        for module in changed:
+            _set_mode(module, self._modes[module])
+        try:
+            yield
+        finally:
+            for module in changed:
+                _set_mode(module, now[module])
+
+    def is_over(self, deferred: Deferred) -> bool:
+        """Return whether operators on the tensor compute with its value: it is a number of the whole batch."""
+        if not self.finished or deferred.value is None:
+            return False
+        return deferred.meta.batch_dim is None and not self._carries_gradient(deferred)
+
+    def value(self, deferred: Deferred) -> Tensor:
+        """Return the value of a deferred tensor, computing it if necessary."""
+        if deferred.value is not None:
+            return deferred.value
+        value = self.owner.read(self, deferred)
+        # A result may have become an ordinary tensor.
+        if isinstance(deferred, Deferred):
+            deferred.value = value
+        return value
+
+    def finish(self, values: Mapping[Result, Tensor]) -> None:
+        """Give results their values. Numbers of the whole batch become ordinary tensors."""
+        alive = [tensor for tensor in self.alive() if self._stays(tensor)]
+        for tensor in alive:
+            tensor.value = values.get(tensor.result, tensor.value)
+            self.calls[tensor.result.call].results.pop(tensor.result.leaf)
+        super().finish(values)
+
+    def free(self) -> None:
+        """Mark the results that a ``backward()`` on this tape went through."""
+        calls = set().union(*(self.with_gradient(event.loss) for event in self.events.values() if event.loss))
+        for call in calls:
+            for reference in self.calls[call].results.values():
+                if (deferred := reference()) is not None:
+                    deferred.freed = True
+
+    def backward(self, loss: Deferred, *args: Any, **kwargs: Any) -> None:
+        """Record ``loss.backward()``.
+
+        Raises:
+            InputError: the loss is not a scalar that depends on trained parameters, or was used before.
+            CaptureError: an argument is not supported.
+        """
+        if self.closed:
+            loss = self._reopened(loss)
+        tape = loss.tape
+        assert isinstance(tape, LoopTape)
+        tape._check_loss(loss, args, kwargs)
+        touches = self.owner.trained_by(tape._parameters(tape.with_gradient(loss.result)))
+        if not touches:
+            raise InputError(f"loss.backward(): no prepared optimizer trains what the loss depends on{_here()}")
+        tape._record(run_backward, [loss.result], Event(touches, loss.result))
+        tape.losses.append(loss.result)
+
+    def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+        """Record a call of ``function(parameters, *args, **kwargs)`` that edits gradients.
+
+        Returns:
+            The 0-d result, deferred.
+        """
+        named = [Named(name) for parameter in parameters if (name := self.names(parameter)) is not None]
+        device = parameters[0].device
+        number = self._record(function, (named, *args), Event(self.owner.trained_by(parameters)), kwargs)
+        meta = Meta((), (), torch.float32 if parameters[0].dtype.itemsize < 4 else parameters[0].dtype, device)
+        outcome = Outcome(pytree.tree_structure(0), (meta,), False, ())
+        call = self.calls[number] = replace(self.calls[number], outcome=outcome, results={})
+        result = Deferred(meta, self, Result(number, 0))
+        call.results[0] = weakref.ref(result)
+        return result
+
+    def clear(self, optimizer: int) -> None:
+        """Discard the gradients of an optimizer that were recorded so far."""
+        for event in self.events.values():
+            event.cleared.add(optimizer)
+        self.losses = [event.loss for event in self.events.values() if event.loss and event.touches - event.cleared]
+
+    def program_calls(self, wanted: Iterable[Result], optimizers: Iterable[int]) -> list[int]:
+        """Return the calls of a program, in order: those of ``wanted``, gradients of optimizers, and side effects."""
+        used = {number for number, event in self.events.items() if event.concerns(optimizers)}
+        needed = self.with_ancestors({result.call for result in wanted} | used)
+        effects = {
+            n for n, call in enumerate(self.calls) if (call.outcome.writes and not call.again) or call.outcome.draws
+        }
+        return sorted(self.with_ancestors(needed | effects))
+
+    def has_effects(self) -> bool:
+        """Return whether a call writes to buffers, as batch norm in training does."""
+        return any(call.outcome.writes and not call.again for call in self.calls)
+
+    def with_ancestors(self, calls: Iterable[int]) -> set[int]:
+        """Return these calls and their ancestors. An edit depends on every ``backward()`` and edit before it."""
+        calls = set(calls)
+        edits = [number for number in calls if number in self.events and self.events[number].loss is None]
+        if edits:
+            touched = self.events[max(edits)]
+            calls |= {n for n, event in self.events.items() if n < max(edits) and event.concerns(touched.touches)}
+        return super().with_ancestors(calls)
+
+    def with_gradient(self, result: Result) -> set[int]:
+        """Return the calls that ``backward()`` from a result goes through."""
+        numbers = {result.call}
+        for number in range(result.call, -1, -1):
+            if number in numbers:
+                numbers |= {
+                    argument.call
+                    for argument in self.calls[number].arguments
+                    if isinstance(argument, Result) and self.meta(argument).requires_grad
+                }
+        return numbers
+
+    def check_inputs(self) -> None:
+        """Raise an InputError if the loop has written to an input of a recorded call.
+
+        Raises:
+            InputError: with advice.
+        """
+        for tensor, version in zip(self.tensors, self._versions, strict=True):
+            if _torch.version(tensor) != version:
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a recorded call takes was changed in place before "
+                    f"{words().step}\nThe call is computed in the step: make a new tensor, or pass a copy (clone())."
+                )
+
+    def _check_loss(self, loss: Deferred, args: Any, kwargs: Mapping[str, Any]) -> None:
+        options = {key: value for key, value in kwargs.items() if key != "retain_graph" and value not in (None, False)}
+        if any(argument is not None for argument in args) or options:
+            raise CaptureError(
+                f"loss.backward() with {', '.join(options) or 'a gradient'} cannot be recorded{_here()}\n"
+                "Multiply the loss instead; for gradients of gradients write the step as a zg.ZeroGraph."
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise InputError(
+                f"loss.backward() on a tensor of shape {tuple(loss.shape)}"
+                f"{', which needs no gradient' if loss.numel() == 1 else ''}{_here()}\n"
+                "It takes a scalar that depends on trained parameters: take the mean or sum, and do not detach it."
+            )
+        if loss.freed or loss.result in self.losses:
+            raise InputError(
+                f"loss.backward() was called twice on one loss{_here()}\nMultiply it by 2 if you intend it."
+            )
+
+    def _reopened(self, loss: Deferred) -> Deferred:
+        """Return a result of an earlier step on the present tape."""
+        tape = self.owner.tape
+        if loss.freed:
+            self._check_loss(loss, (), {})
+        result = tape._carried(loss)
+        return next(tensor for tensor in (result,) if isinstance(tensor, Deferred))
+
+    def _record(
+        self, function: Callable[..., Any], args: Any, event: Event, kwargs: Mapping[str, Any] | None = None
+    ) -> int:
+        number = len(self.calls)
+        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        outcome = Outcome(pytree.tree_structure(()), (), False, ())
+        self.calls.append(Call(function, False, tuple(leaves), tree, True, outcome, source.running_line()))
+        self.events[number] = event
+        return number
+
+    def _parameters(self, calls: Iterable[int]) -> list[Tensor]:
+        """Return the parameters that calls compute with."""
+        found: list[Tensor] = []
+        by_name = self.owner.parameters_by_name()
+        for number in calls:
+            call = self.calls[number]
+            if isinstance(call.function, nn.Module):
+                found += call.function.parameters()
+            for argument in call.arguments:
+                if isinstance(argument, Named):
+                    found.append(by_name[argument.name])
+        return found
+
+    def _stays(self, tensor: Deferred) -> bool:
+        """Return whether a result stays deferred after the step: it is of this rank's rows, or carries a gradient."""
+        return tensor.meta.batch_dim is not None or (tensor.requires_grad and not tensor.freed)
+
+    def _carries_gradient(self, deferred: Deferred) -> bool:
+        return deferred.requires_grad and torch.is_grad_enabled() and not deferred.freed
+
+    def _taken_over(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Deferred) or leaf.tape is self:
+            return leaf
+        tape = leaf.tape
+        if not isinstance(tape, LoopTape) or tape.owner is not self.owner:
+            raise CaptureError(
+                f"results of models that were prepared in different calls of zg.prepare() are combined{_here()}\n"
+                "Prepare them in one call."
+            )
+        if tape._carries_gradient(leaf):
+            return self._carried(leaf)
+        value = tape.value(leaf)
+        self._values[id(value)] = "whole" if leaf.meta.batch_dim is None else "part"
+        return value
+
+    def _carried(self, leaf: Deferred) -> Deferred:
+        """Record the calls again that computed a result of an earlier step, so that backward() can reach them.
+
+        Raises:
+            CaptureError: they would compute something else now.
+        """
+        old = leaf.tape
+        assert isinstance(old, LoopTape)
+        calls = sorted(old.with_ancestors({leaf.result.call}))
+        now = self.owner.updates()
+        changed = {n for n in self.owner.trained_by(old._parameters(calls)) if old.updates.get(n, 0) != now.get(n, 0)}
+        draws = any(old.calls[number].outcome.draws for number in calls)
+        if changed or draws:
+            raise CaptureError(
+                f"a result that an earlier {words().step} has computed is used again for {words().backward}{_here()}\n"
+                + ("Its model draws random numbers" if draws else "Its model was updated since")
+                + f": call the model again after {words().step}, or pass detach()."
+            )
+        place: dict[int, int] = {}
+        for number in calls:
+            call = old.calls[number]
+            arguments = tuple(self._moved(argument, old, place) for argument in call.arguments)
+            place[number] = len(self.calls)
+            if call.function in old._modes:
+                self._modes.setdefault(call.function, old._modes[call.function])
+            self.calls.append(replace(call, arguments=arguments, results={}, again=True))
+        result = replace(leaf.result, call=place[leaf.result.call])
+        leaf.result, leaf.tape = result, self
+        self.calls[result.call].results[result.leaf] = weakref.ref(leaf)
+        return leaf
+
+    def _moved(self, argument: Any, old: LoopTape, place: Mapping[int, int]) -> Any:
+        if isinstance(argument, Result):
+            return replace(argument, call=place[argument.call])
+        if not isinstance(argument, RealTensor):
+            return argument
+        tensor, kind = old.tensors[argument.number], old.kinds[argument.number]
+        self._add(tensor, kind)
+        return RealTensor(len(self.tensors) - 1)
+
+    def _add(self, tensor: Tensor, kind: Kind | None) -> None:
+        self.tensors.append(tensor)
+        self.kinds.append(kind)
+        self._versions.append(_torch.version(tensor))
+
+    def _argument(self, value: Any, parts: bool) -> Any:
+        plain = isinstance(value, Tensor) and not isinstance(value, (Deferred, nn.Parameter))
+        key = (id(value), _torch.version(value)) if plain else (0, 0)
+        if plain and key in self._inputs:
+            return RealTensor(self._inputs[key])
+        argument = super()._argument(value, parts)
+        if isinstance(argument, RealTensor) and len(self._versions) < len(self.tensors):
+            self._numbers.pop(id(value), None)
+            self._originals.append(value)
+            self._inputs[key] = argument.number
+            if value.numel() * value.element_size() <= _COPIED_BYTES:
+                self.tensors[argument.number] = value.detach().clone()
+            self._versions.append(_torch.version(self.tensors[argument.number]))
+            if id(value) in self._values:
+                self.kinds[argument.number] = self._values[id(value)]
+        return argument
+
+    def _sizes(self, arguments: Sequence[Any]) -> set[int]:
+        return {size or _PRETENDED_ROWS for size in super()._sizes(arguments)}
+
+    def _operand(self, argument: Any, sizes: set[int]) -> Any:
+        operand = super()._operand(argument, sizes)
+        if isinstance(argument, RealTensor) and operand.meta.shape and not operand.meta.shape[0]:
+            shape = (_PRETENDED_ROWS, *operand.meta.shape[1:])
+            operand = replace(operand, meta=replace(operand.meta, shape=shape, whole=shape), likely="part")
+        return operand
+
+
+def _mode_of(module: nn.Module) -> tuple[bool, ...]:
+    return tuple([one.training for one in module.modules()])
+
+
+def _set_mode(module: nn.Module, mode: Sequence[bool]) -> None:
+    for one, training in zip(module.modules(), mode, strict=True):
+        one.training = training
+
+
+def _here() -> str:
+    line, code = source.running_line()
+    return f"\n  {line}   {code}"
+
+
+_IN_PLACE = {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
+_IN_PLACE |= {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}

@@ -1,0 +1,242 @@
+"""``zg.prepare``: models, optimizers, schedulers and loaders of a training script, for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zerograph import _torch
+from zerograph.capture.wrappers import check_modules
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+from zerograph.graph import building
+from zerograph.loops.deferred import is_replaying
+from zerograph.loops.loaders import SplitLoader
+from zerograph.loops.loop import Loop
+from zerograph.runtime.state import holds_state_of
+
+
+def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: Config | None = None) -> Any:
+    """Prepare the objects of a training loop, and return them in the same order.
+
+    Calls of prepared models are recorded, and ``optimizer.step()`` runs forward, backward and update as one graph over
+    all ranks. The numbers are those of the loop in one process on the whole batch.
+
+    Args:
+        objects: in any number and order: modules; optimizers of their parameters; schedulers of these optimizers;
+            loaders, whose batches are split between the ranks; functions, such as a criterion, that see the whole
+            batch.
+        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``. None: as ``config`` says; without ``config`` no ZeRO.
+        config: the options of the graphs.
+
+    Returns:
+        The one object, or a tuple. Modules, optimizers and schedulers are the same objects, changed in place.
+
+    Raises:
+        ConfigError: an object is of another kind, prepared already, or belongs to one that is not prepared.
+    """
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"zg.prepare(config={config!r:.60}): give a zerograph.Config")
+    if config.gradient_accumulation_steps != 1 or config.scaler is not None:
+        raise ConfigError(
+            "zg.prepare() takes no gradient_accumulation_steps and no grad_scaler\n"
+            "Call backward() several times before optimizer.step(), and compute in bf16."
+        )
+    if stage is not None:
+        config.enable_zero(True, stage=stage)
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+    _check(objects, modules, optimizers)
+    names = [f"model{number or ''}" for number in range(len(modules))]
+    loop = Loop(dict(zip(names, modules, strict=True)), optimizers, config)
+    for module in modules:
+        _prepare_module(module, loop)
+    for optimizer in optimizers:
+        _prepare_optimizer(optimizer, loop)
+    _replace_clipping()
+    prepared = tuple(_prepared(one, loop) for one in objects)
+    return prepared[0] if len(prepared) == 1 else prepared
+
+
+def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    if not modules:
+        raise ConfigError("zg.prepare() takes a model, and its optimizers, schedulers and loaders")
+    for module in modules:
+        if hasattr(type(module), "_zerograph_prepared"):
+            raise ConfigError(f"{type(module).__name__} is prepared already: call zg.prepare() once, with all objects")
+        root = nn.Module()
+        root.model = module
+        check_modules(root)
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no "
+                        "prepared module has\nPass the module to the same zg.prepare()."
+                    )
+    for one in objects:
+        owner = getattr(one, "optimizer", None)
+        if isinstance(one, LRScheduler) and not any(owner is optimizer for optimizer in optimizers):
+            raise ConfigError(f"{type(one).__name__} schedules an optimizer that is not prepared: pass it too")
+
+
+def _prepared(one: Any, loop: Loop) -> Any:
+    if isinstance(one, (nn.Module, torch.optim.Optimizer, LRScheduler)):
+        return one
+    if isinstance(one, Iterable) and not isinstance(one, (Tensor, str, bytes, dict)):
+        return SplitLoader(one, loop.config)
+    if callable(one):
+        return _recorded_function(one, loop)
+    raise ConfigError(
+        f"zg.prepare() got {one!r:.60}\n"
+        "It takes modules, optimizers, schedulers, loaders, and functions such as a criterion."
+    )
+
+
+def _recorded_function(function: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if is_replaying() or building():
+            return function(*args, **kwargs)
+        return loop.call(function, args, kwargs)
+
+    return recorded
+
+
+def _prepare_module(module: nn.Module, loop: Loop) -> None:
+    """Give a module the class that records its calls; it stays the same object."""
+    kind: Any = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not module or is_replaying() or building():
+            return kind.__call__(self, *args, **kwargs)
+        return loop.call(self, args, kwargs)
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        mine = {id(parameter) for parameter in module.parameters()}
+        loop.zero_grad(
+            number
+            for number, optimizer in enumerate(loop.optimizers)
+            if all(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        )
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        graph = loop.graph()
+        if self is not module or args or kwargs or is_replaying() or _is_busy(loop):
+            return kind.state_dict(self, *args, **kwargs)
+        with _busy(loop), graph.full_parameters():
+            state = kind.state_dict(self)
+            return type(state)(
+                (key, value.clone() if isinstance(value, Tensor) else value) for key, value in state.items()
+            )
+
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        graph = loop.graph()
+        if self is not module or _is_busy(loop):
+            return kind.load_state_dict(self, *args, **kwargs)
+        with _busy(loop), graph.full_parameters():
+            return kind.load_state_dict(self, *args, **kwargs)
+
+    def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
+        return contextlib.nullcontext()
+
+    methods = {
+        "no_sync": no_sync,
+        "__call__": call,
+        "zero_grad": zero_grad,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+    }
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_zerograph_prepared": True}
+    module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
+
+
+class _busy:  # noqa: N801
+    """A block inside which state dicts are those of plain modules."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> None:
+        self._loop.busy = True
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.busy = False
+
+
+def _is_busy(loop: Loop) -> bool:
+    return loop.busy
+
+
+def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
+    """Replace the methods of an optimizer that the loop calls."""
+    number = next(n for n, other in enumerate(loop.optimizers) if other is optimizer)
+    plain = type(optimizer)
+
+    def step(closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure) evaluates the loss several times, which no graph does")
+        loop.step(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        loop.zero_grad([number])
+
+    def state_dict() -> dict[str, Any]:
+        graph = loop.graph(optimizer)
+        if not holds_state_of(optimizer):
+            return dict(plain.state_dict(optimizer))
+        state: dict[str, Any] = graph.state_dict()["optimizers"][0]
+        return state
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        graph = loop.graph(optimizer)
+        if not holds_state_of(optimizer):
+            plain.load_state_dict(optimizer, state)
+        else:
+            graph.load_state_dict({"optimizers": [state]})
+
+    # Schedulers look for the mark of their own wrapper.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    for method in (step, zero_grad, state_dict, load_state_dict):
+        vars(optimizer)[method.__name__] = method
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    for parameter in parameters:
+        parameter._zerograph_loop = loop
+    loop.watch(parameters)
+
+
+@functools.cache
+def _replace_clipping() -> None:
+    """Make torch's functions that clip gradients part of the step of prepared parameters, in all modules."""
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        original = getattr(nn.utils, name)
+        _torch.replace_function(original, _clipping(original), sys.modules)
+
+
+def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        parameters = list(parameters)
+        loops = {id(loop): loop for one in parameters if (loop := getattr(one, "_zerograph_loop", None)) is not None}
+        if not loops or is_replaying() or building():
+            return original(parameters, *args, **kwargs)
+        if len(loops) > 1 or len(parameters) != sum(hasattr(one, "_zerograph_loop") for one in parameters):
+            raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
+        (loop,) = loops.values()
+        return loop.edit(original, parameters, args, kwargs)
+
+    return clip
