@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from zerograph.ir.flex_attention import BATCH, HEADS
+from zerograph.ir.flex_attention import flex_attention as FLEX
+from zerograph.ir.flex_attention import flex_attention_backward as FLEX_BACKWARD
 from zerograph.passes.rules.registry import Operands, rule
 
 aten = torch.ops.aten
@@ -96,3 +99,32 @@ for _forward, _backward in (
 ):
     rule(_forward.default, _attention)
     rule(_backward.default, _attention, linear=(0,))
+
+
+def _flex(operands: Operands) -> list[str]:
+    """Return the factors of query, key, value and captured tensors.
+
+    Several heads of queries share one of keys. A captured tensor has the axes that it is looked up by.
+    """
+    letters = {BATCH: "b", HEADS: "(h g)"}
+    captured = [
+        " ".join(letters.get(axis, f"c{number}x{dim}!") for dim, axis in enumerate(axes))
+        for number, axes in enumerate(operands["axes"])
+    ]
+    return ["b (h g) q! d!", "b h k! d!", "b h k! e!", *captured]
+
+
+def _flex_backward(operands: Operands) -> str:
+    first = 1 if operands["grad_lse"] is None else 2
+    tensors = _flex(operands)
+    gradients = ["b (h g) q! e!", "b (h g) q!"][:first]
+    outputs = [*tensors[:3], *(tensors[3 + index] for index in operands["differentiable"])]
+    return ", ".join([*gradients, *tensors]) + " -> " + ", ".join(outputs)
+
+
+rule(FLEX, lambda operands: ", ".join(_flex(operands)) + " -> b (h g) q! e!, b (h g) q!")
+rule(
+    FLEX_BACKWARD,
+    _flex_backward,
+    linear=lambda operands: (0,) if operands["grad_lse"] is None else ((0, 1),),
+)

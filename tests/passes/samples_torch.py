@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 
 aten = torch.ops.aten
 
@@ -16,6 +17,21 @@ aten = torch.ops.aten
 def _backwards(operators: tuple[Any, ...], *rest: Any) -> dict[Any, list[Sample]]:
     """For pointwise operators that take a gradient, a value and numbers."""
     return {operator: [s(x(4, 6), x(4, 6), *rest), s(x(8, 3), x(8, 3), *rest)] for operator in operators}
+
+
+def _flex() -> tuple[Any, ...]:
+    """Attention within documents, with a number for each row and a slope for each head; two heads share keys."""
+    score = (
+        "def mod(score, b, h, q, k, t0, t1, t2): slope = ops.aten.index.Tensor(t1, [h]); "
+        "shift = ops.aten.index.Tensor(t2, [b, h]); scaled = ops.aten.mul.Tensor(score, slope); "
+        "shifted = ops.aten.mul.Tensor(shift, k); return ops.aten.add.Tensor(scaled, shifted)"
+    )
+    mask = (
+        "def mod(b, h, q, k, t0, t1, t2): i = ops.aten.index.Tensor(t0, [b, q]); "
+        "j = ops.aten.index.Tensor(t0, [b, k]); return ops.aten.eq.Tensor(i, j)"
+    )
+    captured = [ints(3, 4, 6), x(8), x(4, 8)]
+    return x(4, 8, 6, 4), x(4, 4, 6, 4), x(4, 4, 6, 2), captured, ["b-", "h", "bh"], score, mask, 0.5
 
 
 def _log_sigmoid_backward() -> list[Sample]:
@@ -261,6 +277,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     aten.multilabel_margin_loss_forward.default: [s(x(4, 4), _labels(), reduction) for reduction in (0, 1)],
     aten.multilabel_margin_loss_backward.default: _multilabel_backward(0) + _multilabel_backward(2),
+    flex_attention: [s(*_flex())],
+    flex_attention_backward: [s(x(4, 8, 6, 2), None, *_flex(), []), s(x(4, 8, 6, 2), x(4, 8, 6), *_flex(), [1, 2])],
     CTC_LOSS: [s(*_spoken(), 0, True), s(*_end_to_end(), 0, False)],
     CTC_LOSS_BACKWARD: [s(x(4), *_spoken(), 0, True), s(x(4), *_end_to_end(), 0, False)],
 }

@@ -3,6 +3,7 @@
 Supported: torch 2.11 to 2.13. When torch moves, this is the only package to change.
 
 ``tracing``      fake tensors, ``make_fx``, metadata of nodes, Inductor
+``attention``    FlexAttention
 ``autograd``     backward, checkpointing, hooks on gradients
 ``sizes``        symbolic sizes
 ``tensors``      tensors, storages, subclasses
@@ -25,6 +26,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerograph._torch.attention import (
+    compiled_functions_run_plainly,
+    dense_blocks,
+    indexed_by_tensors,
+    is_identity,
+    mask_of_blocks,
+    replaced_flex_attention,
+    uses_flex_attention,
+)
 from zerograph._torch.autograd import (
     backward_sequence_number,
     eager_checkpoint_policies,
@@ -108,6 +118,7 @@ from zerograph._torch.tracing import (
     errors_unlogged,
     fake_inputs,
     fake_mode,
+    fake_mode_of,
     functional_trace,
     graph_module,
     inductor,
@@ -137,10 +148,12 @@ __all__ = [
     "cache_folder",
     "closed_form_rates",
     "coefficient",
+    "compiled_functions_run_plainly",
     "compiled_modules",
     "compiling",
     "condition_text",
     "decompositions",
+    "dense_blocks",
     "depends_on_values",
     "eager_checkpoint_policies",
     "emit_size",
@@ -148,6 +161,7 @@ __all__ = [
     "evaluate_size",
     "fake_inputs",
     "fake_mode",
+    "fake_mode_of",
     "forward_sequence_number",
     "functional_overload",
     "functional_trace",
@@ -157,12 +171,15 @@ __all__ = [
     "has_gradient_hooks",
     "hook_tables",
     "in_place_overload",
+    "indexed_by_tensors",
     "inductor",
     "initial_state",
+    "is_identity",
     "is_multiple",
     "is_mutable",
     "mark_devices_checked",
     "mark_step_called",
+    "mask_of_blocks",
     "module_hooks",
     "module_tables",
     "negative_view",
@@ -178,6 +195,7 @@ __all__ = [
     "register_works",
     "replace_function",
     "replaced_backward",
+    "replaced_flex_attention",
     "replaced_generator",
     "replaced_object_collectives",
     "replaced_total_norm",
@@ -198,6 +216,7 @@ __all__ = [
     "unhooked_step",
     "unsaved_buffers",
     "unwrapped",
+    "uses_flex_attention",
     "version",
     "viewed_arguments",
     "with_tensors",

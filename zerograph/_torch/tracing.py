@@ -14,7 +14,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -60,6 +60,12 @@ def fake_mode() -> CachingFakeMode:
     Its shape environment makes ``lr.item()`` of an optimizer's update a node.
     """
     return CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
+    """Return the mode of a fake tensor."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
 
 
 def size_env(mode: FakeTensorMode) -> SizeEnv:

@@ -72,6 +72,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         # Memory that a copy fills later: as a full tensor it needs no rule of its own.
         aten.new_empty_strided.default: lambda x, size, stride, **options: _new_filled(0)(x, size, **options),
         aten.repeat.default: _repeat,
+        aten.constant_pad_nd.default: _pad,
         aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
     }
 
@@ -217,6 +218,24 @@ def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
     if dim is None or (isinstance(dim, Sequence) and not dim):
         return list(range(x.dim()))
     return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] if x.dim() else []
+
+
+def _pad(x: Tensor, pad: Sequence[Any], value: float = 0) -> Any:
+    """Pad dimensions of symbolic size by concatenation; torch's kernel takes numbers only."""
+    if all(isinstance(size, int) for size in (*x.shape, *pad)):
+        return NotImplemented
+    for position, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.dim() - 1 - position
+        cut = [size if isinstance(size, int) and size < 0 else 0 for size in (before, after)]
+        x = x.narrow(dim, -cut[0], x.shape[dim] + sum(cut)) if any(cut) else x
+        first, last = (
+            [torch.full((*x.shape[:dim], size, *x.shape[dim + 1 :]), value, dtype=x.dtype, device=x.device)]
+            if not isinstance(size, int) or size > 0
+            else []
+            for size in (before, after)
+        )
+        x = torch.cat([*first, x, *last], dim) if first or last else x
+    return x
 
 
 def _filled_like(fill: float) -> Callable[..., Tensor]:

@@ -51,6 +51,9 @@ class Recorder(_torch.TorchDispatchMode):
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
         if isinstance(func, _torch.OpOverload) and func.namespace in COLLECTIVE_NAMESPACES:
             raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
+        if str(func) in _VARLEN and args[0].device.type == "cpu":
+            line, code = source.running_line()
+            raise CaptureError(f"{func} runs on accelerators only\n  {line}   {code}\n{_PACKED_ROWS}")
         if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
             _refuse_writes_outside(func, args, kwargs or {})
         with _torch.annotated(self._annotations(func)):
@@ -135,6 +138,13 @@ _READS_VALUES = {
     aten.equal.default: "build() compared two tensors' values while the step was being traced",
 }
 
+
+# Attention over documents that cumulative lengths divide. The first operator is of torch.nn.attention.varlen.
+_VARLEN = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
+_PACKED_ROWS = (
+    "Pack documents into rows of one length, pass ids of the documents [rows, length], and mask with them: "
+    "scaled_dot_product_attention(attn_mask=ids[:, None, :, None] == ids[:, None, None, :]), or flex_attention()."
+)
 
 _ALL_ROWS = (
     "Keep all rows, and multiply by the mask or use torch.where, instead of selecting by it; a mean is then the sum "

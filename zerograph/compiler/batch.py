@@ -266,11 +266,23 @@ def _check_micro_batches(
 
 
 def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:
+    if type(leaf).__name__ == "BlockMask":
+        raise InputError(
+            f"{name} is a BlockMask, which has tensors of this rank and a function of the whole batch's rows\n"
+            "Pass what the function reads, such as the number of each position's document [rows, length], and call "
+            "create_block_mask() inside build()."
+        )
     if not isinstance(leaf, Tensor):
         raise InputError(
             f"{name} is {leaf!r:.60}, not a tensor\n"
             "A graph takes tensors, numbers, strings and None, in lists, tuples and dicts. Convert it to a tensor "
             "(torch.tensor(...)), or, if it never changes, make it an attribute of the graph."
+        )
+    if leaf.is_nested:
+        raise InputError(
+            f"{name} is a nested tensor, whose rows have lengths of their own\n"
+            "Pad the rows to one length (torch.nested.to_padded_tensor) and pass their lengths too, or pack them into "
+            "rows of one length, with a tensor that numbers the documents of each row."
         )
     if leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, which a graph does not return: pass {name}.detach()")
