@@ -149,7 +149,6 @@ def trained_on_documents(name: str, dtype: torch.dtype) -> tuple[list[Tensor], d
 @pytest.mark.parametrize(
     ("name", "dtype", "within"),
     [
-        ("flex", torch.float32, 1e-6),
         ("flex", torch.float64, 1e-12),
         ("sdpa", torch.float64, 1e-12),
         ("sdpa_bool", torch.float32, 1e-6),
@@ -158,7 +157,6 @@ def trained_on_documents(name: str, dtype: torch.dtype) -> tuple[list[Tensor], d
         ("qwen3-eager", torch.float32, 1e-6),
         ("llama-flex_attention", torch.float32, 1e-6),
         ("gpt2-sdpa", torch.float64, 1e-12),
-        ("gpt2-eager", torch.float64, 1e-12),
     ],
 )
 def test_packed_rows_train_as_separate_documents(pool: Pool, name: str, dtype: torch.dtype, within: float) -> None:
@@ -170,9 +168,8 @@ def test_packed_rows_train_as_separate_documents(pool: Pool, name: str, dtype: t
         assert compilations == 2
 
 
-@pytest.mark.parametrize("name", ["flex", "llama-sdpa"])
-def test_stages_agree_bitwise_on_packed_rows(pool: Pool, name: str) -> None:
-    first, *others = [pool.run(2, trained, name, stage, torch.float32)[0][:2] for stage in range(4)]
+def test_stages_agree_bitwise_on_packed_rows(pool: Pool) -> None:
+    first, *others = [pool.run(2, trained, "flex", stage, torch.float32)[0][:2] for stage in range(4)]
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
