@@ -91,7 +91,7 @@ def most_alive_bytes(step: zg.ZeroGraph, *batch: Tensor) -> int:
     """The most bytes of tensors alive at once while a compiled step runs, state at rest and the batch included."""
     batch = tuple(tensor.clone() for tensor in batch)
     compiled = step._compiled().executor
-    feeds = [feed for feed in compiled.feeds if not isinstance(feed, int)]
+    feeds = [feed for feed in compiled.feeds if isinstance(feed, Tensor) or callable(feed)]
     gc.collect()
     with Live([batch, [feed if isinstance(feed, Tensor) else feed() for feed in feeds]]) as live:
         step(*batch)

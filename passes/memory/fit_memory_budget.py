@@ -291,6 +291,7 @@ def _shortage(memory: Memory, budget: int, context: Context) -> Shortage:
         explanation=(
             f"  most is held at {place}: {shown}\n"
             f"  {node_origin.source}   {node_origin.code}\n"
+            f"{f'  for {memory.validity}{chr(10)}' if memory.sizes else ''}"
             f"What would help: {'; '.join(_helps(memory, context))}."
         ),
     )

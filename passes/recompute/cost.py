@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerograph._torch import size_hint
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta, value
-from zerograph.ir.sizes import hints
+from zerograph.ir.sizes import largest
 from zerograph.passes import rules
 
 aten = torch.ops.aten
@@ -25,17 +24,17 @@ _FLOPS_PER_BYTE = 16
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
     """Return the bytes of the node's tensor on a rank. The graph is placed, with global shapes."""
     tensor: Tensor = node.meta["val"]
-    return math.prod(local_shape(hints(tensor.shape), meta(node)["sbp"], mesh)) * tensor.element_size()
+    return math.prod(largest(local_shape(tensor.shape, meta(node)["sbp"], mesh))) * tensor.element_size()
 
 
 def operator_work(node: fx.Node, mesh: Mesh) -> int:
     """Return the bytes that the operator reads and writes on a rank, more for products; at least 1."""
     outputs = rules.output_values(node)
     sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node)["sbp"])
-    shapes = [local_shape(hints(output.shape), sbp, mesh) for output, sbp in zip(outputs, sbps, strict=True)]
+    shapes = [largest(local_shape(output.shape, sbp, mesh)) for output, sbp in zip(outputs, sbps, strict=True)]
     written = sum(math.prod(shape) * output.element_size() for shape, output in zip(shapes, outputs, strict=True))
     read = sum(local_bytes(argument, mesh) for argument in rules.tensor_arguments(node))
-    share = math.prod(shapes[0]) / max(math.prod(hints(outputs[0].shape)), 1) if shapes else 1
+    share = math.prod(shapes[0]) / max(math.prod(largest(outputs[0].shape)), 1) if shapes else 1
     return 1 + written + read + round(flops(node) * share / _FLOPS_PER_BYTE)
 
 
@@ -46,8 +45,8 @@ def flops(node: fx.Node) -> int:
     kwargs: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(*(hints(tensor.shape) for tensor in args[:3])))
+        return int(sdpa_flop_count(*(largest(tensor.shape) for tensor in args[:3])))
     if target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(*(hints(tensor.shape) for tensor in args[:4])))
+        return int(sdpa_backward_flop_count(*(largest(tensor.shape) for tensor in args[:4])))
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
-    return 0 if formula is None else size_hint(formula(*args, **kwargs, out_val=value(node)))
+    return 0 if formula is None else largest((formula(*args, **kwargs, out_val=value(node)),))[0]

@@ -212,7 +212,7 @@ def refusals() -> list[str]:
     refused(step, torch.ones(0, 7), targets[:0])
     refused(step, torch.ones(3, 7 + zg.rank()), targets)
     marked = torch.ones(3, 7)
-    zg.mark_dynamic(marked, 0, max=5)
+    zg.mark_dynamic(marked, 0, max=2)
     refused(step, marked, targets)
     step(torch.ones(1 + zg.rank(), 7), targets[: 1 + zg.rank()])
 
@@ -225,7 +225,7 @@ def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(poo
     for nothing, widths, limit, accumulated in pool.run(2, refusals):
         assert "has no rows on any rank" in nothing
         assert "has shape (3, 7) on rank 0 and (3, 8) on rank 1" in widths
-        assert "args[0] has size 6 in dimension 0, outside of the limits" in limit
+        assert "args[0] has size 3 in dimension 0 on rank 0, outside of the limits" in limit
         assert "args[0] has 2 on rank 0, 4 on rank 1" in accumulated
         assert "gradient_accumulation_steps = 2" in accumulated
 
@@ -241,8 +241,27 @@ def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_max
 
     small, large = prepared(8), prepared(80)
     assert "(s0, s1) -> (s0_rows, s1)" in small.text()
+    assert "s0_rows  rows of this rank, of s0" in small.text()
     assert large.memory.peak > small.memory.peak
     assert isinstance(large.memory.peak, int)
+    assert "bytes are for s0 <= 16 (declared), s0_rows <= 8 (declared), s1 <= 8 (seen)" in small.page()
+    assert all(type(facts["bytes"]) is int for _, facts in small.to_networkx("place").nodes(data=True))
+    with pytest.raises(zg.ConfigError, match="s0_rows is a size"):
+        small.explain("s0_rows")
+
+
+def test_a_plan_is_for_the_declared_maximum() -> None:
+    def planned(size: int, *, mark: bool) -> zg.Plan:
+        model = make("gpt")
+        x, y = torch.zeros(size, 8, dtype=torch.long), torch.zeros(size, 8, dtype=torch.long)
+        for tensor in (x, y) if mark else ():
+            zg.mark_dynamic(tensor, 0, max=12)
+        return zg.plan(TrainStep(model, adamw(model), 2), (x, y), world_size=2)
+
+    symbolic, static = planned(3, mark=True), planned(12, mark=False)
+    assert "all numbers are for inputs of s0 <= 24 (declared), s0_rows <= 12 (declared)" in str(symbolic)
+    assert (symbolic.samples, symbolic.tokens, symbolic.operations) == (12, 96, static.operations)
+    assert symbolic.memory.peak == pytest.approx(static.memory.peak, rel=0.01)
 
 
 def test_a_compiling_backend_gets_static_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from zerograph._torch import pytree
 from zerograph.capture.state_changes import StateChanges
 from zerograph.ir.dims import SizeGuard
 from zerograph.ir.region import Region
+from zerograph.ir.sizes import Sizes
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Captured:
         gradients: names of the parameters that have a gradient.
         regions: the local regions that the nodes ``local`` refer to.
         state_changes: what follows from the Python state that ``build()`` changed.
+        guards: conditions on sizes that the trace relied on.
+        sizes: the symbols of dynamic dimensions; None without any.
     """
 
     graph: fx.GraphModule
@@ -34,3 +37,4 @@ class Captured:
     regions: tuple[Region, ...] = ()
     state_changes: StateChanges = field(default_factory=StateChanges)
     guards: tuple[SizeGuard, ...] = ()
+    sizes: Sizes | None = None

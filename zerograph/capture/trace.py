@@ -158,6 +158,7 @@ class Capture:
             tuple(trace.regions),
             state_changes,
             tracer.sizes.guards,
+            tracer.sizes if tracer.sizes.dims else None,
         )
 
     def _traced(self, tracer: _Tracer) -> tuple[fx.GraphModule, _Trace, Mapping[str, Tensor]]:

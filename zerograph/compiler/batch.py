@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,14 +70,14 @@ class Batch:
     place: int = 0
     variant: int = 0
 
-    def pattern(self) -> tuple[Any, ...]:
-        """Return what must be equal on all ranks: the kind without the sizes of plain inputs, and the constants."""
+    def pattern(self) -> tuple[Hashable, Hashable]:
+        """Return what must be equal on all ranks: the kind without sizes of plain inputs, with constants; and marks."""
         is_tensor = tuple(leaf is Tensor for leaf in self.leaves)
         inputs = tuple(
-            (len(spec.shape) if plain and not whole else spec.shape, spec.dtype, spec.device, marks)
-            for plain, whole, spec, marks in zip(self.plain, self.whole, self.specs, self.marks, strict=True)
+            (len(spec.shape) if plain and not whole else spec.shape, spec.dtype, spec.device)
+            for plain, whole, spec in zip(self.plain, self.whole, self.specs, strict=True)
         )
-        return self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants
+        return (self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants), self.marks
 
     def resolved(
         self, specs: tuple[TensorSpec, ...], sizes: Mapping[str, tuple[int, ...]], place: int, variant: int
@@ -126,8 +126,9 @@ class Batch:
                 f"{tensor.dim()} dimensions" if plain and not whole else f"local shape {tuple(tensor.shape)}"
             )
             + f", {tensor.dtype}, {show(sbp)}"
-            for name, tensor, sbp, plain, whole in zip(
-                self.names, self.tensors, self.sbp, self.plain, self.whole, strict=True
+            + (f", dynamic dimensions with their limits {dict(marks)}" if marks else "")
+            for name, tensor, sbp, plain, whole, marks in zip(
+                self.names, self.tensors, self.sbp, self.plain, self.whole, self.marks, strict=True
             )
         }
         return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **inputs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import PlannedBucket
-from zerograph.ir.dims import SizeInput
+from zerograph.ir.dims import Dim, SizeInput
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import output_nodes
@@ -77,6 +77,8 @@ class CompiledStep(RewrittenStep):
         numbers: the optimizer group, and the path in it, of each hyperparameter that is an input; by input name.
         outputs: SBP and global shape of each output tensor.
         lookups: return the tensors that are in no store; called at each run.
+        dims: the dynamic dimensions by name, with the largest sizes for which the step keeps its memory budget.
+        fitting_calls: sizes of calls that exceed one of these, and for which it keeps the budget nevertheless.
     """
 
     backend: str
@@ -85,6 +87,8 @@ class CompiledStep(RewrittenStep):
     numbers: Mapping[str, tuple[Mapping[str, Any], Path]]
     outputs: tuple[tuple[NdSbp, tuple[int, ...]], ...]
     lookups: Mapping[Role, Lookup]
+    dims: dict[str, Dim] = field(default_factory=dict)
+    fitting_calls: set[tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=set)
 
     @functools.cached_property
     def flags(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from zerograph.capture.captured import Captured
 from zerograph.capture.python_state import Place
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.layout import PlannedBucket, Update
@@ -164,7 +165,7 @@ class Compiler:
             trains=bool(self.optimizers),
             warn=self._warn,
         )
-        step = self._fit_memory_budget(preparation)
+        step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation), captured.sizes, batch)
         self.observer.prepared(step, preparation.rank)
         return step
 
@@ -444,6 +445,7 @@ class Compiler:
             numbers=numbers,
             outputs=outputs,
             lookups=lookups,
+            dims=dict(prepared.captured.sizes.dims) if prepared.captured.sizes else {},
         )
 
 

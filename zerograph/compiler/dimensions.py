@@ -23,6 +23,7 @@ from zerograph.ir.sbp import Split, show
 
 # Combinations of sizes that are remembered with what they select.
 _MAX_SELECTED = 1 << 12
+_NO_LIMITS = (0, None)
 Mode = Literal["auto"] | bool
 # Number of an input, and one of its dimensions.
 Where = tuple[int, int]
@@ -71,8 +72,19 @@ class Variant:
         totals = {name: sum(each) for name, each in found.items()}
         return found if all(guard.holds(totals) for guard in self.guards) else None
 
+    def grown(self, sizes: Mapping[str, tuple[int, ...]]) -> Variant:
+        """Return this variant with the largest sizes after a call of these sizes."""
+        dims = {size for shape in self.shapes for size in shape if isinstance(size, Dim)}
+        if all(dim.holds(sizes[dim.name]) for dim in dims):
+            return self
 
-# Inputs without their sizes (``Batch.pattern()``), and ``config.dynamic_shapes``.
+        def grown(size: int | Dim) -> int | Dim:
+            return size.grown(sizes[size.name]) if isinstance(size, Dim) else size
+
+        return replace(self, shapes=tuple(tuple(map(grown, shape)) for shape in self.shapes))
+
+
+# Inputs without their sizes and marks (``Batch.pattern()``), and ``config.dynamic_shapes``.
 Kind = tuple[Hashable, Mode]
 _Shapes = Sequence[Sequence[int]]
 
@@ -85,13 +97,16 @@ class _History:
     dynamic: set[Where] = field(default_factory=set)
     limits: dict[Where, tuple[int, int | None]] = field(default_factory=dict)
     largest: dict[Where, int] = field(default_factory=dict)
+    # The most rows of one rank.
+    largest_part: dict[Where, int] = field(default_factory=dict)
     variants: list[Variant] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     # Why no step with dynamic dimensions can be compiled.
     refused: str | None = None
-    # What calls with the same sizes on all ranks selected before.
+    # What calls with the same sizes on all ranks, and the same marks, selected before.
     selected: dict[
-        tuple[tuple[int, ...], ...], tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int, int]
+        tuple[tuple[tuple[int, ...], ...], Hashable],
+        tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int, int],
     ] = field(default_factory=dict)
 
     def needs_equal_rows(self, batch: Batch, mode: Mode) -> str | None:
@@ -103,29 +118,36 @@ class _History:
             return f"{option} cuts each part into equal micro-batches"
         return None if self.refused is None else f"the step has equal parts only: {self.refused}"
 
-    def note(self, batch: Batch, shapes: _Shapes, ragged: Sequence[Where], mode: Mode) -> None:
+    def note(
+        self,
+        batch: Batch,
+        shapes: _Shapes,
+        parts: Mapping[int, tuple[int, ...]],
+        ragged: Sequence[Where],
+        mode: Mode,
+    ) -> None:
         """Note the sizes of a call, and which dimensions they make dynamic.
 
         Raises:
             InputError: a size is outside of the limits that the user declared.
         """
-        parts = part_numbers(batch)
-        for number in parts:
-            for dim, limits in batch.marks[number]:
-                self.dynamic.add((number, dim))
-                self.limits[number, dim] = limits
+        marked = {(number, dim): limits for number in parts for dim, limits in batch.marks[number]}
+        for (number, dim), limits in {**self.limits, **marked}.items():
+            _check_limits(limits, batch.names[number], dim, parts[number] if dim == 0 else (shapes[number][dim],))
+        for (number, dim), limits in marked.items():
+            if self.limits.get((number, dim), _NO_LIMITS) != limits:
+                # Memory of these was predicted for other limits.
+                self.variants = [one for one in self.variants if isinstance(one.shapes[number][dim], int)]
+                self.selected.clear()
+        self.limits |= marked
+        self.dynamic.update(marked)
         if self.first is None:
             self.first = shapes
         for number in parts:
             for dim, size in enumerate(shapes[number]):
                 where = number, dim
                 self.largest[where] = max(self.largest.get(where, 0), size)
-                low, high = self.limits.get(where, (0, None))
-                if size < low or (high is not None and size > high):
-                    raise InputError(
-                        f"{batch.names[number]} has size {size} in dimension {dim}, outside of the limits that "
-                        f"mark_dynamic() declared: {low} to {high}\nPass a smaller batch, or declare other limits."
-                    )
+                self.largest_part[where] = max(self.largest_part.get(where, 0), *parts[number])
                 if mode is True or (mode == "auto" and size != self.first[number][dim]):
                     self.dynamic.add(where)
         if ragged:
@@ -159,7 +181,7 @@ class Dimensions:
             InputError: on all ranks alike: the ranks' inputs do not make one batch.
         """
         history = self._kinds[kind]
-        key = tuple(map(tuple, everybody))
+        key = tuple(map(tuple, everybody)), batch.marks
         if key not in history.selected:
             if len(history.selected) >= _MAX_SELECTED:
                 history.selected.clear()
@@ -195,20 +217,21 @@ class Dimensions:
         taken: Collection[int],
     ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
         """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
-        shapes, rows = _global_shapes(batch, everybody, mesh)
+        shapes, rows, parts = _global_shapes(batch, everybody, mesh)
         ragged = [where for where, each in rows.items() if _is_ragged(each)]
         reason = history.needs_equal_rows(batch, mode)
         if ragged and reason is not None:
             raise InputError(_uneven(batch, everybody, reason))
-        history.note(batch, shapes, ragged, mode)
+        history.note(batch, shapes, parts, ragged, mode)
         if batch.micro_batches > 1 or history.refused is not None:
             history.dynamic.clear()
         if _is_grid(mesh):
             history.dynamic -= rows.keys()
-        for variant in history.variants:
+        for at, variant in enumerate(history.variants):
             sizes = variant.sizes(rows, shapes)
             if sizes is not None:
-                return variant, sizes
+                history.variants[at] = variant.grown(sizes)
+                return history.variants[at], sizes
         symbolic = _symbolic(history, shapes, rows, ragged, batch.micro_batches, taken)
         variant = Variant(symbolic, next(history.numbers))
         history.variants.append(variant)
@@ -219,20 +242,21 @@ class Dimensions:
 
 def _global_shapes(
     batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh
-) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]]]:
-    """Return the global shape of each input, and the rows of each part along the mesh dimension that splits it.
+) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """Return the global shape of each input, its rows along the mesh dimension that splits it, and those of each rank.
 
     Raises:
         InputError: no rank has rows, ranks differ in another dimension, or their numbers of rows must be equal.
     """
     shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in batch.specs]
     rows: dict[Where, tuple[int, ...]] = {}
+    parts: dict[int, tuple[int, ...]] = {}
     at = 0
     for number in part_numbers(batch):
         dims = batch.tensors[number].dim()
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
         at += dims
-        lengths = tuple(shape[0] for shape in each)
+        parts[number] = lengths = tuple(shape[0] for shape in each)
         split = _split_dims(batch, number, mesh)
         if not split or _is_grid(mesh):
             if _is_ragged(lengths):
@@ -242,7 +266,20 @@ def _global_shapes(
             lengths = (lengths[0] * math.prod(mesh.shape[dim] for dim in split),)
         shapes[number] = (sum(lengths), *_other_sizes(batch.names[number], each))
         rows[number, 0] = lengths
-    return shapes, rows
+    return shapes, rows, parts
+
+
+def _check_limits(limits: tuple[int, int | None], name: str, dim: int, each: Sequence[int]) -> None:
+    """Check the size of a dimension, for dimension 0 that of each rank's part. A part without rows has no minimum."""
+    low, high = limits
+    for rank, size in enumerate(each):
+        if (size < low and size) or (high is not None and size > high):
+            where = f" on rank {rank}" if len(each) > 1 else ""
+            raise InputError(
+                f"{name} has size {size} in dimension {dim}{where}, outside of the limits that mark_dynamic() "
+                f"declared: {low} to {'any size' if high is None else high}\n"
+                "Pass a smaller or larger batch, or declare other limits."
+            )
 
 
 def _other_sizes(name: str, each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -310,25 +347,42 @@ def _symbolic(
     """Return the shapes with symbols in place of dynamic dimensions; equal sizes share one."""
     primes = _primes(set(taken))
     dims: dict[Hashable, Dim] = {}
-    result = []
+    identities: dict[Where, Hashable] = {}
     for number, shape in enumerate(shapes):
-        symbolic: list[int | Dim] = list(shape)
         for dim, size in enumerate(shape):
             where = number, dim
             if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in ragged):
                 continue
-            key: Hashable = rows.get(where, size)
-            identity = where in rows, key
-            low, high = history.limits.get(where, (0, None))
+            identities[where] = identity = where in rows, rows.get(where, size)
             if identity not in dims:
                 pieces = len(rows[where]) * micro_batches if where in rows else 1
                 prime = primes(max(size // pieces, 11))
-                largest = high or history.largest[where]
                 name = f"s{len(dims)}"
-                dims[identity] = Dim(name, prime * pieces, where in rows, pieces, max(largest, size), low, high)
-            symbolic[dim] = dims[identity]
-        result.append(tuple(symbolic))
-    return tuple(result)
+                largest, part = history.largest[where], history.largest_part[where]
+                dims[identity] = Dim(name, prime * pieces, where in rows, pieces, largest, part)
+            dims[identity] = _limited(
+                dims[identity], *history.limits.get(where, _NO_LIMITS), len(rows.get(where, (0,)))
+            )
+
+    def symbolic(where: Where, size: int) -> int | Dim:
+        return dims[identities[where]] if where in identities else size
+
+    return tuple(
+        tuple(symbolic((number, dim), size) for dim, size in enumerate(shape)) for number, shape in enumerate(shapes)
+    )
+
+
+def _limited(dim: Dim, low: int, high: int | None, parts: int) -> Dim:
+    """Return the dimension within further limits.
+
+    Args:
+        low, high: the limits; for a row dimension those of one rank's rows.
+        parts: number of ranks that hold rows.
+    """
+    low = max(low, dim.minimum)
+    if high is None or (dim.maximum is not None and dim.maximum <= high):
+        return replace(dim, minimum=low)
+    return replace(dim, minimum=low, maximum=high, largest=high * parts, largest_part=high)
 
 
 def _primes(taken: set[int]) -> Callable[[int], int]:

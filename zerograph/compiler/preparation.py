@@ -136,7 +136,8 @@ class Preparation:
         mesh, members, captured = self.mesh, self.members, self.captured
         layout = lay_out(config, mesh, self.zero_dim, members, captured, self.updates, trains=self.trains)
         buckets = tuple(planned.bucket for planned in layout)
-        key = buckets, candidate.min_recompute_bytes, candidate.offload_activations
+        sizes = () if captured.sizes is None else tuple(captured.sizes.largest_sizes().items())
+        key = buckets, candidate.min_recompute_bytes, candidate.offload_activations, sizes
         if key not in self._results:
             step = self._run_passes(candidate, layout)
             self._results[key] = meta(step.emitted.output_node()).get("shortage") or step

@@ -40,7 +40,7 @@ class Situation:
         facts: what the captured graph depends on besides its inputs.
         config: key of the graph's options.
         layout: the store of each parameter.
-        pattern: the inputs without their sizes.
+        pattern: the inputs without their sizes, and their marks.
         mode: ``config.dynamic_shapes``; False for a backend that compiles each size by itself.
         digest: equal on ranks whose situations are equal; 0 in a job of one rank.
     """
@@ -48,14 +48,14 @@ class Situation:
     facts: Hashable
     config: Hashable
     layout: Hashable
-    pattern: Hashable
+    pattern: tuple[Hashable, Hashable]
     mode: Mode
     digest: int
 
     @property
     def kind(self) -> Kind:
-        """The kind of inputs whose sizes are followed."""
-        return self.pattern, self.mode
+        """The kind of inputs whose sizes are followed. A mark counts for later calls of the same kind too."""
+        return self.pattern[0], self.mode
 
     def is_like(self, other: Situation) -> bool:
         """Return whether calls in both situations select equal steps for equal sizes."""

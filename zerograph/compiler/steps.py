@@ -14,6 +14,7 @@ from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dimensions import Dimensions, Kind, Mode, local_sizes
+from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.members import (
     Members,
     Tree,
@@ -27,7 +28,7 @@ from zerograph.compiler.members import (
 from zerograph.compiler.preparation import check_target
 from zerograph.compiler.selection import CacheEntry, LastCall, Recompiles, Selection, Situation, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
-from zerograph.errors import CommunicationError, InputError
+from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
@@ -87,7 +88,7 @@ class Steps:
         config = self._compiler.config
         plain = config.batch_on(mesh.dims)
         batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
-        kind = batch.pattern(), config.dynamic_shapes
+        kind = batch.pattern()[0], config.dynamic_shapes
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         sizes = [local_sizes(batch)] * mesh.size
         batch = Dimensions().resolve(batch, kind, sizes, mesh, lambda: model_sizes(members))
@@ -140,13 +141,16 @@ class Steps:
         if step is None and selection.batch.sizes:
             try:
                 step = self._compile(job, selection, entry, doing)
-            except CommunicationError:
+            except (CommunicationError, MemoryBudgetError):
                 raise
             except Exception as error:
                 self._compile_static(kind, error, doing)
                 selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
                 entry = self._entry(selection)
                 step = entry.step
+        if step is not None and not keeps_budget(step, selection.batch):
+            _warn_of_larger_sizes(selection.batch, doing)
+            step = None
         step = step or self._compile(job, selection, entry, doing)
         # Compiling moves parameters into stores: the layout is that of the calls to come.
         entry = CacheEntry(entry.key, selection.situation.layout, step)
@@ -279,6 +283,16 @@ class Steps:
         constants = self._compiler.updates.constants
         facts = capture_facts(members, self._attributes(), self._compiler.optimizers, constants)
         return facts | self._compiler.guards()
+
+
+def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
+    sizes = ", ".join(f"{name} = {sum(rows)}" for name, rows in batch.sizes.items())
+    warnings.warn(
+        f"{doing} is compiled again: with inputs of these sizes ({sizes}) the step would exceed "
+        "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
+        "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it.",
+        stacklevel=levels_to_user(),
+    )
 
 
 def _check_usable(stores: Iterable[Store]) -> None:

@@ -357,6 +357,8 @@ class _Finder:
 
     def _life(self, node: fx.Node, kind: TensorKind, events: Iterable[Event]) -> Life:
         value = node.meta.get("val")
+        if isinstance(value, (int, torch.SymInt, torch.SymFloat)):
+            raise ConfigError(f"{node.name} is a size, {value}, and no tensor: ask for a tensor with such a dimension")
         if not isinstance(value, Tensor):
             items = [user.name for user in node.users]
             raise ConfigError(

@@ -15,6 +15,7 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
+from zerograph.ir.sizes import largest
 from zerograph.passes.context import Context
 
 
@@ -30,7 +31,7 @@ class NodeFacts:
         phase, module: origin of the node.
         source: the user's ``file:line``; ``code`` is the text of that line.
         dtype, sbp, shape, local_shape: of its value; empty if it returns several tensors, or none.
-        bytes: size of its value on this rank; 0 likewise.
+        bytes: size of its value on this rank, at the largest dynamic dimensions seen or declared; 0 likewise.
         at: index in the graph, from 0; bodies of loops count once.
         times: number of runs per step.
         boxing: ``all-gather`` and so on if the node changes an SBP, else empty.
@@ -118,7 +119,7 @@ def _facts(position: Position, name: str, identifier: str, context: Context, *, 
         sbp=show(sbp) if is_tensor and sbp is not None else "",
         shape=str(tuple(shape)) if is_tensor else "",
         local_shape=str(local) if is_tensor else "",
-        bytes=math.prod(local) * value.element_size() if isinstance(value, Tensor) else 0,
+        bytes=math.prod(largest(local)) * value.element_size() if isinstance(value, Tensor) else 0,
         at=position.index,
         times=position.times,
         boxing="" if moved is None else moved.kind,

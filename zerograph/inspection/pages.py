@@ -22,7 +22,7 @@ _TIGHT = "\0"
 
 def page(step: Summary) -> str:
     """Show a step in some twenty lines, however deep the model is."""
-    parts = [_traced(step), _placed(step), _sent(step), _memory(step), _warnings(step.warnings)]
+    parts = [_traced(step), _sizes(step), _placed(step), _sent(step), _memory(step), _warnings(step.warnings)]
     return "\n".join(line for part in parts for line in part)
 
 
@@ -33,6 +33,11 @@ def _traced(step: Summary) -> list[str]:
     if (more := len(step.inputs) + len(step.outputs) - len(values)) > 0:
         values.append(f"    and {more} more")
     return [f"  traced: {counts} ({step.seconds:.1f} s)", *values]
+
+
+def _sizes(step: Summary) -> list[str]:
+    """Show the sizes that the bytes of a step with dynamic dimensions hold for."""
+    return [f"    bytes are for {step.memory.validity}"] if step.memory.sizes else []
 
 
 def _placed(step: Summary) -> list[str]:

@@ -147,6 +147,8 @@ def _shown(value: Any) -> str:
 
 def _value(node: fx.Node, context: Context, *, localized: bool) -> str:
     value, sbp = node.meta.get("val"), meta(node).get("sbp")
+    if (size := meta(node).get("size")) is not None:
+        return str(size)
     if not isinstance(value, Tensor):
         return ""
     local = tuple(value.shape)

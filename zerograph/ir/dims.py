@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
@@ -20,8 +20,10 @@ class Dim:
         hint: size that the step is traced with.
         rows: dimension 0 of plain inputs, of which ranks may hold unequal numbers.
         pieces: number of parts that ranks and micro-batches make of the dimension; divides the hint.
-        largest: largest size seen or declared; memory is estimated for it.
-        minimum, maximum: limits that the user declared; a call outside of them is an error.
+        largest: largest size seen or declared; memory is predicted for it.
+        largest_part: the same of the rows of one rank; for row dimensions only.
+        minimum, maximum: limits that the user declared; a call outside of them is an error. For row dimensions they are
+            those of the rows of one rank.
     """
 
     name: str
@@ -29,11 +31,36 @@ class Dim:
     rows: bool = False
     pieces: int = 1
     largest: int = field(default=0, compare=False)
+    largest_part: int = field(default=0, compare=False)
     minimum: int = 0
     maximum: int | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def declared(self) -> bool:
+        """True if the user declared a maximum, which no call exceeds."""
+        return self.maximum is not None
+
+    def holds(self, rows: Sequence[int]) -> bool:
+        """Return whether sizes are at most the largest that memory is predicted for.
+
+        Args:
+            rows: as for :meth:`SizeInput.value`.
+        """
+        return sum(rows) <= self.largest and (not self.rows or max(rows) <= self.largest_part)
+
+    def of(self, rows: Sequence[int]) -> Dim:
+        """Return this dimension with the largest size of one call; unchanged if its maximum is declared."""
+        return self if self.declared else replace(self, largest=sum(rows), largest_part=max(rows))
+
+    def grown(self, rows: Sequence[int]) -> Dim:
+        """Return this dimension after a further call."""
+        largest, part = max(self.largest, sum(rows)), max(self.largest_part, max(rows))
+        if (largest, part) == (self.largest, self.largest_part):
+            return self
+        return replace(self, largest=largest, largest_part=part)
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,16 @@ class SizeInput:
     dim: str
     kind: Literal["all", "rows", "start", "of", "position"]
     place: int = 0
+
+    def __str__(self) -> str:
+        words = {
+            "all": f"global size {self.dim}",
+            "rows": f"rows of this rank, of {self.dim}",
+            "start": f"rows of {self.dim} on the ranks before this one",
+            "of": f"rows of rank {self.place}, of {self.dim}",
+            "position": f"position of this rank along mesh dimension {self.dim}",
+        }
+        return words[self.kind]
 
     def value(self, rows: Sequence[int], place: int) -> int:
         """Return the value in a call.

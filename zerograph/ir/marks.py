@@ -18,8 +18,9 @@ def mark_dynamic(tensor: Tensor, dim: int, *, min: int | None = None, max: int |
         tensor: an input of a graph. The mark belongs to this tensor, as torch's own ``torch._dynamo.mark_dynamic``,
             whose marks count too.
         dim: the dimension.
-        min, max: smallest and largest size of the global tensor. A call with another size is an error. Memory is
-            predicted for the largest.
+        min, max: smallest and largest size of the tensor, for dimension 0 of a plain input the rows of one rank. A call
+            with another size is an error, except for a rank without rows. Memory is predicted for the largest, and
+            keeps ``config.memory_budget`` there.
 
     Raises:
         InputError: no such dimension, or limits that no size keeps.

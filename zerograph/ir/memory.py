@@ -27,7 +27,7 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.sizes import hints
+from zerograph.ir.sizes import graph_sizes, largest
 from zerograph.ir.step_graph import nbytes
 
 aten = torch.ops.aten
@@ -67,6 +67,9 @@ class Memory:
             ``"update"``; and ``"temporary"`` memory inside an operator.
         node: the node of ``graph()`` at the peak.
         where: phase, module and source line of that node.
+        sizes: the sizes that the numbers hold for, by symbol of a dynamic dimension: the declared maximum, else the
+            largest size that was seen when the step was compiled. Empty for a step without dynamic dimensions.
+        declared: the symbols whose maximum is declared.
     """
 
     peak: int
@@ -74,11 +77,22 @@ class Memory:
     kinds: Mapping[MemoryKind, int]
     node: str
     where: Origin
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    declared: tuple[str, ...] = ()
+
+    @property
+    def validity(self) -> str:
+        """Show the sizes that the numbers hold for; empty for a step without dynamic dimensions."""
+        return ", ".join(
+            f"{name} <= {size:,} ({'declared' if name in self.declared else 'seen'})"
+            for name, size in self.sizes.items()
+        )
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {show_bytes(count)}" for name, count in self.kinds.items())
         place = " ".join(filter(None, (self.where.phase, self.where.module, self.where.source)))
-        return f"{show_bytes(self.peak)} at {self.node} ({place}): {kinds}"
+        validity = f", for {self.validity}" if self.sizes else ""
+        return f"{show_bytes(self.peak)} at {self.node} ({place}): {kinds}{validity}"
 
 
 @dataclass(eq=False)
@@ -143,7 +157,10 @@ class Profile:
         stored = [storage for node in self.nodes if node.op in ("placeholder", "get_attr") for storage in self.of[node]]
         at_rest = sum(storage.bytes for storage in stored if storage is not None and storage.kind != "inputs")
         shown = {kind: count for kind, count in kinds.most_common() if count}
-        return Memory(self.peak, at_rest, shown, node.name, origin(node))
+        symbols = graph_sizes(self.nodes[0].graph)
+        sizes = {} if symbols is None else symbols.largest_sizes()
+        declared = tuple(name for name in sizes if symbols is not None and symbols.is_declared(name))
+        return Memory(self.peak, at_rest, shown, node.name, origin(node), sizes, declared)
 
     def own(self) -> tuple[Counter[MemoryKind], fx.Node]:
         """Return the bytes at the peak without the graph's inputs, by kind, and the node at the peak."""
@@ -381,7 +398,7 @@ def _columns(x: Tensor, weight: Tensor, out: Tensor) -> int:
     if x.device.type != "cpu" or x.dtype != torch.float64:
         return 0
     covered = math.prod(weight.shape[2:])
-    return 0 if covered == 1 else math.prod(hints((*x.shape[:2], *out.shape[2:]))) * covered * x.itemsize
+    return 0 if covered == 1 else math.prod(largest((*x.shape[:2], *out.shape[2:]))) * covered * x.itemsize
 
 
 def _blocked(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ which this rank's rows replace the global number of rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ class Sizes:
         self.guards: tuple[SizeGuard, ...] = ()
         self._symbols: dict[SizeInput, torch.SymInt] = {}
         self._largest: dict[Any, int] = {}
+        self._evaluated: dict[Any, int] = {}
         # A static step must not refer to its environment: the cycle would keep its fake tensors alive for longer.
         if self.dims:
             self._environment = environment
             environment.sizes, environment.on_guard = self, self._guard
         for dim in self.dims.values():
-            self._symbol(SizeInput(dim.name, "all"), dim.name, dim.hint, dim.largest or dim.hint, minimum=2)
+            self._symbol(SizeInput(dim.name, "all"), dim.name, dim.hint, minimum=2)
 
     def _guard(self, condition: Any) -> None:
         guard = SizeGuard(
@@ -89,7 +91,7 @@ class Sizes:
         if dim is None:
             position = SizeInput(str(mesh_dim), "position")
             if position not in self._symbols:
-                self._symbol(position, f"s_position{mesh_dim}", 0, 0, minimum=0)
+                self._symbol(position, f"s_position{mesh_dim}", 0, minimum=0)
             return self._symbols[position] * self.part(size, ranks)
         return self._of_rows(size, dim, SizeInput(dim.name, "start"), 0, 0)
 
@@ -105,8 +107,7 @@ class Sizes:
     def _of_rows(self, size: torch.SymInt, dim: Dim, wanted: SizeInput, hint: int, minimum: int) -> torch.SymInt:
         if wanted not in self._symbols:
             suffix = f"of{wanted.place}" if wanted.kind == "of" else wanted.kind
-            largest = -(-(dim.largest or dim.hint) * hint // dim.hint)
-            self._symbol(wanted, f"{dim.name}_{suffix}", hint, largest, minimum=minimum)
+            self._symbol(wanted, f"{dim.name}_{suffix}", hint, minimum=minimum)
         replaced: torch.SymInt = _torch.substitute(size, self.all(dim.name), self._symbols[wanted])
         return replaced
 
@@ -125,13 +126,43 @@ class Sizes:
 
     def largest(self, size: Size) -> int:
         """Return a size for the largest dimensions that were seen or declared."""
-        return size if isinstance(size, int) else _torch.evaluate_size(size, self._largest)
+        if isinstance(size, int):
+            return size
+        key = _torch.size_key(size)
+        if key not in self._evaluated:
+            self._evaluated[key] = _torch.evaluate_size(size, self._largest)
+        return self._evaluated[key]
 
-    def _symbol(self, wanted: SizeInput, name: str, hint: int, largest: int, *, minimum: int) -> None:
+    def predict_for(self, dims: Iterable[Dim]) -> None:
+        """Predict memory for the largest sizes of these dimensions from now on."""
+        for dim in dims:
+            self.dims[dim.name] = replace(self.dims[dim.name], largest=dim.largest, largest_part=dim.largest_part)
+        self._evaluated = {}
+        self._largest = {_torch.size_key(symbol): self._largest_of(one) for one, symbol in self._symbols.items()}
+
+    def largest_sizes(self) -> dict[str, int]:
+        """Return the sizes that memory is predicted for, by symbol: global sizes, and the rows of one rank."""
+        return {
+            name: self._largest_of(one)
+            for name, one in sorted(self.inputs.items())
+            if one.kind == "all" or (one.kind == "rows" and self.dims[one.dim].rows)
+        }
+
+    def is_declared(self, name: str) -> bool:
+        """Return whether the user declared the maximum of a symbol."""
+        return self.dims[self.inputs[name].dim].declared
+
+    def _largest_of(self, wanted: SizeInput) -> int:
+        if wanted.kind in ("start", "position"):
+            return 0
+        dim = self.dims[wanted.dim]
+        return (dim.largest if wanted.kind == "all" else dim.largest_part) or _torch.size_hint(self._symbols[wanted])
+
+    def _symbol(self, wanted: SizeInput, name: str, hint: int, *, minimum: int) -> None:
         symbol = _torch.new_size(self._environment, name, hint, positive=minimum > 0)
         self._symbols[wanted] = symbol
         self.inputs[name] = wanted
-        self._largest[_torch.size_key(symbol)] = largest
+        self._largest[_torch.size_key(symbol)] = self._largest_of(wanted)
 
 
 def sizes_of(size: torch.SymInt) -> Sizes:
@@ -163,8 +194,12 @@ def _replaced(arguments: Any, node: fx.Node, value: Any) -> Any:
 
 def elements(tensor: torch.Tensor) -> int:
     """Return the number of elements of a tensor; with dynamic dimensions, at the largest sizes seen or declared."""
-    count = tensor.numel()
-    return count if isinstance(count, int) else sizes_of(count).largest(count)
+    return largest((tensor.numel(),))[0]
+
+
+def largest(shape: Iterable[Size]) -> tuple[int, ...]:
+    """Return a shape at the largest sizes seen or declared."""
+    return tuple(size if isinstance(size, int) else sizes_of(size).largest(size) for size in shape)
 
 
 def hints(shape: Sequence[Size]) -> tuple[int, ...]:
@@ -172,7 +207,13 @@ def hints(shape: Sequence[Size]) -> tuple[int, ...]:
     return tuple(map(_torch.size_hint, shape))
 
 
+def graph_sizes(graph: fx.Graph) -> Sizes | None:
+    """Return the symbols of a graph; None if no input has a dynamic dimension."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    sizes: Iterable[Size] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return next((sizes_of(size) for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
 def has_symbolic_inputs(graph: fx.Graph) -> bool:
     """Return whether some input of the graph has a dynamic dimension."""
-    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return any(not isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return graph_sizes(graph) is not None

@@ -18,7 +18,8 @@ from zerograph.ir import precision
 from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, TensorKind, boxing_of, meta
-from zerograph.ir.step_graph import collective_runs
+from zerograph.ir.sizes import largest
+from zerograph.ir.step_graph import collective_runs, placeholders
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
@@ -65,6 +66,9 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
     compile_seconds = time.perf_counter() - began
     emitted = prepared.graph.graph
     memory = profile(emitted)
+    peak = memory.memory()
+    # A step with dynamic dimensions is predicted for the largest sizes, which need not be those of the batch.
+    inputs = [node.meta["val"] for node in placeholders(emitted, "input")] if peak.sizes else tensors(batch)
     return Plan(
         mesh=tuple(mesh),
         options=shown,
@@ -76,15 +80,15 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
         at_rest=_at_rest(memory),
         most=_most(memory.storages, memory),
         model_states=_model_states(prepared, memory),
-        memory=memory.memory(),
+        memory=peak,
         host=profile(emitted, host=True).memory() if machine.device.accelerator else None,
         cpu_capacity=machine.device.cpu_memory,
         in_files=stored_bytes(prepared.layout, grid).files,
         profile=memory,
         wire=_wire(prepared),
         time=timeline(emitted, machine, grid),
-        samples=samples(batch),
-        tokens=tokens(tensors(batch)),
+        samples=_samples(inputs),
+        tokens=tokens(inputs),
         operations=operations(emitted, flops),
         model_operations=operations(emitted, model_flops),
         peak_rate=peak_rate(machine, prepared.context.buckets, low),
@@ -217,4 +221,8 @@ def tensors(batch: Any) -> list[Tensor]:
 
 def samples(batch: Any) -> int:
     """Return the size of dimension 0 of a rank's part of the batch."""
-    return min((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), default=1)
+    return _samples(tensors(batch))
+
+
+def _samples(inputs: Sequence[Tensor]) -> int:
+    return min((largest(tensor.shape)[0] for tensor in inputs if tensor.dim()), default=1)

@@ -164,6 +164,7 @@ class PlanData:
             "most": dict(self.most),
             "model_states": asdict(self.model_states),
             "peak": {"bytes": self.memory.peak, "kinds": dict(self.memory.kinds), "at": asdict(self.memory.where)},
+            "sizes": dict(self.memory.sizes),
             "host": None
             if self.host is None
             else {"bytes": self.host.peak, "at_rest": self.host.at_rest, "kinds": dict(self.host.kinds)},

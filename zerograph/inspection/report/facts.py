@@ -53,6 +53,7 @@ def facts(step: Inspection, profile: Profile, machine: Machine | None, time: Tim
         Fact("collectives", sum(times for _, times in runs), "count"),
         Fact("sent per rank", round(sum(meta(node)["boxing"].sent * times for node, times in runs)), "bytes"),
         Fact("predicted peak", profile.peak, "bytes"),
+        *([Fact("bytes are for", validity)] if (validity := profile.memory().validity) else []),
         *([] if machine is None or time is None else _speed(step, machine, time)),
         *_provenance(),
     ]
