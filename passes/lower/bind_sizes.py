@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.ir.metadata import Origin, Role, meta
@@ -13,11 +13,12 @@ from zerograph.passes.context import Context
 
 
 def bind_sizes(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Replace every symbolic size in arguments by a node; the symbols become inputs of the graph."""
+    """Replace every symbolic size in arguments by a node; the symbols of all shapes become inputs of the graph."""
     nodes = _SizeNodes(module.graph)
     for node in list(module.graph.nodes):
         if node.op in ("call_function", "call_module"):
             nodes.bind(node)
+        nodes.add_inputs(node.meta.get("val"))
     return module
 
 
@@ -27,6 +28,8 @@ class _SizeNodes:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._nodes: dict[Any, fx.Node] = {}
+        # Numbers whose symbols are inputs.
+        self._seen: set[Any] = set()
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
 
     def bind(self, node: fx.Node) -> None:
@@ -48,9 +51,7 @@ class _SizeNodes:
         """Return the node that computes a symbolic number."""
         key = _torch.size_key(number)
         if key not in self._nodes:
-            for symbol in sorted(key.free_symbols, key=str):
-                if symbol not in self._nodes:
-                    self._nodes[symbol] = self._input(str(symbol), number)
+            self._add_inputs(number)
             if key not in self._nodes:
                 with self._graph.inserting_before(self._first):
                     before = self._first.prev
@@ -61,6 +62,21 @@ class _SizeNodes:
                     node = node.next
                 self._nodes[key].meta["val"] = number
         return self._nodes[key]
+
+    def add_inputs(self, value: Any) -> None:
+        """Add an input for every symbol in the shape and strides of a tensor: compiled code computes with them."""
+        if isinstance(value, Tensor):
+            for size in (*value.shape, *value.stride()):
+                if not isinstance(size, int):
+                    self._add_inputs(size)
+
+    def _add_inputs(self, number: Any) -> None:
+        key = _torch.size_key(number)
+        if key not in self._seen:
+            self._seen.add(key)
+            for symbol in sorted(key.free_symbols, key=str):
+                if symbol not in self._nodes:
+                    self._nodes[symbol] = self._input(str(symbol), number)
 
     def _input(self, symbol: str, number: Any) -> fx.Node:
         """Add an input of the graph for a symbol of a number."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 
 from zerograph import _torch
+from zerograph.base.source import levels_to_user
 from zerograph.errors import CaptureError
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
@@ -23,7 +26,7 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with one call for each piece. Values are still freed after their last use.
 
     Raises:
-        CaptureError: Inductor could not compile a piece; the message names its modules and lines.
+        CaptureError: Inductor could not compile a piece of static sizes; the message names its modules and lines.
     """
     loop_nodes = [node for node in graph.graph.nodes if loop_of(node) is not None]
     graphs = [graph, *(meta(node)["loop"].body for node in loop_nodes)]
@@ -59,25 +62,92 @@ class _Number(int):
         return f"%{int(self)}"
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.device}"
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
 
 def _compile(piece: Piece) -> Function:
+    """Compile a piece. One with symbolic sizes that Inductor cannot compile runs operator by operator, with a warning.
+
+    Raises:
+        CaptureError: Inductor could not compile a piece of static sizes.
+    """
+    module, values = _module(piece), [node.meta["val"] for node in piece.inputs]
+    symbols = [value for value in values if _torch.is_symbol(value)]
+    environment = _torch.separate_env(symbols) if symbols else None
+    try:
+        compiled = _torch.inductor(module, values, environment)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}\nThe piece is {piece.where()}"
+        if environment is None:
+            raise CaptureError(
+                f"the backend 'inductor' could not compile the step: {reason}\n"
+                "config.backend = 'eager' runs the same graph without compiling it."
+            ) from error
+        warnings.warn(
+            f"Inductor could not compile a piece of the step for all sizes; it runs operator by operator: {reason}\n"
+            "config.dynamic_shapes = False compiles each size by itself, for ranks with equally many rows.",
+            stacklevel=levels_to_user(),
+        )
+        return _operators(module)
+    if environment is None:
+        return compiled
+    return _guarded(compiled, _operators(module), symbols, _torch.conditions(environment), piece)
+
+
+def _operators(module: fx.GraphModule) -> Function:
+    """Return a function that runs a piece operator by operator."""
+
+    # A graph calls functions by their names, which a bound method shares with others.
+    def run_operators(*inputs: Any) -> Sequence[Any]:
+        outputs: Sequence[Any] = module.forward(*inputs)
+        return outputs
+
+    return run_operators
+
+
+def _guarded(
+    compiled: Function, operators: Function, symbols: Sequence[SymInt], conditions: Sequence[str], piece: Piece
+) -> Function:
+    """Return a function that runs compiled code for sizes that it is valid for, and operators for others.
+
+    Args:
+        symbols: the sizes that are the first inputs.
+        conditions: what the compiled code relies on, over the names of the symbols.
+    """
+    count, names = len(symbols), ", ".join(map(str, symbols))
+    not_empty = [f"{symbol} > 0" for symbol in symbols if _torch.is_positive(symbol)]
+    is_empty = eval(f"lambda {names}: not ({' and '.join(not_empty) or True})")
+    is_valid = eval(f"lambda {names}: {' and '.join([*not_empty, *conditions]) or True}", {"math": math})
+    warned = False
+
+    def run_inductor(*inputs: Any) -> Sequence[Any]:
+        nonlocal warned
+        sizes = inputs[:count]
+        if is_valid(*sizes):
+            return compiled(*inputs)
+        if not warned and not is_empty(*sizes):
+            warned = True
+            warnings.warn(
+                f"code that Inductor compiled for {' and '.join(conditions)} does not serve ({names}) = {sizes}: for "
+                f"such sizes its operators run one by one\nThe piece is {piece.where()}",
+                stacklevel=levels_to_user(),
+            )
+        return operators(*inputs)
+
+    return run_inductor
+
+
+def _module(piece: Piece) -> fx.GraphModule:
     graph = fx.Graph()
     nodes = {node: graph.placeholder(f"input{number}") for number, node in enumerate(piece.inputs)}
     for node in piece.nodes:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), nodes.__getitem__)
         nodes[node] = graph.create_node("call_function", node.target, args, kwargs)
     graph.output(tuple(nodes[node] for node in piece.outputs))
-    try:
-        return _torch.inductor(fx.GraphModule({}, graph), [node.meta["val"] for node in piece.inputs])
-    except Exception as error:
-        raise CaptureError(
-            f"the backend 'inductor' could not compile the step: {type(error).__name__}: {error}\n"
-            f"The piece is {piece.where()}\n"
-            "config.backend = 'eager' runs the same graph without compiling it."
-        ) from error
+    return fx.GraphModule({}, graph)
 
 
 def emit(

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from zerograph import _torch
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.sizes import elements
 from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
@@ -82,7 +85,7 @@ class Piece:
 
     Attributes:
         nodes: in execution order.
-        inputs, outputs: the values that cross its border.
+        inputs, outputs: the values that cross its border. All symbols of its sizes are among the inputs.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -90,11 +93,13 @@ class Piece:
     outputs: list[fx.Node] = field(default_factory=list)
 
     def where(self) -> str:
-        """Return the modules and source lines of the piece, for messages."""
+        """Return the modules, source lines and operators of the piece, for messages."""
         origins = [origin(node) for node in self.nodes]
         modules = dict.fromkeys(o.module for o in origins if o.module)
         sources = dict.fromkeys(f"{o.source}: {o.code}" for o in origins if o.source)
-        return "\n".join([f"the {origins[0].phase} of {', '.join(modules) or 'build()'}", *sources])
+        operators = dict.fromkeys(str(node.target) for node in self.nodes if node.target is not getitem)
+        where = f"the {origins[0].phase} of {', '.join(modules) or 'build()'}"
+        return "\n".join([where, *sources, f"operators: {', '.join(operators)}"])
 
 
 def cut(graph: fx.Graph) -> list[fx.Node | Piece]:
@@ -117,6 +122,7 @@ class _Cutter:
         self.program: list[fx.Node | Piece] = []
         self._memory = _memory(graph)
         self._fusible = _fusible(graph)
+        self._symbols = {meta(node)["role"].name: node for node in placeholders(graph, "size")}
         self._open: list[_OpenPiece] = []
         self._placed: set[fx.Node] = set()
 
@@ -155,7 +161,21 @@ class _Cutter:
     def _close(self, pieces: Sequence[_OpenPiece]) -> None:
         for piece in pieces:
             self._open.remove(piece)
-            self.program += piece.finish()
+            for step in piece.finish():
+                if isinstance(step, Piece):
+                    step.inputs = self._with_symbols(step.inputs)
+                self.program.append(step)
+
+    def _with_symbols(self, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the inputs after all symbols of their sizes."""
+        names = {name for node in inputs for size in _sizes(node.meta["val"]) for name in _torch.symbols_of(size)}
+        return list(dict.fromkeys([*(self._symbols[name] for name in sorted(names)), *inputs]))
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    """Return the symbolic sizes in a value."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _fusible(graph: fx.Graph) -> set[fx.Node]:
@@ -207,7 +227,8 @@ def _is_scalar(node: fx.Node) -> bool:
     update's time that way.
     """
     values = [value_node.meta["val"] for value_node in (node, *node.all_input_nodes)]
-    return all(isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" for value in values)
+    tensors = [value for value in values if not isinstance(value, torch.SymInt)]
+    return all(isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" for value in tensors)
 
 
 def _loops(node: fx.Node) -> int:
@@ -220,15 +241,18 @@ def _loops(node: fx.Node) -> int:
 def _is_large(node: fx.Node) -> bool:
     values = [value_node.meta["val"] for value_node in (node, *node.all_input_nodes)]
     return any(
-        isinstance(value, Tensor) and (value.numel() >= SMALLEST or value.device.type != "cpu") for value in values
+        isinstance(value, Tensor) and (elements(value) >= SMALLEST or value.device.type != "cpu") for value in values
     )
 
 
 def _on_tensors(node: fx.Node) -> bool:
-    """Return whether the node and its inputs are tensors: pieces take and return nothing else."""
+    """Return whether the node returns tensors, and reads tensors and sizes only, as pieces do."""
     if node.op != "call_function" or not _has_tensors(node):
         return False
-    return all(_has_tensors(argument) for argument in node.all_input_nodes)
+    return all(
+        _has_tensors(argument) or isinstance(argument.meta.get("val"), torch.SymInt)
+        for argument in node.all_input_nodes
+    )
 
 
 def _has_tensors(node: fx.Node) -> bool:

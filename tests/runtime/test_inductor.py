@@ -116,7 +116,7 @@ def test_single_precision_is_off_by_rounding_only(pool: Pool, name: str) -> None
     torch.testing.assert_close(compiled_losses, losses, rtol=1e-6, atol=1e-6)
 
 
-def _as_it_is(piece: fx.GraphModule, values: Any) -> Any:
+def _as_it_is(piece: fx.GraphModule, *_: Any) -> Any:
     def run(*inputs: Tensor) -> Any:
         return piece(*inputs)
 
@@ -132,9 +132,9 @@ def test_equal_layers_are_handed_to_inductor_once(monkeypatch: pytest.MonkeyPatc
     found = [inductor.signature(one) for one in cut(graph.graph) if isinstance(one, Piece)]
     compiled: list[fx.GraphModule] = []
 
-    def counting(piece: fx.GraphModule, values: Any) -> Any:
+    def counting(piece: fx.GraphModule, *_: Any) -> Any:
         compiled.append(piece)
-        return _as_it_is(piece, values)
+        return _as_it_is(piece)
 
     monkeypatch.setattr(_torch, "inductor", counting)
     inductor.compile_pieces(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -59,20 +60,22 @@ class SizeEnv(ShapeEnv):
         return super()._generate_unique_id(source_name)
 
 
-def new_size(environment: SizeEnv, name: str, hint: int, *, positive: bool) -> torch.SymInt:
+def new_size(environment: SizeEnv, name: str, hint: int, *, minimum: int) -> torch.SymInt:
     """Add a symbol.
 
     Args:
         name: begins with ``s``, as all names of sizes do.
-        positive: it is at least 2 wherever that matters to a trace, as sizes are in ``torch.compile``; else at least 0.
+        minimum: what a trace assumes: 2, as ``torch.compile`` does of sizes; 1; or 0 for any number.
     """
     # Imported here because it loads torch._dynamo, which takes half a second and static steps do not need.
     from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(_OURS + name.removeprefix("s"))
     symbol = environment.create_symbol(
-        hint, source, DimDynamic.DYNAMIC, positive=True if positive else None, do_not_specialize_zero_one=not positive
+        hint, source, DimDynamic.DYNAMIC, positive=minimum > 0 or None, do_not_specialize_zero_one=minimum < 2
     )
+    if minimum == 1:
+        environment.constrain_symbol_range(symbol, 1, int_oo)
     return environment.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
 
 
@@ -89,6 +92,37 @@ def substitute(size: torch.SymInt, old: torch.SymInt, new: torch.SymInt) -> torc
     expression = size.node.expr.xreplace({old.node.expr: new.node.expr})
     environment: ShapeEnv = size.node.shape_env
     return environment.create_symintnode(expression, hint=None)  # type: ignore[return-value]
+
+
+def separate_env(symbols: Iterable[torch.SymInt]) -> SizeEnv:
+    """Return a new environment with these symbols, for code that is compiled by itself.
+
+    A positive symbol is at least 1 there. Nothing else is assumed of it: :func:`conditions` returns the rest.
+    """
+    environment = SizeEnv(duck_shape=False)
+    for symbol in symbols:
+        new_size(environment, str(symbol), size_hint(symbol), minimum=1 if is_positive(symbol) else 0)
+    return environment
+
+
+def in_env(environment: ShapeEnv, size: Any) -> Any:
+    """Return a size over the symbols of equal names in another environment."""
+    return size if isinstance(size, int) else environment.create_symintnode(size.node.expr, hint=None)
+
+
+def is_symbol(size: Any) -> bool:
+    """Return whether a value is a symbolic size that is one symbol."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_symbol)
+
+
+def is_positive(symbol: torch.SymInt) -> bool:
+    """Return whether traces assume that a symbol is not 0."""
+    return bool(symbol.node.expr.is_positive)
+
+
+def conditions(environment: SizeEnv) -> list[str]:
+    """Return what code that was compiled in an environment relies on, as Python over the names of its symbols."""
+    return [condition_text(guard.expr) for guard in environment.guards]
 
 
 def is_multiple(size: torch.SymInt, symbol: torch.SymInt) -> bool:

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerograph._torch.sizes import SizeEnv
+from zerograph._torch.sizes import SizeEnv, in_env
 
 
 def _register_fused_updates() -> torch.library.Library:
@@ -184,44 +184,61 @@ def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any
     return dict(get_decompositions(operators))
 
 
-def inductor(graph: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Sequence[Any]]:
+def inductor(
+    graph: fx.GraphModule, values: Sequence[Any], environment: SizeEnv | None = None
+) -> Callable[..., Sequence[Any]]:
     """Compile a graph of plain operators, which may write to its inputs, with Inductor.
 
     ``torch.compile`` would trace the graph again and wrap each call in guards and autograd; its lower levels are
     private. Inductor caches compiled code on disk by the graph and all relevant settings.
 
     Args:
-        values: inputs of the graph; only shape, strides, dtype and device count.
+        values: inputs of the graph; only shape, strides, dtype and device of tensors count. Symbolic sizes are inputs
+            too: every symbol that occurs in a shape or in another size is one of them.
+        environment: from :func:`zerograph._torch.sizes.separate_env` where there are symbolic sizes. It then has the
+            conditions under which the compiled code is valid.
 
     Returns:
-        A function from inputs to outputs.
+        A function from inputs to outputs. A symbolic size is an int at run time.
     """
     # These imports take seconds.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode:
-        fakes = [
-            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device) for value in values
-        ]
-    # Constants are fake as well: Inductor folds them itself, by their operators.
-    with mode, torch.no_grad():
-        traced = trace(
-            torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), fakes, select_decomp_table()
-        )
-    output = traced.graph.output_node()
-    # Code outside the graph relies on the strides that it was traced with.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-    with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
-        compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
+    sizes = environment or ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes)
 
-    def run(*inputs: Tensor) -> Sequence[Any]:
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return in_env(sizes, value)
+        shape, stride = ([in_env(sizes, size) for size in of] for of in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    with mode:
+        fakes = [fake(value) for value in values]
+    with _size_oblivious() if environment is not None else contextlib.nullcontext():
+        # Constants are fake as well: Inductor folds them itself, by their operators.
+        with mode, torch.no_grad():
+            traced = trace(
+                torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), fakes, select_decomp_table()
+            )
+        output = traced.graph.output_node()
+        # Code outside the graph relies on the strides that it was traced with.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+            compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
+
+    def run(*inputs: Any) -> Sequence[Any]:
         outputs: Sequence[Any] = compiled(list(inputs))
         return outputs
 
     return run
+
+
+def _size_oblivious() -> contextlib.AbstractContextManager[Any]:
+    """Answer a condition for which the general case is right too by the general case, not by the hint with a guard."""
+    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined,no-any-return]
 
 
 def cache_folder() -> str:

@@ -298,8 +298,8 @@ class Compiler:
         return backends.resolve(self.config.backend, device)
 
     def runs_symbolic_sizes(self, members: Members) -> bool:
-        """Return whether the backend runs graphs with symbolic sizes: so does the one that runs node by node."""
-        return self._resolve_backend(members)[1] is backends.eager
+        """Return whether the backend runs graphs with symbolic sizes; a user's backend gets static ones."""
+        return self._resolve_backend(members)[1] in backends.BACKENDS.values()
 
     @property
     def micro_batches(self) -> int:

@@ -159,7 +159,7 @@ class Sizes:
         return (dim.largest if wanted.kind == "all" else dim.largest_part) or _torch.size_hint(self._symbols[wanted])
 
     def _symbol(self, wanted: SizeInput, name: str, hint: int, *, minimum: int) -> None:
-        symbol = _torch.new_size(self._environment, name, hint, positive=minimum > 0)
+        symbol = _torch.new_size(self._environment, name, hint, minimum=minimum)
         self._symbols[wanted] = symbol
         self.inputs[name] = wanted
         self._largest[_torch.size_key(symbol)] = self._largest_of(wanted)
