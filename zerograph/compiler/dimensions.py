@@ -112,7 +112,7 @@ class _History:
     def needs_equal_rows(self, batch: Batch, mode: Mode) -> str | None:
         """Return why all ranks must hold equally many rows; None if they need not."""
         if mode is False:
-            return "config.dynamic_shapes is False, or the backend compiles the graph for one size"
+            return "config.dynamic_shapes is False, or config.backend is a function, which gets a graph of one size"
         if batch.micro_batches > 1:
             option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
             return f"{option} cuts each part into equal micro-batches"

@@ -41,7 +41,7 @@ class Situation:
         config: key of the graph's options.
         layout: the store of each parameter.
         pattern: the inputs without their sizes, and their marks.
-        mode: ``config.dynamic_shapes``; False for a backend that compiles each size by itself.
+        mode: ``config.dynamic_shapes``; False for a backend that is a function, which gets each size by itself.
         digest: equal on ranks whose situations are equal; 0 in a job of one rank.
     """
 

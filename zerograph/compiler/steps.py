@@ -234,7 +234,7 @@ class Steps:
         )
 
     def _shape_mode(self, members: Members) -> Mode:
-        """Return ``config.dynamic_shapes``; backends that compile the graph get static sizes only."""
+        """Return ``config.dynamic_shapes``; a backend that is a function gets static sizes only."""
         return self._compiler.config.dynamic_shapes if self._compiler.runs_symbolic_sizes(members) else False
 
     def _entry(self, selection: Selection) -> CacheEntry:
