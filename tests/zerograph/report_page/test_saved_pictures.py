@@ -17,6 +17,7 @@ from tests.zerograph.report_page.browser import (
 from tests.zerograph.test_report import HOSTILE, Hostile, Small
 from zerograph.inspection import report
 from zerograph.ir.mesh import line
+from zerograph.passes.pipeline import PIPELINE
 
 
 def saved(page: Any, button: Any, folder: Path) -> Path:
@@ -30,10 +31,10 @@ def saved(page: Any, button: Any, folder: Path) -> Path:
 
 def test_the_graph_is_saved_as_svg_with_all_that_is_open(page: Any, tmp_path: Path) -> None:
     file = saved(page, page.find_element(By.ID, "svg"), tmp_path)
-    assert file.name == "TrainGpt-fit_memory_budget.svg"
+    assert file.name == f"TrainGpt-{PIPELINE[-1].name}.svg"
     drawing = ElementTree.parse(file).getroot()
     texts = [one.text or "" for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "TrainGpt: the graph after fit_memory_budget"
+    assert texts[0] == f"TrainGpt: the graph after {PIPELINE[-1].name}"
     assert any("written" in text for text in texts)
     labels = page.execute_script("return report.graph.visible.map((one) => report.model.rows[one.row].label)")
     # Also of rows below the edge of the screen.
