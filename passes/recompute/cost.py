@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta, value
 from zerograph.ir.sizes import largest
@@ -48,5 +49,8 @@ def flops(node: fx.Node) -> int:
         return int(sdpa_flop_count(*(largest(tensor.shape) for tensor in args[:3])))
     if target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return int(sdpa_backward_flop_count(*(largest(tensor.shape) for tensor in args[:4])))
+    if (scores := scores_of(node)) is not None:
+        # Two products in forward; in backward these again, and two for each.
+        return 2 * math.prod(scores[0]) * scores[1] * (1 if target is flex_attention else 3)
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     return 0 if formula is None else largest((formula(*args, **kwargs, out_val=value(node)),))[0]

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 import zerograph as zg
-from tests.harness import LossStep, prepare
+from tests.harness import LossStep, needs_compiler, prepare
 from tests.pool import Pool
 
 # For each step the documents' lengths in each row, and the rows of each of two ranks.
@@ -253,6 +253,49 @@ def test_rows_of_a_batch_index_are_those_of_the_whole_batch(pool: Pool, kind: st
     ((_, whole),) = pool.run(1, attend_to_rows, kind)
     parts = pool.run(2, attend_to_rows, kind)
     torch.testing.assert_close(torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]), whole)
+
+
+def up_to_the_last(x: Tensor) -> Tensor:
+    length = x.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: (j >= i) & (j < length - 1), None, None, length, length, device="cpu")
+    attended = flex_attention(x, x, x, block_mask=mask)
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def test_a_size_in_a_mask_function_is_that_of_the_call() -> None:
+    step, (whole, _) = Attend(up_to_the_last), heads()
+    for length in (6, 5, 3, 4):
+        x, places = whole[:, :, :length].contiguous(), torch.arange(length)
+        expected = attention(x, (places >= places[:, None]) & (places < length - 1))
+        torch.testing.assert_close(step(x), expected, rtol=1e-12, atol=1e-12)
+    assert step._compilations == 2
+
+
+def numbered_loss(model: nn.Module, x: Tensor, documents: Tensor) -> Tensor:
+    return (rows_count(model(x), documents) * x).mean()
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, pytest.param({"backend": "inductor"}, marks=needs_compiler)]
+)
+def test_micro_batches_and_backends_compute_the_same(options: dict[str, Any]) -> None:
+    x, documents = (torch.cat([tensor, tensor[:1]]) for tensor in heads())
+    trained = []
+    for further in ({}, options):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, numbered_loss, **further)
+        trained.append((step(x, documents), step.state_dict()["modules"]["model"]))
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_predicted_peak_has_the_scores() -> None:
+    model = nn.Linear(4, 4).double()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, numbered_loss)
+    x, documents = heads()
+    prepared = prepare(step, x, documents, ranks=1)
+    assert prepared.memory.kinds["temporary"] == 5 * 3 * 2 * 6 * 6 * 8
 
 
 def test_documents_stay_split_with_the_batch() -> None:

@@ -33,6 +33,7 @@ from zerograph._torch.attention import (
     is_identity,
     mask_of_blocks,
     replaced_flex_attention,
+    sizes_untraced,
     uses_flex_attention,
 )
 from zerograph._torch.autograd import (
@@ -213,6 +214,7 @@ __all__ = [
     "size_env",
     "size_hint",
     "size_key",
+    "sizes_untraced",
     "step_hooks",
     "step_pre_hook_tables",
     "storage_key",

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -98,10 +99,17 @@ def indexed_by_tensors() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def sizes_untraced() -> contextlib.AbstractContextManager[Any]:
+    """Compute with symbolic sizes without nodes: a trace inside another one does not know the symbols of the outer."""
+    return patch.object(
+        ProxyTorchDispatchMode, "__sym_dispatch__", lambda self, func, types, args, kwargs: func(*args, **kwargs)
+    )
+
+
 def compiled_functions_run_plainly() -> contextlib.AbstractContextManager[Any]:
     """Make functions from ``torch.compile`` run as they are written, inside a trace."""
-    # Loaded only by programs that have such functions.
-    if "torch._dynamo.eval_frame" not in sys.modules:
+    # Loaded only by programs that have such functions, or that use FlexAttention, which makes them itself.
+    if "torch._dynamo.eval_frame" not in sys.modules and not uses_flex_attention():
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context

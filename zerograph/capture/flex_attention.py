@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
 from zerograph.capture.random_operators import refuse
@@ -119,8 +120,9 @@ class _Functions:
         self._query = query
         self._sizes = {BATCH: query.shape[0], HEADS: query.shape[1]}
         # The first function takes a score.
+        sizes = _SizesAsTensors(_torch.fake_mode_of(query))
         modules = [
-            None if function is None else _traced(function, query, 1 if number == 0 else 0)
+            None if function is None else _traced(function, query, 1 if number == 0 else 0, sizes)
             for number, function in enumerate(functions)
         ]
         self._graphs = [None if module is None else module.graph for module in modules]
@@ -134,7 +136,7 @@ class _Functions:
         self.captured: list[Tensor] = []
         self._inputs: list[dict[fx.Graph, fx.Node]] = []
         for tensor in {id(tensor): tensor for _, tensor in constants}.values():
-            inputs = self._add(tensor)
+            inputs = self._add(sizes.filled(tensor))
             for node in [node for node, other in constants if other is tensor]:
                 node.replace_all_uses_with(inputs[node.graph])
                 node.graph.erase_node(node)
@@ -221,17 +223,53 @@ def _indices(user: fx.Node, source: Any) -> Sequence[Any]:
     return () if source in indices else indices
 
 
-def _traced(function: Callable[..., Tensor], query: Tensor, scores: int) -> fx.GraphModule:
+class _SizesAsTensors(TorchFunctionMode):
+    """A mode in which operators compute with 0-d tensors in place of symbolic sizes."""
+
+    def __init__(self, mode: _torch.FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._tensors: dict[Any, tuple[torch.SymInt, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        return func(*map(self._tensor, args), **{name: self._tensor(value) for name, value in (kwargs or {}).items()})
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Return the size that a tensor stands for, as a tensor of the step; any other tensor itself."""
+        for size, stand_in in self._tensors.values():
+            if stand_in is tensor:
+                return torch.full((), size)  # type: ignore[call-overload, no-any-return]
+        return tensor
+
+    def _tensor(self, value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        key = _torch.size_key(value)
+        if key not in self._tensors:
+            # Made outside of the trace, which captures it then.
+            with _torch.no_modes(), self._mode:
+                self._tensors[key] = value, torch.empty((), dtype=torch.int64)
+        return self._tensors[key][1]
+
+
+def _traced(function: Callable[..., Tensor], query: Tensor, scores: int, sizes: _SizesAsTensors) -> fx.GraphModule:
     """Trace a function at one position; captured tensors are attributes of the module.
 
     Args:
         scores: number of scores that it takes before the positions.
+        sizes: is active during the trace.
     """
     with _torch.no_modes(), _torch.fake_mode_of(query), torch.no_grad(), _torch.indexed_by_tensors():
         dtype = torch.promote_types(query.dtype, torch.float32)
         score = [torch.empty((), dtype=dtype, device=query.device) for _ in range(scores)]
         positions = [torch.empty((), dtype=torch.int64, device=query.device) for _ in POSITIONS]
-        module = _torch.trace(lambda *arguments: function(*arguments), [*score, *positions])
+
+        def at_one_position(*arguments: Tensor) -> Tensor:
+            with sizes, _torch.sizes_untraced():
+                return function(*arguments)
+
+        module = _torch.trace(at_one_position, [*score, *positions])
     for node, name in zip(reversed(placeholders(module.graph)), reversed(("score", *POSITIONS)), strict=False):
         node.name = name
     module.graph.eliminate_dead_code()
@@ -241,7 +279,7 @@ def _traced(function: Callable[..., Tensor], query: Tensor, scores: int) -> fx.G
         if not isinstance(node.target, _torch.OpOverload):
             refuse(
                 f"a function of flex_attention() computes {node.target.__name__} with a size",
-                "Pass the size as a tensor, or as a number that does not change.",
+                "Compute with it outside of the function.",
             )
         if _torch.is_mutable(node.target) or torch.Tag.nondeterministic_seeded in node.target.tags:
             refuse(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.sizes import largest
 
 # Letters of a captured tensor's dimensions: indexed by the batch index, by the head index, or by anything else.
 BATCH, HEADS, OTHER = "b", "h", "-"
@@ -32,6 +33,20 @@ _library.define(
 )
 flex_attention = torch.ops.zerograph.flex_attention.default
 flex_attention_backward = torch.ops.zerograph.flex_attention_backward.default
+
+
+def scores_of(node: fx.Node) -> tuple[tuple[int, ...], int, torch.dtype] | None:
+    """Return the shape of the scores, the channels of keys and values together, and the dtype of the scores.
+
+    Dynamic dimensions have their largest size. None for a node of another operator.
+    """
+    if node.target not in (flex_attention, flex_attention_backward):
+        return None
+    first = 0 if node.target is flex_attention else 2
+    query, key, value = (argument.meta["val"] for argument in node.args[first : first + 3])  # type: ignore[union-attr]
+    batch, heads, queries, width = largest(query.shape)
+    keys, channels = largest((key.shape[2], value.shape[3]))
+    return (batch, heads, queries, keys), width + channels, _working_dtype(query)
 
 
 def modification_text(graph: fx.Graph) -> str:

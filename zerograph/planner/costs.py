@@ -38,7 +38,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
 # They read no more of their first argument than they return.
 _LOOKUPS = ("embedding", "index", "gather", "index_select")
 # Products other than matrix products.
-_PRODUCT_KINDS = {"convolution": "convolution", "scaled_dot_product": "attention"}
+_PRODUCT_KINDS = {"convolution": "convolution", "scaled_dot_product": "attention", "flex_attention": "attention"}
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.buckets import Bucket
+from zerograph.ir.flex_attention import flex_attention_backward
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.sizes import elements
@@ -44,6 +45,9 @@ def model_flops(node: fx.Node) -> int:
     if meta(node).get("recomputed"):
         return 0
     count = flops(node)
+    if node.target is flex_attention_backward:
+        # Two of its six products are forward's.
+        return count * 2 // 3
     # One of its five products recomputes the scores.
     return count * 4 // 5 if "scaled_dot_product" in str(node.target) and "backward" in str(node.target) else count
 
