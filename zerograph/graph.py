@@ -124,7 +124,9 @@ class ZeroGraph(Inspected, Stateful):
         if any(registered is optimizer for registered in self._optimizers):
             raise ConfigError(f"this {type(optimizer).__name__} is registered already")
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", None) is not optimizer:
-            raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: pass a scheduler of this optimizer")
+            inside = getattr(lr_scheduler, "scheduler", None)
+            advice = f", the {type(inside).__name__} inside it (.scheduler)" if isinstance(inside, LRScheduler) else ""
+            raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: pass a scheduler of this optimizer{advice}")
         refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)

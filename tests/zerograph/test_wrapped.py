@@ -152,6 +152,21 @@ def test_a_prepared_optimizer_trains_as_the_one_inside(wrapper: Any) -> None:
     assert losses[0] == losses[1]
 
 
+class AcceleratedScheduler:
+    """Stand-in for Accelerate's: no LRScheduler, but it holds one."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.scheduler = scheduler
+
+
+def test_a_prepared_scheduler_is_refused_and_the_message_names_the_one_inside() -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler: Any = AcceleratedScheduler(torch.optim.lr_scheduler.LinearLR(optimizer))
+    with pytest.raises(zg.ConfigError, match=r"the LinearLR inside it \(.scheduler\)"):
+        zg.ZeroGraph().add_optimizer(optimizer, scheduler)
+
+
 def test_a_prepared_optimizer_is_warned_of_and_one_that_hides_another_refused() -> None:
     inner = torch.optim.SGD(plain().parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="the SGD inside is registered"):
