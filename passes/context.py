@@ -193,8 +193,7 @@ class Context:
 
         Along time the batch is S(0), so gradients come out P, and all state is B. Boxing from P to B along time
         accumulates, from S to B collects, from B to S takes a micro-batch. None of these sends anything. The first two
-        are
-        complete only after the last micro-batch.
+        are complete only after the last micro-batch.
         """
         if self.batch.micro_batches == 1:
             return self

@@ -59,8 +59,7 @@ class Pass:
     Attributes:
         run: rewrites the graph.
         scope: the graph that the pass works on: ``"global"`` tensors, up to ``place``; ``"placed"`` global tensors, up
-            to
-            ``localize``; ``"local"`` tensors and collectives.
+            to ``localize``; ``"local"`` tensors and collectives.
         time: time is a mesh dimension for the pass if there are micro-batches. This holds up to ``loop``.
         bodies: after ``loop`` the pass also rewrites the body of each loop, as a graph of its own.
         essential: without the pass a graph does not run, or computes something else; it cannot be disabled.
@@ -154,8 +153,7 @@ def edited(edits: tuple[PassEdit, ...]) -> tuple[Pass, ...]:
 
     Raises:
         ConfigError: an edit names a pass that does not exist, disables a pass that is essential or that another
-            requires,
-            or adds a second pass of the same name.
+            requires, or adds a second pass of the same name.
     """
     passes = list(PIPELINE)
     for edit in edits:

@@ -56,7 +56,7 @@ def skip_overflowed_update(module: fx.GraphModule, context: Context) -> fx.Graph
         else:
             continue
         with graph.inserting_before(write):
-            new = emit(graph, aten.where.self, (_on(target, conditions), target, value), _UPDATE)
+            new = emit(graph, aten.where.self, (_condition_for(target, conditions), target, value), _UPDATE)
         write.update_arg(1, new)
     if context.numerics.scaler is not None and context.numerics.scaler.dynamic and overflows:
         first_conditions = {number: next(iter(conditions.values())) for number, conditions in skipped.items()}
@@ -74,7 +74,7 @@ def _is_set(graph: fx.Graph, number: fx.Node) -> fx.Node:
 
 
 def _any(graph: fx.Graph, flags: Sequence[fx.Node]) -> fx.Node:
-    """Return whether any of the flags is set."""
+    """Emit the logical or of the flags."""
     with graph.inserting_before(max(flags).next):
         return functools.reduce(lambda left, right: _emit_update(graph, aten.logical_or.default, left, right), flags)
 
@@ -123,7 +123,7 @@ def _unscalable_residue(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) ->
     return op(aten.where.self, lowest, scaled, zero)
 
 
-def _on(target: fx.Node, conditions: dict[torch.device, fx.Node]) -> fx.Node:
+def _condition_for(target: fx.Node, conditions: dict[torch.device, fx.Node]) -> fx.Node:
     """Return the condition on the device of ``target`` (step counts are on the CPU); one copy per device."""
     device, value = target.meta["val"].device, target.meta["val"]
     if device not in conditions:

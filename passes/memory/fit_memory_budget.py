@@ -3,8 +3,7 @@
 Each choice moves the start or the wait of a collective, or keeps a gathered bucket alive, and so changes the memory in
 use over one stretch of the graph by the bytes of one bucket. The profile of the graph is therefore taken once, and
 every choice is a sum over a stretch of it. The order of choices is fixed and follows from shapes alone, which are equal
-on
-all ranks:
+on all ranks:
 
 1. where too much memory is in use, reductions are waited for earlier and gathers start later;
 2. gathered buckets stay alive from forward into backward, which saves their second gather: those with the shortest
@@ -68,7 +67,7 @@ def _fit(graph: fx.Graph, budget: int) -> None:
     graph.lint()
     used = profile(graph).peak
     if fits and used > budget:
-        raise VerificationError(f"fit planned for {plan.peak:,} bytes, and its graph holds {used:,}")
+        raise VerificationError(f"fit_memory_budget planned for {plan.peak:,} bytes, and its graph holds {used:,}")
 
 
 @dataclass(eq=False)

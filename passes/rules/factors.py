@@ -51,8 +51,7 @@ def signatures(
         notation: one operand for each tensor in ``inputs`` and ``outputs``.
         inputs, outputs: the global shapes of the operands.
         linear: indices of inputs in which the operator is linear (the others held fixed). Such an input may be a
-            partial
-            sum, and the outputs then are partial sums. A tuple of indices means linear in all of them together.
+            partial sum, and the outputs then are partial sums. A tuple of indices means linear in all of them together.
         ranks: number of ranks along the mesh dimension.
 
     Raises:

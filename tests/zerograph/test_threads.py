@@ -132,7 +132,7 @@ def on_one_rank_only(rank_of_conflict: int) -> str:
     x = part(inputs([8])[0])
     step(x)
     if torch.distributed.get_rank() == rank_of_conflict:
-        threads._turn.refused = "two threads use graphs"
+        threads._held.refused = "two threads use graphs"
     try:
         step(x)
     except zg.ZeroGraphError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from zerograph.errors import ConfigError
-from zerograph.optim.entries import Entries, Shape
+from zerograph.optim.sampling import Sample
 from zerograph.state.hyperparameter_checks import check_hyperparameters
 
 Groups = Sequence[Mapping[str, Any]]
+Shape = tuple[int, ...]
 
 
 def convert_state(
@@ -126,7 +127,7 @@ def check_entries(
         ConfigError: it is not; names the parameter.
     """
     kind = type(optimizer).__name__
-    entries = Entries(optimizer)
+    entries = _Entries(optimizer)
     converted, _ = convert_state(optimizer, groups, {})
     for own, saved, loaded in zip(optimizer.param_groups, groups, converted, strict=True):
         for parameter, number in zip(own["params"], saved["params"], strict=True):
@@ -146,6 +147,36 @@ def check_entries(
                         f"{name} of parameter {number} of {kind} is of shape {shape}, the loaded state has one of "
                         f"{saved_shapes[name]}\nIt is the state of another model, or of parameters in another order."
                     )
+
+
+class _Entries:
+    """The names and shapes of an optimizer's state after the first update. Equal updates are traced once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # None stands for the parameter's own shape.
+        self._known: dict[Hashable, Mapping[str, Shape | None]] = {}
+
+    def of(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Shape] | None:
+        """Return the shapes of a parameter's state by name; None if the update cannot be traced.
+
+        The error for that is raised when the step is compiled.
+        """
+        constants = tuple((key, repr(value)) for key, value in group.items() if key not in ("params", "lr"))
+        kind = (constants, parameter.dtype, parameter.device)
+        shapes = self._known.get(kind, self._known.get((*kind, parameter.shape)))
+        if shapes is None:
+            # In the state of a 0-d parameter, moments and the step count would have equal shapes.
+            shape = parameter.shape or torch.Size((1,))
+            sample = Sample(self._optimizer, group, shape, parameter.dtype, parameter.device)
+            try:
+                _, state = sample.trace(None)
+            except Exception:
+                # A user's class may raise anything. It raises again at compilation, with its line.
+                return None
+            shapes = {name: None if value.shape == shape else tuple(value.shape) for name, value in state.items()}
+            self._known[(*kind, parameter.shape) if sample.asks_sizes else kind] = shapes
+        return {name: tuple(parameter.shape) if shape is None else shape for name, shape in shapes.items()}
 
 
 def _shape(value: Any) -> Shape | str:

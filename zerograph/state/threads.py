@@ -13,7 +13,7 @@ from zerograph.errors import InputError
 
 
 @dataclass
-class _Turn:
+class _GraphLock:
     """The lock, and the thread that holds it.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Turn:
 
 
 # Tracing replaces functions of torch, and graphs share parameters and the job: so one lock serves all graphs.
-_turn = _Turn()
+_held = _GraphLock()
 
 
 @contextlib.contextmanager
@@ -49,28 +49,28 @@ def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
     Raises:
         InputError: another thread is inside, the job has several ranks, and both calls are collective.
     """
-    if not _turn.lock.acquire(blocking=False):
+    if not _held.lock.acquire(blocking=False):
         # The other thread may empty the list meanwhile.
-        others = _turn.calls[:1]
-        if collective and others and _turn.collective and _several_ranks():
-            _turn.refused = (
+        others = _held.calls[:1]
+        if collective and others and _held.collective and _several_ranks():
+            _held.refused = (
                 f"two threads use graphs at the same time, among several ranks: {call} in thread "
                 f"{threading.current_thread().name} during {others[0]} in thread "
-                f"{_turn.thread}\n"
+                f"{_held.thread}\n"
                 "Which of them comes first may differ between ranks. Use graphs from one thread, or let the threads "
                 "call them in the same order on every rank."
             )
-            raise InputError(_turn.refused)
-        _turn.lock.acquire()
+            raise InputError(_held.refused)
+        _held.lock.acquire()
     try:
-        _turn.thread = threading.current_thread().name
-        _turn.calls.append(call)
-        _turn.collective += collective
+        _held.thread = threading.current_thread().name
+        _held.calls.append(call)
+        _held.collective += collective
         yield
     finally:
-        _turn.collective -= collective
-        _turn.calls.pop()
-        _turn.lock.release()
+        _held.collective -= collective
+        _held.calls.pop()
+        _held.lock.release()
 
 
 def check_refused() -> None:
@@ -79,7 +79,7 @@ def check_refused() -> None:
     Raises:
         InputError: with the message of the last refusal.
     """
-    message, _turn.refused = _turn.refused, None
+    message, _held.refused = _held.refused, None
     if message is not None:
         raise InputError(message)
 

@@ -127,7 +127,7 @@ def plain_members(members: Members) -> dict[str, Tensor]:
     return tensors
 
 
-def in_place(
+def pieces_to_fill(
     store: Store, named: Named, *, states: bool, read: bool = True
 ) -> tuple[dict[str, Pieces], Callable[[], None]]:
     """Return this rank's pieces of a store to load into, and a function to call after they are filled.

@@ -25,7 +25,7 @@ from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
-from zerograph.state.checkpoint.contents import Named, in_place, names_of, plain_members
+from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import folder_of, raise_interrupt
 from zerograph.state.hyperparameter_checks import check_hyperparameters
@@ -207,7 +207,7 @@ def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, oth
 
     metadata = reader.read_metadata().state_dict_metadata
     for store, states in plan.stores:
-        pieces, _ = in_place(store, named, states=states and _has_state(reader, store, named), read=False)
+        pieces, _ = pieces_to_fill(store, named, states=states and _has_state(reader, store, named), read=False)
         for name, piece in pieces.items():
             stored: Any = metadata[name]
             entry = reader.index.tensors[name]
@@ -230,7 +230,7 @@ def _has_state(reader: Reader, store: Store, named: Named) -> bool:
 def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool) -> None:
     """Fill a store in place; with ``states`` also its optimizer state, which is cleared if none was saved."""
     has_state = states and _has_state(reader, store, named)
-    pieces, finish = in_place(store, named, states=has_state)
+    pieces, finish = pieces_to_fill(store, named, states=has_state)
     _read(job, reader, pieces)
     finish()
     if not states:
