@@ -12,19 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.zerograph.inspection.models import Block
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh, line
 from zerograph.optim import trace_update
 from zerograph.runtime.job import process_group
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Step(zg.ZeroGraph):

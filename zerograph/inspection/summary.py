@@ -50,8 +50,8 @@ class Placed:
         location: where parameters and state are offloaded to, in words; empty if they are not.
         optimizer: class name; None without an update.
         how: description of the update.
-        dealt: True if each parameter belongs to one rank as a whole.
-        owners: rank of each parameter if ``dealt``, else empty.
+        has_owners: True if each parameter belongs to one rank as a whole.
+        owners: rank of each parameter if ``has_owners``, else empty.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Placed:
     location: str
     optimizer: str | None
     how: str
-    dealt: bool
+    has_owners: bool
     owners: tuple[int, ...]
 
 
@@ -205,7 +205,7 @@ def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
         location=offloaded_to(bucket),
         optimizer=None if update is None else update.program.optimizer,
         how="no update" if update is None else _how(update.program, bucket),
-        dealt=bucket.has_owners,
+        has_owners=bucket.has_owners,
         owners=bucket.owners or (),
     )
 
