@@ -11,14 +11,11 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import TIME, Mesh
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.ir.zero import ZeroPolicy
-
-# Name of the process group in the mesh dimension of time, which has no group.
-TIME = "time"
 
 
 @dataclass(frozen=True)

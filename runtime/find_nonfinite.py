@@ -176,14 +176,16 @@ class _Run:
         arguments = [argument for argument in node.args if isinstance(argument, fx.Node)]
         operands = [self.values[argument] for argument in arguments]
         causes = [self.causes.get(argument) for argument in arguments]
-        results = tuple(result.zero_() for result in loop.make_results())
+        results = tuple(result.zero_() for result in loop.make_results(operands))
         result_causes: list[Cause | None] = [None] * len(results)
         body = loop.body.graph
         result_nodes = _result_placeholders(body)
         for micro_batch in range(loop.micro_batches):
             run = _Run(order=(*self.order, number, micro_batch), micro_batch=micro_batch)
-            inputs = [*loop.parts(operands, micro_batch), *results, torch.tensor(micro_batch)]
-            run.follow(body, inputs, [*causes, *result_causes, None], body.nodes, keep=result_nodes)
+            inputs = loop.inputs(operands, results, torch.tensor(micro_batch), micro_batch)
+            of_tensors = [*causes[: len(loop.cuts)], *result_causes]
+            unknown = [None] * (len(inputs) - len(of_tensors))
+            run.follow(body, inputs, [*of_tensors, *unknown], body.nodes, keep=result_nodes)
             result_causes = [run.causes.get(result_node) for result_node in result_nodes]
         self.values[node], self.result_causes[node] = results, result_causes
 

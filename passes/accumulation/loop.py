@@ -157,11 +157,12 @@ class _Body:
                 continue
             self._visited[source] = None
             if source.target is enter:
-                whole, along, _ = source.args
+                whole, along, _, *bounds = source.args
                 assert isinstance(whole, fx.Node)
                 assert isinstance(along, int)
                 self.operands.append(whole)
-                self.cuts.append(along)
+                # The body itself takes a part whose size is a symbol.
+                self.cuts.append(None if bounds else along)
                 self._copies[source] = source
             elif source in self.in_loop:
                 continue
@@ -178,8 +179,9 @@ class _Body:
         # _copies has the order of the operands.
         for source in list(self._copies):
             placeholder = self.graph.placeholder(source.name)
-            source_role = role(source.all_input_nodes[0] if source.target is enter else source)
-            placeholder.meta = {**source.meta, "role": source_role or Role("value", source.name)}
+            operand = source.all_input_nodes[0] if source.target is enter else source
+            like = operand if _takes_part(source) else source
+            placeholder.meta = {**like.meta, "role": role(operand) or Role("value", source.name)}
             meta(placeholder).pop("boxing", None)
             meta(placeholder).pop("signature", None)
             self._copies[source] = placeholder
@@ -195,6 +197,11 @@ class _Body:
                 "sbp": (broadcast,) * self.context.mesh.dims,
             }
         )
+        for source, whole in list(self._copies.items()):
+            if _takes_part(source):
+                _, along, _, start, size = source.args
+                part = emit(self.graph, aten.narrow.default, (whole, along, start, size), origin(source), like=source)
+                self._copies[source] = part
 
     def copy(self, node: fx.Node) -> None:
         """Copy a node into the body, after the nodes that are recomputed for it."""
@@ -211,14 +218,14 @@ class _Body:
 
     def add_result(self, node: fx.Node, buffer: fx.Node) -> Result:
         """Write what a node of ``leaving`` reads into ``buffer``; return the result's description."""
-        source, along, _ = node.args
+        source, along, _, *bounds = node.args
         assert isinstance(source, fx.Node)
         assert along is None or isinstance(along, int)
         part = self._copies[source]
         if along is None:
             emit(self.graph, accumulate, (buffer, part, self.micro_batch), origin(node))
         else:
-            emit(self.graph, collect, (buffer, part, self.micro_batch, along), origin(node))
+            emit(self.graph, collect, (buffer, part, self.micro_batch, along, *bounds[:1]), origin(node))
         value: Tensor = buffer.meta["val"]
         return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node))
 
@@ -245,6 +252,11 @@ class _Body:
             else:
                 self._from_buckets[node] = any(map(self._comes_from_bucket, node.all_input_nodes))
         return self._from_buckets[node]
+
+
+def _takes_part(node: fx.Node) -> bool:
+    """Return whether a node marks an operand of which each micro-batch takes a part of symbolic size."""
+    return node.target is enter and len(node.args) > 3
 
 
 def _gradient_of(node: fx.Node) -> str | None:

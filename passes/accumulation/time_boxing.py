@@ -11,44 +11,52 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerograph.errors import PlacementError
+from zerograph.ir.dims import Size
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.rewrite import emit, fake
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, show
+from zerograph.ir.sizes import sizes_of
 from zerograph.passes.context import Context
 from zerograph.passes.placement.route import route
 
 aten = torch.ops.aten
 
 
-def enter(x: Tensor, along: int, micro_batches: int) -> Tensor:
+def enter(x: Tensor, along: int, micro_batches: int, start: Size = 0, size: Size | None = None) -> Tensor:
     """Return a micro-batch's part of ``x``. Until ``loop``, marks where ``x`` is cut for each micro-batch.
 
     Args:
-        x: the tensor of all micro-batches, [..., micro_batches * size, ...].
+        x: the tensor of all micro-batches, [..., micro_batches * size, ...] if they are equal.
         along: the dimension that is cut.
         micro_batches: number of micro-batches.
+        start, size: begin and size of the part, symbols of each micro-batch; by default all are equal.
 
     Returns:
         [..., size, ...]
     """
-    return x.narrow(along, 0, x.shape[along] // micro_batches)
+    return x.narrow(along, start, x.shape[along] // micro_batches if size is None else size)
 
 
-def leave(x: Tensor, along: int | None, micro_batches: int) -> Tensor:
+def leave(
+    x: Tensor, along: int | None, micro_batches: int, start: Size | None = None, whole: Size | None = None
+) -> Tensor:
     """Return the sum of ``x`` over the micro-batches, or all parts end to end. Until ``loop``, marks a result of it.
 
     Args:
         x: the tensor of one micro-batch, [..., size, ...].
         along: the dimension along which the parts are concatenated; None for a sum.
         micro_batches: number of micro-batches.
+        start: begin of the part, a symbol of each micro-batch; None if all are equal.
+        whole: size of all parts together; None if all are equal.
 
     Returns:
-        [..., micro_batches * size, ...], or the shape of ``x`` for a sum.
+        [..., whole, ...], or the shape of ``x`` for a sum.
     """
-    shape = list(x.shape)
+    shape: list[Size] = list(x.shape)
     if along is not None:
-        shape[along] *= micro_batches
+        shape[along] = shape[along] * micro_batches if whole is None else whole
     return x.new_empty(shape)
 
 
@@ -103,6 +111,12 @@ def pack_output(graph: fx.Graph, output: fx.Node, context: Context) -> fx.Node:
     if isinstance(before[-1], PartialSum):
         source = emit(graph, aten.mul.Tensor, (output, context.batch.micro_batches), origin(output), sbp=before)
     elif isinstance(before[-1], Split):
+        rows = shape[before[-1].dim]
+        if not isinstance(rows, int) and sizes_of(rows).is_rows(rows):
+            raise PlacementError(
+                "config.accumulation_outputs = 'packed' stacks an output of all micro-batches, which may be of unequal "
+                "sizes\nSet it to 'whole', or give each rank a number of rows that gradient_accumulation_steps divides."
+            )
         shape[before[-1].dim] //= context.batch.micro_batches
     after = packed_sbp((*before[:-1], broadcast))
     node = graph.call_function(pack, (source, show(after)))

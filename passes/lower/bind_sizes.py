@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.dims import Size, SizeInput
+from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Origin, Role, meta
 from zerograph.ir.sizes import SYMBOLIC, sizes_of
 from zerograph.passes.context import Context
@@ -14,18 +16,41 @@ from zerograph.passes.context import Context
 
 def bind_sizes(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Replace every symbolic size in arguments by a node; the symbols of all shapes become inputs of the graph."""
-    nodes = _SizeNodes(module.graph)
-    for node in list(module.graph.nodes):
-        if node.op in ("call_function", "call_module"):
-            nodes.bind(node)
-        nodes.add_inputs(node.meta.get("val"))
+    for node in module.graph.find_nodes(op="call_module"):
+        if (loop := loop_of(node)) is not None:
+            with _torch.raw_sizes():
+                node.args = (*node.args, *_bind_body(loop))
+    _bind(module.graph)
     return module
 
 
+def _bind_body(loop: Loop) -> list[Size]:
+    """Bind the sizes in the body of a loop; return the sizes that are operands of the loop."""
+    inputs = _bind(loop.body.graph)
+    loop.sizes = tuple(inputs)
+    operands = [sizes_of(n).rows_before(size) if size.micro_batches else n for size, n in inputs.items()]
+    return [*operands, *(size for result in loop.results for size in result.shape if not isinstance(size, int))]
+
+
+def _bind(graph: fx.Graph) -> dict[SizeInput, Any]:
+    """Bind the sizes in one graph; return what its new inputs stand for, with their symbols."""
+    nodes = _SizeNodes(graph)
+    for node in list(graph.nodes):
+        if node.op in ("call_function", "call_module"):
+            nodes.bind(node)
+        nodes.add_inputs(node.meta.get("val"))
+    return nodes.inputs
+
+
 class _SizeNodes:
-    """The nodes that compute sizes in one graph. They come before all other nodes except inputs."""
+    """The nodes that compute sizes in one graph. They come before all other nodes except inputs.
+
+    Attributes:
+        inputs: the symbol of each new input of the graph, in order.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.inputs: dict[SizeInput, Any] = {}
         self._graph = graph
         self._nodes: dict[Any, fx.Node] = {}
         # Numbers whose symbols are inputs.
@@ -87,4 +112,5 @@ class _SizeNodes:
         node.meta["val"] = sizes.symbol(symbol)
         meta(node)["role"] = Role("size", symbol)
         meta(node)["size"] = sizes.inputs[symbol]
+        self.inputs[sizes.inputs[symbol]] = node.meta["val"]
         return node

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
+from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.memory import computed_bytes
 from zerograph.ir.mesh import local_shape, local_start
@@ -17,6 +18,7 @@ from zerograph.ir.random import uniform
 from zerograph.ir.region import local, region_of
 from zerograph.ir.rewrite import drop_unused, emit_like, fake
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.ir.sizes import sizes_of
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import enter, leave, pack
 from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
@@ -177,7 +179,10 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
     meta(node)["rank_arguments"] = (3,)
     time = meta(node)["sbp"][-1]
     if context.has_time and isinstance(time, Split):
-        meta(node)["draw_dim"] = time.dim
+        size = whole[time.dim]
+        # The start of rows is a symbol of each micro-batch.
+        if isinstance(size, int) or not sizes_of(size).is_rows(size):
+            meta(node)["draw_dim"] = time.dim
 
 
 def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
@@ -204,13 +209,23 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
 
 def _lower_time(lower: Lowering, source: fx.Node, change: Boxing) -> fx.Node:
     before, after = change.source[-1], change.target[-1]
+    cut = next((sbp.dim for sbp in (before, after) if isinstance(sbp, Split)), None)
+    start, size, whole = (None, None, None) if cut is None else _rows(lower, lower.together[cut])
     if isinstance(after, Split):
-        part = lower.emit(enter, source, after.dim, change.ranks)
+        part = lower.emit(enter, source, cut, change.ranks, *(() if size is None else (start, size)))
         meta(part)["boxing"] = change
         return lower.contiguous(part)
-    result = lower.emit(leave, source, before.dim if isinstance(before, Split) else None, change.ranks)
+    result = lower.emit(leave, source, cut, change.ranks, *(() if size is None else (start, whole)))
     meta(result)["boxing"] = change
     return result
+
+
+def _rows(lower: Lowering, whole: Size) -> tuple[Size | None, Size | None, Size | None]:
+    """Return begin and size of a micro-batch's rows, and the rows of all; None for micro-batches that are equal."""
+    if isinstance(whole, int) or not sizes_of(whole).is_rows(whole):
+        return None, None, None
+    place = whole, lower.ranks, lower.change.dim
+    return sizes_of(whole).start(*place), sizes_of(whole).part(*place), whole
 
 
 def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:

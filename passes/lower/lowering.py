@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.dims import Size
+from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.rows import gather_rows
-from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
-from zerograph.ir.sizes import Size, sizes_of
+from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast
+from zerograph.ir.sizes import sizes_of
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -39,6 +41,13 @@ class Lowering:
     def ranks(self) -> int:
         """Number of ranks along the mesh dimension that changes."""
         return self.change.ranks
+
+    @property
+    def together(self) -> tuple[Size, ...]:
+        """The shape that the ranks along it hold together."""
+        sbp = list(self.change.source)
+        sbp[self.change.dim] = broadcast
+        return local_shape(meta(self.node)["global"], sbp, self.context.mesh)
 
     @property
     def rank(self) -> int:
@@ -102,8 +111,7 @@ def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) ->
 
     A sum that is to be split is summed whole; what is split along another dimension is gathered first.
     """
-    shape: tuple[Size, ...] = meta(lower.node)["global"]
-    whole = source
+    shape, whole = lower.together, source
     if isinstance(before, PartialSum):
         whole = lower.all_reduced(source)
     elif isinstance(before, Split):
@@ -119,7 +127,7 @@ def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) ->
 def _gather_rows(lower: Lowering, source: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
     """Gather a tensor that is split along ``dim``, in parts that may be unequal, to the global ``size``."""
     first = source if dim == 0 else lower.emit(aten.transpose.int, source, 0, dim)
-    rows = sizes_of(size).parts(size, lower.ranks)
+    rows = sizes_of(size).parts(size, lower.ranks, lower.change.dim)
     whole = lower.collective(gather_rows, lower.contiguous(first), rows, size)
     return whole if dim == 0 else lower.contiguous(lower.emit(aten.transpose.int, whole, 0, dim))
 
@@ -127,8 +135,8 @@ def _gather_rows(lower: Lowering, source: fx.Node, dim: int, size: torch.SymInt)
 def _own_rows(lower: Lowering, whole: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
     """Take this rank's part along ``dim``, of the global ``size``; parts may be unequal."""
     sizes = sizes_of(size)
-    start, rows = sizes.start(size, lower.ranks, lower.change.dim), sizes.part(size, lower.ranks)
-    return lower.cut(aten.narrow.default, whole, dim, start, rows, rank_arguments=(2,))
+    place = size, lower.ranks, lower.change.dim
+    return lower.cut(aten.narrow.default, whole, dim, sizes.start(*place), sizes.part(*place), rank_arguments=(2,))
 
 
 def split_dim(sbp: Sbp) -> int:

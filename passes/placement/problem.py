@@ -113,7 +113,7 @@ class PlacementProblem:
     def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
         """Return the signatures that the operator's rule allows along this dimension; None without a rule."""
         inputs = tuple(self.values[source][index] for source, index in self.inputs(node))
-        return rules.signatures_of(node, self.ranks, inputs, self.values[node])
+        return rules.signatures_of(node, self.ranks, inputs, self.values[node], self.dim)
 
     def readers(self, tensor: TensorId) -> list[fx.Node]:
         """Return the nodes that read a tensor, also through ``getitem``."""

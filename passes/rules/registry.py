@@ -152,7 +152,11 @@ def whole(operands: Operands) -> str:
 
 
 def signatures_of(
-    node: fx.Node, ranks: int, inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None
+    node: fx.Node,
+    ranks: int,
+    inputs: tuple[Tensor, ...] | None = None,
+    outputs: tuple[Tensor, ...] | None = None,
+    mesh_dim: int | None = None,
 ) -> tuple[Signature, ...] | None:
     """Return the signatures of a node over ``ranks`` ranks, or None if its operator has no rule.
 
@@ -160,6 +164,7 @@ def signatures_of(
         node: a node of an operator.
         ranks: number of ranks along the mesh dimension.
         inputs, outputs: tensors to use instead of the node's own, for their shapes.
+        mesh_dim: the mesh dimension; None for any that splits the rows of the batch.
 
     Raises:
         CaptureError: a registered rule does not fit the shapes.
@@ -185,15 +190,15 @@ def signatures_of(
     else:
         linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
     legal = signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
-    return tuple(signature for signature in legal if _divides(signature, (*inputs, *outputs), ranks))
+    return tuple(signature for signature in legal if _divides(signature, (*inputs, *outputs), ranks, mesh_dim))
 
 
-def _divides(signature: Signature, tensors: Sequence[Tensor], ranks: int) -> bool:
+def _divides(signature: Signature, tensors: Sequence[Tensor], ranks: int, mesh_dim: int | None) -> bool:
     """Return whether ranks can split each dimension of symbolic size that the signature splits."""
     for sbp, tensor in zip((*signature.inputs, *signature.outputs), tensors, strict=True):
         if isinstance(sbp, Split):
             size = tensor.shape[sbp.dim]
-            if not isinstance(size, int) and not sizes_of(size).divides(size, ranks):
+            if not isinstance(size, int) and not sizes_of(size).divides(size, ranks, mesh_dim):
                 return False
     return True
 

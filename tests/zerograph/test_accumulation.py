@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -18,33 +17,25 @@ from tests.pool import Pool
 from zerograph.runtime.backends import pieces
 
 
-def indivisible() -> tuple[str, str, int, bool]:
+def indivisible() -> tuple[str, int, bool]:
     model = make("mlp")
     step = TrainStep(model, adamw(model), 2)
     step.config.set_gradient_accumulation_steps(2)
-    (x, y), *_ = batches("mlp", 1)
+    ((x, y),) = batches("mlp", 1, size=6)
     before = [parameter.clone() for parameter in model.parameters()]
-    # Five samples on rank 0 only.
-    samples = 5 if dist.get_rank() == 0 else 4
-    try:
-        step(x[:samples], y[:samples])
-    except zg.ZeroGraphError as error:
-        same = all(map(torch.equal, before, model.parameters()))
-        return type(error).__name__, str(error), step.steps_done, same
-    return "nothing", "", step.steps_done, True
+    mesh = zg.placement("cpu", ranks=[0, 1])
+    with pytest.raises(zg.InputError) as raised:
+        step(*(distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (x, y)))
+    return str(raised.value), step.steps_done, all(map(torch.equal, before, model.parameters()))
 
 
-def test_samples_that_do_not_divide_are_refused_on_every_rank(pool: Pool) -> None:
-    (kind, text, steps, same), (other, others, more, too) = pool.run(2, indivisible)
-    assert kind == "InputError"
-    assert other == "RankMismatchError"
-    for message in (text, others):
-        assert "args[0] has 5 samples on this rank" in message
+def test_global_tensors_that_micro_batches_do_not_divide_are_refused_on_every_rank(pool: Pool) -> None:
+    for message, steps, same in pool.run(2, indivisible):
+        assert "args[0] has 3 samples on this rank" in message
         assert "gradient_accumulation_steps = 2" in message
-    assert "Pass a multiple of it on every rank" in text
-    assert steps == more == 0
-    assert same
-    assert too
+        assert "pass a multiple of it on every rank" in message
+        assert steps == 0
+        assert same
 
 
 class Step(zg.ZeroGraph):
@@ -88,11 +79,13 @@ def test_replicated_global_inputs_stay_whole() -> None:
         distribute_tensor(y, mesh, [Shard(0)]),
         distribute_tensor(weights, mesh, [Replicate()]),
     )
-    # Four class weights do not divide by three: as a plain tensor they would be taken for a batch.
+    # As a plain tensor four class weights would be taken for rows of the batch.
     wanted = F.cross_entropy(plain.model(x), y, weights)
     torch.testing.assert_close(found["loss"], wanted.detach())
     assert found["logits"].shape == (6, 4)
-    with pytest.raises(zg.InputError, match=r"args\[2\] has 4 samples"):
+    unlike = pytest.warns(UserWarning, match="weight tensor should be defined")
+    refused = pytest.raises(zg.InputError, match=r"args\[2\] has 4 on rank 0\n.*zg.replicated\(x\)")
+    with unlike, refused:
         step(x, y, weights)
 
 

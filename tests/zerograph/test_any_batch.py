@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,11 +25,11 @@ ROWS = {
 LENGTHS = (12, 7, 9, 4, 11, 3, 8)
 
 
-def data(name: str, ranks: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
+def data(name: str, spreads: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[tuple[Any, Tensor, Tensor]]:
     """Return the rows of each rank and the whole batch of each step."""
     generator = torch.Generator().manual_seed(1)
     steps = []
-    for rows, length in zip(ROWS[ranks], LENGTHS, strict=False):
+    for rows, length in zip(spreads, LENGTHS, strict=False):
         x, y = MODELS[name][1](generator, sum(rows), dtype)
         if name.startswith("gpt"):
             x, y = x[:, :length].contiguous(), y[:, :length].contiguous()
@@ -45,7 +45,7 @@ def trained(name: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], di
     """Return losses, parameters and the number of compiled steps after training on batches of all sizes."""
     model = make(name, dtype)
     step = TrainStep(model, adamw(model), stage)
-    losses = [step(own(rows, x), own(rows, y)) for rows, x, y in data(name, zg.world_size(), dtype)]
+    losses = [step(own(rows, x), own(rows, y)) for rows, x, y in data(name, ROWS[zg.world_size()], dtype)]
     return losses, step.state_dict()["modules"]["model"], step._compilations
 
 
@@ -55,7 +55,7 @@ def trained(name: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], di
 def test_ragged_batches_train_as_one_device_on_the_concatenation(pool: Pool, name: str, ranks: int, stage: int) -> None:
     dtype = torch.float64
     model = make(name, dtype)
-    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ranks, dtype)])
+    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ROWS[ranks], dtype)])
     for losses, parameters, compilations in pool.run(ranks, trained, name, stage, dtype):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(parameters, model.state_dict(), rtol=1e-6, atol=1e-8)
@@ -215,19 +215,14 @@ def refusals() -> list[str]:
     zg.mark_dynamic(marked, 0, max=2)
     refused(step, marked, targets)
     step(torch.ones(1 + zg.rank(), 7), targets[: 1 + zg.rank()])
-
-    accumulating = TrainStep(model := make("mlp"), adamw(model), 2, gradient_accumulation_steps=2)
-    refused(accumulating, torch.ones(2 + 2 * zg.rank(), 7), targets.repeat(2)[: 2 + 2 * zg.rank()])
     return messages
 
 
 def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(pool: Pool) -> None:
-    for nothing, widths, limit, accumulated in pool.run(2, refusals):
+    for nothing, widths, limit in pool.run(2, refusals):
         assert "has no rows on any rank" in nothing
         assert "has shape (3, 7) on rank 0 and (3, 8) on rank 1" in widths
         assert "args[0] has size 3 in dimension 0 on rank 0, outside of the limits" in limit
-        assert "args[0] has 2 on rank 0, 4 on rank 1" in accumulated
-        assert "gradient_accumulation_steps = 2" in accumulated
 
 
 def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_maximum() -> None:

@@ -386,7 +386,7 @@ def test_memory_that_there_is_not_in_front_of_the_first_micro_batch(monkeypatch:
     step = Tokens(2)
     step(*GOOD)
 
-    def much(loop: Loop) -> tuple[Tensor, ...]:
+    def much(loop: Loop, operands: Any) -> tuple[Tensor, ...]:
         raise torch.OutOfMemoryError("there is none")
 
     monkeypatch.setattr(Loop, "make_results", much)

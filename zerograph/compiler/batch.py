@@ -47,9 +47,8 @@ class Batch:
         whole: for each tensor, True if it is a plain tensor that every rank holds whole: 0-d or replicated.
         micro_batches: number of micro-batches.
         marks: for each tensor the limits of its dimensions that the user marked as dynamic.
-        sizes: the sizes of each dynamic dimension in this call: of rows for each rank along the mesh dimension that
-            splits them, else one.
-        place: position of this rank along that mesh dimension.
+        sizes: the sizes of each dynamic dimension in this call: of rows for each part that mesh dimensions make, in
+            row-major order, else one.
         variant: number of the form of the sizes that one step serves.
     """
 
@@ -67,7 +66,6 @@ class Batch:
     micro_batches: int = 1
     marks: tuple[Marks, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    place: int = 0
     variant: int = 0
 
     def pattern(self) -> tuple[Hashable, Hashable]:
@@ -79,9 +77,7 @@ class Batch:
         )
         return (self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants), self.marks
 
-    def resolved(
-        self, specs: tuple[TensorSpec, ...], sizes: Mapping[str, tuple[int, ...]], place: int, variant: int
-    ) -> Batch:
+    def resolved(self, specs: tuple[TensorSpec, ...], sizes: Mapping[str, tuple[int, ...]], variant: int) -> Batch:
         """Return the batch with global shapes, and the sizes of their dynamic dimensions.
 
         A tensor without rows takes its other dimensions from the ranks that have some.
@@ -90,12 +86,12 @@ class Batch:
             _without_rows(tensor, spec.shape, sizes) if plain and not whole and not len(tensor) else tensor
             for tensor, spec, plain, whole in zip(self.tensors, specs, self.plain, self.whole, strict=True)
         )
-        is_resolved = specs is self.specs and sizes is self.sizes and (place, variant) == (self.place, self.variant)
+        is_resolved = specs is self.specs and sizes is self.sizes and variant == self.variant
         if is_resolved and all(map(operator.is_, tensors, self.tensors)):
             return self
         # As in with_tensors().
         batch = object.__new__(Batch)
-        vars(batch).update(vars(self), tensors=tensors, specs=specs, sizes=sizes, place=place, variant=variant)
+        vars(batch).update(vars(self), tensors=tensors, specs=specs, sizes=sizes, variant=variant)
         return batch
 
     def key(self) -> tuple[Any, ...]:
@@ -146,7 +142,7 @@ def read_batch(
     """Read the arguments of a call.
 
     Plain tensors are cut into micro-batches, except 0-d and replicated ones. DTensors are cut if any mesh dimension
-    splits them along dimension 0.
+    splits them along dimension 0, into equal ones.
 
     Args:
         args, kwargs: the arguments, on this rank.
@@ -170,7 +166,8 @@ def read_batch(
         tensor.dim() > 0 and (Split(0) in sbp if isinstance(leaf, DTensor) else not is_replicated(leaf))
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
-    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, micro_batches)
+    plain_tensors = tuple(not isinstance(leaf, DTensor) for _, leaf in inputs)
+    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches)
     meshes = [leaf.device_mesh for _, leaf in inputs if isinstance(leaf, DTensor)]
     return Batch(
         tuple(local for local, _, _ in read),
@@ -185,7 +182,7 @@ def read_batch(
         tuple(constants),
         meshes[0] if meshes else None,
         cut,
-        tuple(not isinstance(leaf, DTensor) for _, leaf in inputs),
+        plain_tensors,
         tuple(not isinstance(leaf, DTensor) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
         tuple(marks_of(leaf) for _, leaf in inputs),
@@ -249,20 +246,19 @@ def _is_constant(leaf: Any) -> bool:
 
 
 def _check_micro_batches(
-    tensors: Sequence[Tensor], names: Sequence[str], cut: Sequence[bool], micro_batches: int
+    tensors: Sequence[Tensor], names: Sequence[str], cut: Sequence[bool], plain: Sequence[bool], micro_batches: int
 ) -> None:
     if micro_batches == 1:
         return
     option = f"config.gradient_accumulation_steps = {micro_batches}"
     if not any(cut):
         raise InputError(f"{option} cuts the batch along dimension 0, but no input is split along it: pass one that is")
-    for tensor, name, is_cut in zip(tensors, names, cut, strict=True):
-        if is_cut and (len(tensor) % micro_batches or not len(tensor)):
+    for tensor, name, is_cut, is_plain in zip(tensors, names, cut, plain, strict=True):
+        if is_cut and not is_plain and (len(tensor) % micro_batches or not len(tensor)):
             raise InputError(
                 f"{name} has {len(tensor)} samples on this rank, which {option} does not divide\n"
-                "Pass a multiple of it on every rank, or choose a number of micro-batches that divides the samples. "
-                "Pass a tensor that is not part of the batch as a 0-d tensor, as zg.replicated(x), or as an attribute "
-                "of the graph."
+                "Global tensors are cut into equal micro-batches: pass a multiple of it on every rank, choose a number "
+                "of micro-batches that divides the samples, or pass each rank's part as a plain tensor, of any size."
             )
 
 

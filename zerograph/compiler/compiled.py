@@ -98,13 +98,8 @@ class CompiledStep(RewrittenStep):
 
     def size_values(self, batch: Batch) -> dict[SizeInput, int]:
         """Return the value of each symbolic size that the graph reads, for a batch."""
-        if not self._sizes_read:
-            return {}
-        position = self.context.mesh.position
-        return {
-            feed: position[int(feed.dim)] if feed.kind == "position" else feed.value(batch.sizes[feed.dim], batch.place)
-            for feed in self._sizes_read
-        }
+        mesh = self.context.mesh
+        return {feed: feed.value(batch.sizes.get(feed.dim, ()), mesh.shape, mesh.position) for feed in self._sizes_read}
 
     @functools.cached_property
     def _sizes_read(self) -> tuple[SizeInput, ...]:

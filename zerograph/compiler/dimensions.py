@@ -12,14 +12,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import Split, show
+from zerograph.ir.sbp import Split
 
 # Combinations of sizes that are remembered with what they select.
 _MAX_SELECTED = 1 << 12
@@ -57,17 +60,26 @@ class Variant:
     number: int
     guards: tuple[SizeGuard, ...] = ()
 
-    def sizes(self, rows: Mapping[Where, tuple[int, ...]], shapes: _Shapes) -> dict[str, tuple[int, ...]] | None:
-        """Return the sizes of each dynamic dimension along the ranks, or None if these shapes have another form."""
+    def sizes(
+        self, rows: Mapping[Where, tuple[int, ...]], shapes: _Shapes, uneven: Collection[Where]
+    ) -> dict[str, tuple[int, ...]] | None:
+        """Return the sizes of each dynamic dimension along the ranks, or None if these shapes have another form.
+
+        Args:
+            rows: the rows of each part.
+            shapes: the global shapes.
+            uneven: dimensions whose rows ranks or micro-batches split unequally.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for number, (wanted, actual) in enumerate(zip(self.shapes, shapes, strict=True)):
             for dim, (want, size) in enumerate(zip(wanted, actual, strict=True)):
                 if not isinstance(want, Dim):
-                    if want != size or _is_ragged(rows.get((number, dim), ())):
+                    if want != size or (number, dim) in uneven:
                         return None
                     continue
                 each = rows[number, dim] if want.rows else (size,)
-                if (size < SMALLEST_DYNAMIC and not _is_ragged(each)) or found.setdefault(want.name, each) != each:
+                small = size < SMALLEST_DYNAMIC and (number, dim) not in uneven
+                if small or found.setdefault(want.name, each) != each:
                     return None
         totals = {name: sum(each) for name, each in found.items()}
         return found if all(guard.holds(totals) for guard in self.guards) else None
@@ -106,16 +118,13 @@ class _History:
     # What calls with the same sizes on all ranks, and the same marks, selected before.
     selected: dict[
         tuple[tuple[tuple[int, ...], ...], Hashable],
-        tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int, int],
+        tuple[tuple[TensorSpec, ...], Mapping[str, tuple[int, ...]], int],
     ] = field(default_factory=dict)
 
-    def needs_equal_rows(self, batch: Batch, mode: Mode) -> str | None:
-        """Return why all ranks must hold equally many rows; None if they need not."""
+    def needs_equal_rows(self, mode: Mode) -> str | None:
+        """Return why all ranks and micro-batches must hold equally many rows; None if they need not."""
         if mode is False:
             return "config.dynamic_shapes is False, or config.backend is a function, which gets a graph of one size"
-        if batch.micro_batches > 1:
-            option = f"config.gradient_accumulation_steps = {batch.micro_batches}"
-            return f"{option} cuts each part into equal micro-batches"
         return None if self.refused is None else f"the step has equal parts only: {self.refused}"
 
     def note(
@@ -123,7 +132,7 @@ class _History:
         batch: Batch,
         shapes: _Shapes,
         parts: Mapping[int, tuple[int, ...]],
-        ragged: Sequence[Where],
+        uneven: Collection[Where],
         mode: Mode,
     ) -> None:
         """Note the sizes of a call, and which dimensions they make dynamic.
@@ -150,7 +159,7 @@ class _History:
                 self.largest_part[where] = max(self.largest_part.get(where, 0), *parts[number])
                 if mode is True or (mode == "auto" and size != self.first[number][dim]):
                     self.dynamic.add(where)
-        if ragged:
+        if uneven:
             self.dynamic.update((number, 0) for number in parts)
 
 
@@ -166,6 +175,7 @@ class Dimensions:
         kind: Kind,
         everybody: Sequence[Sequence[int]],
         mesh: Mesh,
+        grid: Any,
         taken: Callable[[], Collection[int]],
     ) -> Batch:
         """Return the batch with its global shapes, from the sizes of all ranks.
@@ -175,6 +185,7 @@ class Dimensions:
             kind: the kind of its inputs.
             everybody: for each rank what :func:`local_sizes` returned there.
             mesh: the ranks.
+            grid: their numbers as a nested list, one level for each mesh dimension.
             taken: returns sizes of the model, which dynamic dimensions are not traced with.
 
         Raises:
@@ -185,11 +196,9 @@ class Dimensions:
         if key not in history.selected:
             if len(history.selected) >= _MAX_SELECTED:
                 history.selected.clear()
-            variant, sizes = self._select(history, batch, everybody, mesh, kind[1], taken())
-            split = [_split_dims(batch, number, mesh) for number in part_numbers(batch)]
-            place = next((mesh.position[dims[0]] for dims in split if dims), 0)
+            variant, sizes = self._select(history, batch, everybody, mesh, grid, kind[1], taken())
             specs = tuple(replace(spec, shape=one) for spec, one in zip(batch.specs, variant.shapes, strict=True))
-            history.selected[key] = specs, sizes, place, variant.number
+            history.selected[key] = specs, sizes, variant.number
         return batch.resolved(*history.selected[key])
 
     def add_guards(self, kind: Kind, variant: int, guards: Sequence[SizeGuard]) -> None:
@@ -213,40 +222,39 @@ class Dimensions:
         batch: Batch,
         everybody: Sequence[Sequence[int]],
         mesh: Mesh,
+        grid: Any,
         mode: Mode,
         taken: Collection[int],
     ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
         """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
-        shapes, rows, parts = _global_shapes(batch, everybody, mesh)
-        ragged = [where for where, each in rows.items() if _is_ragged(each)]
-        reason = history.needs_equal_rows(batch, mode)
-        if ragged and reason is not None:
-            raise InputError(_uneven(batch, everybody, reason))
-        history.note(batch, shapes, parts, ragged, mode)
-        if batch.micro_batches > 1 or history.refused is not None:
+        shapes, rows, parts = _global_shapes(batch, everybody, mesh, grid)
+        uneven = {where for where, each in rows.items() if _is_uneven(each, batch.micro_batches)}
+        reason = history.needs_equal_rows(mode)
+        if uneven and reason is not None:
+            raise InputError(_unequal(batch, everybody, uneven, reason))
+        history.note(batch, shapes, parts, uneven, mode)
+        if history.refused is not None:
             history.dynamic.clear()
-        if _is_grid(mesh):
-            history.dynamic -= rows.keys()
         for at, variant in enumerate(history.variants):
-            sizes = variant.sizes(rows, shapes)
+            sizes = variant.sizes(rows, shapes, uneven)
             if sizes is not None:
                 history.variants[at] = variant.grown(sizes)
                 return history.variants[at], sizes
-        symbolic = _symbolic(history, shapes, rows, ragged, batch.micro_batches, taken)
+        symbolic = _symbolic(history, batch, shapes, rows, uneven, mesh, taken)
         variant = Variant(symbolic, next(history.numbers))
         history.variants.append(variant)
-        sizes = variant.sizes(rows, shapes)
+        sizes = variant.sizes(rows, shapes, uneven)
         assert sizes is not None
         return variant, sizes
 
 
 def _global_shapes(
-    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh
+    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any
 ) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Return the global shape of each input, its rows along the mesh dimension that splits it, and those of each rank.
+    """Return the global shape of each input, the rows of each part that mesh dimensions make, and those of each rank.
 
     Raises:
-        InputError: no rank has rows, ranks differ in another dimension, or their numbers of rows must be equal.
+        InputError: no rank has rows, ranks differ in another dimension, or those that hold the same part in rows.
     """
     shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in batch.specs]
     rows: dict[Where, tuple[int, ...]] = {}
@@ -256,14 +264,8 @@ def _global_shapes(
         dims = batch.tensors[number].dim()
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
         at += dims
-        parts[number] = lengths = tuple(shape[0] for shape in each)
-        split = _split_dims(batch, number, mesh)
-        if not split or _is_grid(mesh):
-            if _is_ragged(lengths):
-                grid = "the placement has several dimensions, which need equal parts"
-                reason = grid if _is_grid(mesh) else f"it is {show(batch.sbp[number])}"
-                raise InputError(_uneven(batch, everybody, reason))
-            lengths = (lengths[0] * math.prod(mesh.shape[dim] for dim in split),)
+        parts[number] = tuple(shape[0] for shape in each)
+        lengths = _along(torch.tensor(grid), _split_dims(batch, number, mesh), each, batch.names[number])
         shapes[number] = (sum(lengths), *_other_sizes(batch.names[number], each))
         rows[number, 0] = lengths
     return shapes, rows, parts
@@ -308,9 +310,30 @@ def _other_sizes(name: str, each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return filled[first][1:]
 
 
-def _is_grid(mesh: Mesh) -> bool:
-    """Return whether ranks lie along several mesh dimensions: a symbol for rows belongs to one."""
-    return sum(size > 1 for size in mesh.shape) > 1
+def _along(ranks: Tensor, split: Sequence[int], each: Sequence[tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """Return the rows of the parts that mesh dimensions make, in row-major order; along all others they are equal.
+
+    Args:
+        ranks: the ranks, one dimension for each of the mesh.
+        split: the mesh dimensions that split the input.
+        each: shape of the input on each rank.
+        name: the input, for messages.
+
+    Raises:
+        InputError: ranks along another mesh dimension differ.
+    """
+    others = [dim for dim in range(ranks.dim()) if dim not in split]
+    parts = math.prod(ranks.shape[dim] for dim in split)
+    first, *copies = ranks.permute(*others, *split).reshape(-1, parts).tolist()
+    for copy in copies:
+        for rank, other in zip(first, copy, strict=True):
+            if each[rank][0] != each[other][0]:
+                raise InputError(
+                    f"{name} has {each[rank][0]} rows on rank {rank} and {each[other][0]} on rank {other}, but no "
+                    "mesh dimension that splits the batch lies between them\nPass the same part on both ranks, or "
+                    "split the batch along more dimensions of the placement (config.batch_sbp)."
+                )
+    return tuple(each[rank][0] for rank in first)
 
 
 def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
@@ -322,26 +345,36 @@ def _is_dynamic(variant: Variant) -> bool:
     return any(isinstance(size, Dim) for shape in variant.shapes for size in shape)
 
 
-def _is_ragged(rows: Sequence[int]) -> bool:
-    return len(set(rows)) > 1
+def _is_uneven(rows: Sequence[int], micro_batches: int) -> bool:
+    """Return whether ranks hold unequal numbers of rows, or micro-batches do."""
+    return len(set(rows)) > 1 or any(count % micro_batches for count in rows)
 
 
-def _uneven(batch: Batch, everybody: Sequence[Sequence[int]], reason: str) -> str:
-    """Return a message that ranks hold unequal parts."""
-    first = part_numbers(batch)[0]
-    counts = ", ".join(f"{sizes[0]} on rank {rank}" for rank, sizes in enumerate(everybody))
+def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collection[Where], reason: str) -> str:
+    """Return a message that ranks hold unequal parts, or parts that micro-batches do not divide."""
+    first = min(number for number, _ in uneven)
+    at = sum(batch.tensors[number].dim() for number in part_numbers(batch) if number < first)
+    counts = [sizes[at] for sizes in everybody]
+    problem = (
+        "ranks hold unequal numbers of rows"
+        if len(set(counts)) > 1
+        else f"config.gradient_accumulation_steps = {batch.micro_batches} does not divide the number of rows"
+    )
+    shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
     return (
-        f"ranks hold unequal numbers of rows, and {reason}: {batch.names[first]} has {counts}\n"
-        "Use a loader with drop_last=True, or pad the smaller parts."
+        f"{problem}, and {reason}: {batch.names[first]} has {shown}\n"
+        "Use a loader with drop_last=True, or pad the smaller parts. Pass a tensor that is not part of the batch as "
+        "zg.replicated(x)."
     )
 
 
 def _symbolic(
     history: _History,
+    batch: Batch,
     shapes: _Shapes,
     rows: Mapping[Where, tuple[int, ...]],
-    ragged: Sequence[Where],
-    micro_batches: int,
+    uneven: Collection[Where],
+    mesh: Mesh,
     taken: Collection[int],
 ) -> tuple[tuple[int | Dim, ...], ...]:
     """Return the shapes with symbols in place of dynamic dimensions; equal sizes share one."""
@@ -351,15 +384,24 @@ def _symbolic(
     for number, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             where = number, dim
-            if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in ragged):
+            if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in uneven):
                 continue
             identities[where] = identity = where in rows, rows.get(where, size)
             if identity not in dims:
+                micro_batches = batch.micro_batches if where in rows else 1
                 pieces = len(rows[where]) * micro_batches if where in rows else 1
-                prime = primes(max(size // pieces, 11))
-                name = f"s{len(dims)}"
-                largest, part = history.largest[where], history.largest_part[where]
-                dims[identity] = Dim(name, prime * pieces, where in rows, pieces, largest, part)
+                along = _split_dims(batch, number, mesh) if where in rows else []
+                dims[identity] = Dim(
+                    f"s{len(dims)}",
+                    primes(max(size // pieces, 11)) * pieces,
+                    rows=where in rows,
+                    pieces=pieces,
+                    # Time is the mesh dimension after those of ranks.
+                    along=(*along, mesh.dims) if micro_batches > 1 else tuple(along),
+                    micro_batches=micro_batches,
+                    largest=history.largest[where],
+                    largest_part=history.largest_part[where],
+                )
             dims[identity] = _limited(
                 dims[identity], *history.limits.get(where, _NO_LIMITS), len(rows.get(where, (0,)))
             )

@@ -107,7 +107,7 @@ class LastCall:
         """Return the inputs of a call in the same situation, with equal sizes on all ranks; None for any other call."""
         if selection.situation is not self.situation or everybody != self.everybody:
             return None
-        return selection.batch.resolved(self.batch.specs, self.batch.sizes, self.batch.place, self.batch.variant)
+        return selection.batch.resolved(self.batch.specs, self.batch.sizes, self.batch.variant)
 
 
 def show_facts(facts: Mapping[str, Any], configuration: str) -> dict[str, str]:

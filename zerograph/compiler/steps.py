@@ -91,7 +91,7 @@ class Steps:
         kind = batch.pattern()[0], config.dynamic_shapes
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         sizes = [local_sizes(batch)] * mesh.size
-        batch = Dimensions().resolve(batch, kind, sizes, mesh, lambda: model_sizes(members))
+        batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
         facts = self._facts(members)
         return members, batch, (tuple(facts.values()), batch.key(), members.meta)
 
@@ -220,7 +220,7 @@ class Steps:
         return agree(call.job, doing, number, texts, problem, sizes)
 
     def _resolve_sizes(self, job: Job, batch: Batch, kind: Kind, everybody: Sequence[Sequence[int]]) -> Batch:
-        return self._dimensions.resolve(batch, kind, everybody, job.mesh, lambda: model_sizes(self.members()))
+        return self._dimensions.resolve(batch, kind, everybody, job.mesh, job.grid, lambda: model_sizes(self.members()))
 
     def _compile_static(self, kind: Kind, error: Exception, doing: str) -> None:
         """Have each size compiled by itself, after a step with dynamic dimensions failed to compile on all ranks."""

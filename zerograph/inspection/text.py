@@ -124,7 +124,8 @@ _IMPLIED = ("pin_memory", "layout", "dtype", "memory_format")
 
 
 def _operands(node: fx.Node, loop: Loop) -> str:
-    operands = zip(node.args, loop.cuts, strict=True)
+    # The sizes that follow the tensors are shown in the shapes of the body.
+    operands = zip(node.args, loop.cuts, strict=False)
     return ", ".join(f"{_shown(operand)}{'' if cut is None else ' cut'}" for operand, cut in operands)
 
 

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
+Size = int | torch.SymInt
+
 # A dimension of size 0 or 1 is static, as in torch: operators treat these sizes differently.
 SMALLEST_DYNAMIC = 2
 
@@ -20,6 +24,8 @@ class Dim:
         hint: size that the step is traced with.
         rows: dimension 0 of plain inputs, of which ranks may hold unequal numbers.
         pieces: number of parts that ranks and micro-batches make of the dimension; divides the hint.
+        along: the mesh dimensions that split the rows, outermost first. With micro-batches the last one is time.
+        micro_batches: number of micro-batches into which each rank's rows are cut.
         largest: largest size seen or declared; memory is predicted for it.
         largest_part: the same of the rows of one rank; for row dimensions only.
         minimum, maximum: limits that the user declared; a call outside of them is an error. For row dimensions they are
@@ -30,6 +36,8 @@ class Dim:
     hint: int
     rows: bool = False
     pieces: int = 1
+    along: tuple[int, ...] = ()
+    micro_batches: int = 1
     largest: int = field(default=0, compare=False)
     largest_part: int = field(default=0, compare=False)
     minimum: int = 0
@@ -68,39 +76,69 @@ class SizeInput:
     """The meaning of a symbol of a graph; a step computes its value from the sizes of each call.
 
     Attributes:
-        dim: name of the dimension.
-        kind: ``"all"`` for the global size, ``"rows"`` for the rows of this rank, ``"start"`` for the number of rows
-            of the ranks before this one, ``"of"`` for the rows of the rank at ``place``, ``"position"`` for the
-            position of this rank along the mesh dimension that ``dim`` numbers.
-        place: position along the mesh dimension that the rows are split over; for ``"of"`` only.
+        dim: name of the dimension; empty for ``"position"``.
+        kind: ``"all"`` for the global size, ``"rows"`` for the rows of this part, ``"start"`` for the number of rows
+            of the parts before it, ``"of"`` for the rows of the part at ``place``, ``"position"`` for the position of
+            this rank along the mesh dimension ``along``.
+        along: the mesh dimensions that split the rows so far, outermost first. The last one divides the part that the
+            others make.
+        place: position along the last of them; for ``"of"`` only.
+        micro_batches: the last of them is time, with so many places; 0 for a dimension of ranks.
     """
 
     dim: str
     kind: Literal["all", "rows", "start", "of", "position"]
+    along: tuple[int, ...] = ()
     place: int = 0
+    micro_batches: int = 0
 
     def __str__(self) -> str:
+        if self.micro_batches:
+            words = {"start": "before this micro-batch", "of": f"of micro-batch {self.place}"}
+            return f"rows of this rank {words.get(self.kind, 'in this micro-batch')}, of {self.dim}"
         words = {
             "all": f"global size {self.dim}",
             "rows": f"rows of this rank, of {self.dim}",
             "start": f"rows of {self.dim} on the ranks before this one",
             "of": f"rows of rank {self.place}, of {self.dim}",
-            "position": f"position of this rank along mesh dimension {self.dim}",
+            "position": "position of this rank",
         }
-        return words[self.kind]
+        is_line = not self.along or (self.along == (0,) and self.kind != "position")
+        return words[self.kind] + ("" if is_line else f" along mesh dimension {self.along[-1]}")
 
-    def value(self, rows: Sequence[int], place: int) -> int:
+    def value(self, rows: Sequence[int], shape: Sequence[int], position: Sequence[int]) -> int:
         """Return the value in a call.
 
         Args:
-            rows: rows of each rank along the mesh dimension that splits them; for another dimension its one size.
-            place: position of this rank along that mesh dimension.
+            rows: rows of each part, of all mesh dimensions that split them; for another dimension its one size.
+            shape: number of ranks along each mesh dimension.
+            position: position of this rank along each.
         """
-        if self.kind == "all" or len(rows) == 1:
-            return 0 if self.kind == "start" else sum(rows)
-        if self.kind == "rows":
-            return rows[place]
-        return sum(rows[:place]) if self.kind == "start" else rows[self.place]
+        if self.kind == "all":
+            return sum(rows)
+        if self.kind == "position":
+            return position[self.along[0]]
+        *outer, last = self.along
+        part = list(rows)
+        for dim in outer:
+            part = _chunks(part, shape[dim])[position[dim]]
+        each = [sum(chunk) for chunk in _chunks(part, shape[last])]
+        if self.kind == "start":
+            return sum(each[: position[last]])
+        return each[self.place if self.kind == "of" else position[last]]
+
+    def value_in(self, number: int, rows: int) -> int:
+        """Return the value in the micro-batch of this number, of a rank that holds ``rows`` rows.
+
+        The first ``rows % micro_batches`` micro-batches have one row more than the others.
+        """
+        fewer, more = divmod(rows, self.micro_batches)
+        return fewer * number + min(number, more) if self.kind == "start" else fewer + (number < more)
+
+
+def _chunks(rows: list[int], count: int) -> list[list[int]]:
+    size = len(rows) // count
+    return [rows[at * size : (at + 1) * size] for at in range(count)]
 
 
 @dataclass(frozen=True)

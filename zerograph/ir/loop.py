@@ -3,6 +3,8 @@
 The size of the graph does not depend on the number of micro-batches: the node's module runs the body once for each. The
 body writes its results into tensors of the loop with two operators. ``accumulate`` adds to a sum, which the first
 micro-batch initialises. ``collect`` concatenates.
+
+Sizes that differ between calls are inputs of the body. The loop computes those that also differ between micro-batches.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zerograph.ir.dims import Size, SizeInput
+
 _library = torch.library.Library("zerograph", "FRAGMENT")
 _library.define(
     "accumulate(Tensor(a!) sum, Tensor part, Tensor micro_batch) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _library.define(
-    "collect(Tensor(a!) whole, Tensor part, Tensor micro_batch, int dim) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
+    "collect(Tensor(a!) whole, Tensor part, Tensor micro_batch, int dim, SymInt? start=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 accumulate = torch.ops.zerograph.accumulate.default
 collect = torch.ops.zerograph.collect.default
@@ -33,10 +38,10 @@ def _accumulate(sum: Tensor, part: Tensor, micro_batch: Tensor) -> None:
         sum.copy_(part)
 
 
-def _collect(whole: Tensor, part: Tensor, micro_batch: Tensor, dim: int) -> None:
-    """Copy a micro-batch's part to its slice of the whole tensor along ``dim``."""
+def _collect(whole: Tensor, part: Tensor, micro_batch: Tensor, dim: int, start: int | None = None) -> None:
+    """Copy a micro-batch's part to its slice of the whole tensor along ``dim``; without ``start`` all are equal."""
     size = part.shape[dim]
-    whole.narrow(dim, int(micro_batch) * size, size).copy_(part)
+    whole.narrow(dim, int(micro_batch) * size if start is None else start, size).copy_(part)
 
 
 for _name, _run in (("accumulate", _accumulate), ("collect", _collect)):
@@ -49,14 +54,14 @@ class Result:
     """One result of a loop: a sum over the micro-batches, or their parts concatenated.
 
     Attributes:
-        shape: shape of the whole result on this rank.
+        shape: shape of the whole result on this rank; symbolic sizes are operands of the loop.
         dtype: its dtype.
         device: its device.
         along: the dimension of the concatenation; None for a sum.
         gradient: the bucket whose gradient it is; None for any other result.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: torch.dtype
     device: torch.device
     along: int | None
@@ -67,10 +72,14 @@ class Loop(nn.Module):
     """A module that runs its body once for each micro-batch.
 
     Attributes:
-        body: takes the loop's operands, the results, to which it writes, and the number of the micro-batch (0-d int64).
+        body: takes the loop's operands, the results, to which it writes, the number of the micro-batch (0-d int64), and
+            ``sizes``.
         micro_batches: number of runs.
         cuts: for each operand the dimension that is split over the runs; None for an operand that each run gets whole.
         results: the results of the loop.
+        sizes: the symbolic sizes that the body reads. For each the loop has an operand after the tensors: its value, or
+            for one that differs between micro-batches the rows that these divide. The symbolic sizes in the shapes of
+            the results follow.
     """
 
     def __init__(
@@ -86,32 +95,48 @@ class Loop(nn.Module):
         self.micro_batches = micro_batches
         self.cuts = tuple(cuts)
         self.results = tuple(results)
+        self.sizes: tuple[SizeInput, ...] = ()
         self._function = function
 
     def with_body(self, body: fx.GraphModule, function: Callable[..., Any] | None = None) -> Loop:
         """Return the loop with another body, or with a function that a backend compiled from its body."""
-        return Loop(body, self.micro_batches, self.cuts, self.results, function)
+        loop = Loop(body, self.micro_batches, self.cuts, self.results, function)
+        loop.sizes = self.sizes
+        return loop
 
-    def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *operands: Any) -> tuple[Tensor, ...]:
         """Run all micro-batches; return the results."""
-        results = self.make_results()
+        results = self.make_results(operands)
         micro_batch = torch.zeros((), dtype=torch.int64, device="cpu")
         # Not body(): GraphModule's __call__ drops the traceback that names the node that failed.
         run = self._function or self.body.forward
         for number in range(self.micro_batches):
-            run(*self.parts(operands, number), *results, micro_batch.fill_(number))
+            run(*self.inputs(operands, results, micro_batch.fill_(number), number))
         return results
 
-    def make_results(self) -> tuple[Tensor, ...]:
+    def make_results(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return empty tensors for the results."""
-        return tuple(torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in self.results)
+        sizes = iter(operands[len(self.cuts) + len(self.sizes) :])
+        return tuple(
+            torch.empty(
+                [size if isinstance(size, int) else next(sizes) for size in result.shape],
+                dtype=result.dtype,
+                device=result.device,
+            )
+            for result in self.results
+        )
 
-    def parts(self, operands: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return the operands of the body in the micro-batch of this number."""
-        return [
+    def inputs(self, operands: Sequence[Any], results: Sequence[Tensor], micro_batch: Tensor, number: int) -> list[Any]:
+        """Return the inputs of the body in the micro-batch of this number, which ``micro_batch`` holds too."""
+        tensors = [
             operand if cut is None else self._part(operand, cut, number)
-            for operand, cut in zip(operands, self.cuts, strict=True)
+            for operand, cut in zip(operands, self.cuts, strict=False)
         ]
+        sizes = [
+            size.value_in(number, operand) if size.micro_batches else operand
+            for size, operand in zip(self.sizes, operands[len(self.cuts) :], strict=False)
+        ]
+        return [*tensors, *results, micro_batch, *sizes]
 
     def extra_repr(self) -> str:
         """Return the number of micro-batches and the code of the body."""

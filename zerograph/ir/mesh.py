@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from zerograph.ir.sbp import NdSbp, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 
+# Name of the process group in the mesh dimension of time, which has no group.
+TIME = "time"
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -68,30 +71,31 @@ def local_shape(shape: Sequence[int], sbp: Sequence[Sbp], mesh: Mesh) -> tuple[i
         mesh: the mesh.
     """
     local = list(shape)
-    for dim_sbp, ranks in zip(sbp, mesh.shape, strict=False):
+    for mesh_dim, (dim_sbp, ranks) in enumerate(zip(sbp, mesh.shape, strict=False)):
         if isinstance(dim_sbp, Split):
-            local[dim_sbp.dim] = local_size(local[dim_sbp.dim], ranks)
+            local[dim_sbp.dim] = _local_size(local[dim_sbp.dim], ranks, mesh_dim)
     return tuple(local)
 
 
-def local_size(size: int, ranks: int) -> int:
-    """Return the size of a shard along a dimension of global size ``size``, which may be symbolic."""
-    return size // ranks if isinstance(size, int) else sizes_of(size).part(size, ranks)
+def _local_size(size: int, ranks: int, mesh_dim: int) -> int:
+    """Return the size of a shard along a dimension of size ``size``, which may be symbolic."""
+    return size // ranks if isinstance(size, int) else sizes_of(size).part(size, ranks, mesh_dim)
 
 
 def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
     """Return the index in the global tensor at which this rank's shard begins.
 
-    If two mesh dimensions split the same dimension of the tensor, the first one makes the larger slices.
+    If two mesh dimensions split the same dimension of the tensor, the first one makes the larger slices. Along time
+    it is the first micro-batch's, but for rows, whose start is a symbol in each micro-batch.
     """
     start, size = [0] * len(shape), list(shape)
     for mesh_dim, (dim_sbp, ranks, position) in enumerate(zip(sbp, mesh.shape, mesh.position, strict=True)):
         if isinstance(dim_sbp, Split):
             whole = size[dim_sbp.dim]
-            size[dim_sbp.dim] = local_size(whole, ranks)
+            size[dim_sbp.dim] = _local_size(whole, ranks, mesh_dim)
             if isinstance(whole, int):
                 start[dim_sbp.dim] += position * size[dim_sbp.dim]
-            else:
+            elif sizes_of(whole).is_rows(whole) or mesh.groups[mesh_dim] != TIME:
                 start[dim_sbp.dim] += sizes_of(whole).start(whole, ranks, mesh_dim)
     return tuple(start)
 

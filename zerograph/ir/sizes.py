@@ -4,13 +4,17 @@ A step with dynamic dimensions is traced over ``torch.SymInt`` sizes, as ``torch
 dimension 0 of plain inputs: each rank holds any number of its rows. The rows of this rank, where they begin, and the
 rows of every other rank are symbols of their own. A tensor that is split along a row dimension has a local size, in
 which this rank's rows replace the global number of rows.
+
+Several mesh dimensions may split the rows one after another: the symbols of a later one divide the part that the
+earlier ones make. With micro-batches the last one is time, and its symbols have values of their own in each
+micro-batch, which the loop computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,9 +22,9 @@ from torch import fx
 from zerograph import _torch
 from zerograph.base.source import running_line
 from zerograph.errors import VerificationError
-from zerograph.ir.dims import Dim, SizeGuard, SizeInput
+from zerograph.ir.dims import Dim, Size, SizeGuard, SizeInput
 
-Size = int | torch.SymInt
+_PartKind = Literal["rows", "start", "of"]
 # Types of symbolic numbers among the arguments of a node.
 SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
@@ -69,56 +73,87 @@ class Sizes:
         """Return a shape with symbols in place of its dynamic dimensions."""
         return tuple(self.all(one.name) if isinstance(one, Dim) else one for one in shape)
 
-    def divides(self, size: torch.SymInt, ranks: int) -> bool:
-        """Return whether ranks can split a dimension of this global size: by rows, or in equal parts."""
-        return self.row_dim(size) is not None or _torch.coefficient(size) % ranks == 0
+    def divides(self, size: torch.SymInt, ranks: int, mesh_dim: int | None = None) -> bool:
+        """Return whether ranks can split a dimension of this size: by rows, or in equal parts.
 
-    def part(self, size: torch.SymInt, ranks: int) -> Size:
-        """Return this rank's part of a dimension of global size ``size`` that is split over ``ranks`` ranks."""
-        dim = self.row_dim(size)
-        if dim is None or ranks == 1:
-            if not self.divides(size, ranks):
-                raise VerificationError(f"a dimension of size {size} cannot be split over {ranks} ranks")
+        Args:
+            size: what the ranks along the mesh dimension hold together.
+            ranks: number of ranks along it.
+            mesh_dim: the mesh dimension; None for any that splits rows.
+        """
+        rows = self._rows_in(size)
+        if rows is None:
+            return _torch.coefficient(size) % ranks == 0
+        dim, level = rows
+        return mesh_dim is None or dim.along[level : level + 1] == (mesh_dim,)
+
+    def part(self, size: torch.SymInt, ranks: int, mesh_dim: int) -> Size:
+        """Return this rank's part of a dimension of size ``size`` that is split over the ranks of a mesh dimension."""
+        if ranks == 1:
+            return size
+        if not self.divides(size, ranks, mesh_dim):
+            raise VerificationError(f"a dimension of size {size} cannot be split along mesh dimension {mesh_dim}")
+        if not self.is_rows(size):
             quotient: Size = size // ranks
             return quotient
-        return self._of_rows(size, dim, SizeInput(dim.name, "rows"), dim.hint // ranks, 2)
+        return self._of_rows(size, ranks, "rows")
 
     def start(self, size: torch.SymInt, ranks: int, mesh_dim: int) -> Size:
-        """Return where this rank's part of such a dimension begins, along a dimension of the mesh."""
-        dim = self.row_dim(size)
+        """Return where this rank's part of such a dimension begins."""
         if ranks == 1:
             return 0
-        if dim is None:
-            position = SizeInput(str(mesh_dim), "position")
+        if not self.is_rows(size):
+            position = SizeInput("", "position", (mesh_dim,))
             if position not in self._symbols:
                 self._symbol(position, f"s_position{mesh_dim}", 0, minimum=0)
-            return self._symbols[position] * self.part(size, ranks)
-        return self._of_rows(size, dim, SizeInput(dim.name, "start"), 0, 0)
+            return self._symbols[position] * self.part(size, ranks, mesh_dim)
+        return self._of_rows(size, ranks, "start")
 
-    def parts(self, size: torch.SymInt, ranks: int) -> list[Size]:
+    def parts(self, size: torch.SymInt, ranks: int, mesh_dim: int) -> list[Size]:
         """Return the part of each rank."""
-        dim = self.row_dim(size)
-        if dim is None:
-            return [self.part(size, ranks)] * ranks
-        return [
-            self._of_rows(size, dim, SizeInput(dim.name, "of", place), dim.hint // ranks, 2) for place in range(ranks)
-        ]
+        if not self.is_rows(size):
+            return [self.part(size, ranks, mesh_dim)] * ranks
+        return [self._of_rows(size, ranks, "of", place) for place in range(ranks)]
 
-    def _of_rows(self, size: torch.SymInt, dim: Dim, wanted: SizeInput, hint: int, minimum: int) -> torch.SymInt:
-        if wanted not in self._symbols:
-            suffix = f"of{wanted.place}" if wanted.kind == "of" else wanted.kind
-            self._symbol(wanted, f"{dim.name}_{suffix}", hint, minimum=minimum)
-        replaced: torch.SymInt = _torch.substitute(size, self.all(dim.name), self._symbols[wanted])
-        return replaced
+    def rows_before(self, part: SizeInput) -> torch.SymInt:
+        """Return the number of rows that the last mesh dimension of ``part.along`` divides."""
+        return self._level(self.dims[part.dim], len(part.along) - 1)
 
-    def row_dim(self, size: Size) -> Dim | None:
-        """Return the row dimension that a size is a multiple of; None for a size that ranks cannot split by rows."""
+    def is_rows(self, size: Size) -> bool:
+        """Return whether a size is a multiple of a number of rows, which ranks and micro-batches split unequally."""
+        return self._rows_in(size) is not None
+
+    def _rows_in(self, size: Size) -> tuple[Dim, int] | None:
+        """Return the row dimension that a size is a multiple of, and how many mesh dimensions split it already."""
         if isinstance(size, int):
             return None
         for dim in self.dims.values():
-            if dim.rows and _torch.is_multiple(size, self.all(dim.name)):
-                return dim
+            for level in range(len(dim.along) + 1 if dim.rows else 0):
+                if self._input(dim, level) in self._symbols and _torch.is_multiple(size, self._level(dim, level)):
+                    return dim, level
         return None
+
+    def _of_rows(self, size: torch.SymInt, ranks: int, kind: _PartKind, place: int = 0) -> torch.SymInt:
+        rows = self._rows_in(size)
+        assert rows is not None
+        dim, level = rows
+        whole, wanted = self._level(dim, level), self._input(dim, level + 1, kind, place)
+        if wanted not in self._symbols:
+            hint = 0 if kind == "start" else _torch.size_hint(whole) // ranks
+            minimum = 0 if kind == "start" else 2
+            self._symbol(wanted, _name(dim, wanted), hint, minimum=minimum)
+        replaced: torch.SymInt = _torch.substitute(size, whole, self._symbols[wanted])
+        return replaced
+
+    def _level(self, dim: Dim, level: int) -> torch.SymInt:
+        """Return the rows of the part that the first ``level`` mesh dimensions make."""
+        return self._symbols[self._input(dim, level)]
+
+    def _input(self, dim: Dim, level: int, kind: _PartKind = "rows", place: int = 0) -> SizeInput:
+        if not level:
+            return SizeInput(dim.name, "all")
+        in_time = level == len(dim.along) and dim.micro_batches > 1
+        return SizeInput(dim.name, kind, dim.along[:level], place, dim.micro_batches if in_time else 0)
 
     def symbol(self, name: str) -> torch.SymInt:
         """Return the symbol of a name."""
@@ -141,11 +176,11 @@ class Sizes:
         self._largest = {_torch.size_key(symbol): self._largest_of(one) for one, symbol in self._symbols.items()}
 
     def largest_sizes(self) -> dict[str, int]:
-        """Return the sizes that memory is predicted for, by symbol: global sizes, and the rows of one rank."""
+        """Return the sizes that memory is predicted for, by symbol: global sizes, and the rows of ranks."""
         return {
             name: self._largest_of(one)
             for name, one in sorted(self.inputs.items())
-            if one.kind == "all" or (one.kind == "rows" and self.dims[one.dim].rows)
+            if one.kind == "all" or (one.kind == "rows" and not one.micro_batches)
         }
 
     def is_declared(self, name: str) -> bool:
@@ -156,13 +191,27 @@ class Sizes:
         if wanted.kind in ("start", "position"):
             return 0
         dim = self.dims[wanted.dim]
-        return (dim.largest if wanted.kind == "all" else dim.largest_part) or _torch.size_hint(self._symbols[wanted])
+        if wanted.micro_batches:
+            return -(-self._largest_of(self._input(dim, len(dim.along) - 1)) // wanted.micro_batches)
+        # The outer mesh dimensions of several make parts of several ranks.
+        is_rank = len(wanted.along) == len(dim.along) - (dim.micro_batches > 1)
+        largest = dim.largest_part if wanted.along and is_rank else dim.largest
+        return largest or _torch.size_hint(self._symbols[wanted])
 
     def _symbol(self, wanted: SizeInput, name: str, hint: int, *, minimum: int) -> None:
         symbol = _torch.new_size(self._environment, name, hint, minimum=minimum)
         self._symbols[wanted] = symbol
         self.inputs[name] = wanted
         self._largest[_torch.size_key(symbol)] = self._largest_of(wanted)
+
+
+def _name(dim: Dim, part: SizeInput) -> str:
+    """Return the name of the symbol of a part: ``s0_rows`` of this rank, ``s0_micro`` of a micro-batch of it."""
+    suffix = f"of{part.place}" if part.kind == "of" else part.kind
+    if part.micro_batches:
+        return f"{dim.name}_micro{'' if part.kind == 'rows' else f'_{suffix}'}"
+    is_last = len(part.along) == len(dim.along) - (dim.micro_batches > 1)
+    return f"{dim.name}_{suffix}{'' if is_last else f'_along{part.along[-1]}'}"
 
 
 def sizes_of(size: torch.SymInt) -> Sizes:

@@ -112,7 +112,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
-        self._sizes = {tensor.shape[0] for tensor in inputs} - {0, 1}
+        # Symbolic sizes count by the value that the step is traced with, which is a multiple of a prime of their own.
+        self._sizes = {_torch.size_hint(tensor.shape[0]) for tensor in inputs} - {0, 1}
         # The tensors are stored too, so that their ids are not reused.
         self._known: dict[int, tuple[Tensor, _Growth]] = {id(tensor): (tensor, _Growth(rows=True)) for tensor in inputs}
 
@@ -188,6 +189,7 @@ class _Watch(TorchFunctionMode):
     def _factor(self, value: Any) -> int:
         if isinstance(value, Tensor):
             return self.of(value).power
+        value = _number(value)
         return -1 if isinstance(value, float) and value and self._counts(1 / value) else 0
 
     def _terms(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
@@ -206,12 +208,18 @@ class _Watch(TorchFunctionMode):
         x: Tensor = args[0]
         chosen = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
         # The first dimension that is as long as the batch is taken as the batch dimension; else dimension 0.
-        batch = next((n for n, size in enumerate(x.shape) if size in self._sizes), 0)
+        batch = next((n for n, size in enumerate(x.shape) if _torch.size_hint(size) in self._sizes), 0)
         return batch in chosen or not chosen
 
     def _counts(self, value: Any) -> bool:
         """Return whether a number is a multiple of the batch size."""
+        value = _number(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 2**62:
             return False
         whole = round(value)
         return abs(value - whole) < 1e-6 * value and any(whole % size == 0 for size in self._sizes)
+
+
+def _number(value: Any) -> Any:
+    """Return the value that a symbolic number is traced with, and anything else itself."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value

@@ -1,0 +1,237 @@
+"""Micro-batches of unequal size: parts that the number of micro-batches does not divide, unequal on ranks, or empty."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.harness import LossStep, update_plainly
+from tests.models import TrainStep, adamw, make, train_plainly
+from tests.pool import Pool
+from tests.zerograph.test_any_batch import data, own
+
+# Rows of each rank in each step: equal, not divisible, unequal, fewer than micro-batches, none.
+ROWS = {
+    1: [(4,), (4,), (5,), (3,), (7,), (1,), (2,)],
+    2: [(4, 4), (3, 3), (2, 4), (0, 5), (4, 1), (1, 0), (7, 2)],
+    3: [(3, 3, 3), (5, 0, 4), (0, 0, 1), (1, 4, 2)],
+}
+
+
+def trained(
+    name: str, stage: int, micro_batches: int, dtype: torch.dtype
+) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Return losses, parameters and the number of compiled steps after training with accumulation."""
+    model = make(name, dtype)
+    step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=micro_batches)
+    ranks = zg.world_size()
+    losses = [step(own(rows, x), own(rows, y)) for rows, x, y in data(name, ROWS[ranks], dtype)]
+    return losses, step.state_dict()["modules"]["model"], step._compilations
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stage", "micro_batches"),
+    [("gpt", 1, 0, 3), ("gpt", 2, 3, 2), ("gpt_tied", 2, 1, 3), ("mlp", 3, 2, 2), ("gpt_of_one_block", 3, 3, 3)],
+)
+def test_unequal_micro_batches_train_as_one_device_on_the_whole(
+    pool: Pool, name: str, ranks: int, stage: int, micro_batches: int
+) -> None:
+    dtype = torch.float64
+    model = make(name, dtype)
+    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ROWS[ranks], dtype)])
+    for losses, parameters, compilations in pool.run(ranks, trained, name, stage, micro_batches, dtype):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(parameters, model.state_dict(), rtol=1e-6, atol=1e-8)
+        assert compilations <= 3
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_stages_agree_bitwise_as_they_do_on_equal_micro_batches(pool: Pool, micro_batches: int) -> None:
+    off, one, two, three = (pool.run(2, trained, "gpt", stage, micro_batches, torch.float32)[0] for stage in range(4))
+    for stage, other in ((off, one), (two, three)):
+        torch.testing.assert_close(stage[:2], other[:2], rtol=0, atol=0)
+
+
+class Everything(nn.Module):
+    """Convolutions after a batch norm of the inputs, dropout, noise and class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.first = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(2, 8), nn.Linear(8, 5)
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 5))
+        self.register_buffer("positive", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.norm(self.first(self.inputs(x)))), 0.3, training=True).mean((2, 3))
+        self.positive += (x > 0).sum()
+        return self.last(hidden + 0.1 * torch.randn_like(hidden))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, micro_batches: int, stage: int, train: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.train = Everything().double(), train
+        if train:
+            self.add_optimizer(adamw(self.model))
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.seed = 3
+        self.config.gradient_accumulation_steps = micro_batches
+
+    def build(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.model(x)
+        loss = F.cross_entropy(logits, y, weight=self.model.weights)
+        if self.train:
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        else:
+            norm = loss
+        return {"loss": loss, "logits": logits, "norm": norm, "right": (logits.argmax(1) == y).sum(), "sq": loss * loss}
+
+
+def images(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, y = torch.randn(rows, 3, 6, 6, generator=generator).double(), torch.randint(5, (rows,), generator=generator)
+    y[1:3] = -100
+    return x, y
+
+
+# The same numbers of rows in all, spread in several ways.
+SPREADS = {1: [(9,), (7,), (8,)], 2: [(9, 0), (2, 5), (1, 7)], 4: [(3, 0, 5, 1), (0, 0, 7, 0), (2, 2, 1, 3)]}
+
+
+def everything(micro_batches: int, stage: int, grid: bool = False) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Train on batches of the same rows in all, however many ranks there are."""
+    step = Step(micro_batches, stage)
+    ranks = zg.world_size()
+    if grid:
+        step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+    results = []
+    for rows in SPREADS[ranks]:
+        x, y = images(sum(rows))
+        results.append(step(own(rows, x), own(rows, y)))
+    return results, step.state_dict()["modules"]["model"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batches", "grid"),
+    [(1, 0, 2, False), (2, 1, 3, False), (4, 3, 2, False), (4, 0, 1, True), (4, 1, 1, True), (4, 3, 2, True)],
+)
+def test_draws_counts_statistics_and_outputs_are_those_of_the_whole(
+    pool: Pool, ranks: int, stage: int, micro_batches: int, grid: bool
+) -> None:
+    """Whatever the ranks, the grid and the micro-batches; outputs are this rank's rows in order."""
+    expected, state = everything(1, 0)
+    found = (
+        [everything(micro_batches, stage)] if ranks == 1 else pool.run(ranks, everything, micro_batches, stage, grid)
+    )
+    for outputs, parameters in found:
+        torch.testing.assert_close(parameters, state, rtol=1e-9, atol=1e-11)
+        for number, whole in enumerate(expected):
+            for name in ("loss", "norm", "right", "sq"):
+                torch.testing.assert_close(outputs[number][name], whole[name], rtol=1e-11, atol=1e-11)
+    for number, whole in enumerate(expected):
+        rows = [outputs[number]["logits"] for outputs, _ in found]
+        assert tuple(map(len, rows)) == SPREADS[ranks][number]
+        torch.testing.assert_close(torch.cat(rows), whole["logits"], rtol=1e-10, atol=1e-11)
+
+
+def masked(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    return (model(x).square().sum(-1) * mask).sum() / mask.sum()
+
+
+def masked_losses(micro_batches: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
+    plain = copy.deepcopy(model)
+    step = LossStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), 2, masked, gradient_accumulation_steps=micro_batches
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    differences = []
+    for rows in [(3, 3), (2, 5), (0, 4), (1, 1)]:
+        x, mask = torch.randn(sum(rows), 6, dtype=torch.float64), (torch.rand(sum(rows)) < 0.7).double()
+        mask[0] = 1
+        expected = update_plainly(plain, optimizer, masked, x, mask)
+        differences.append((step(own(rows, x), own(rows, mask)) - expected).abs())
+    return differences
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro_batches: int) -> None:
+    for differences in pool.run(2, masked_losses, micro_batches):
+        assert max(differences) < 1e-12
+
+
+def packed(stage: int) -> list[Tensor]:
+    model = make("mlp", torch.float64)
+    step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=2, accumulation_outputs="packed")
+    return [step(own(rows, x), own(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)]
+
+
+def test_packed_losses_have_an_entry_for_each_micro_batch_and_their_mean_is_that_of_the_whole(pool: Pool) -> None:
+    model = make("mlp", torch.float64)
+    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data("mlp", ROWS[2], torch.float64)])
+    for losses in pool.run(2, packed, 2):
+        assert all(loss.shape == (2,) for loss in losses)
+        torch.testing.assert_close([loss.mean() for loss in losses], expected, rtol=1e-10, atol=1e-10)
+
+
+class Rows(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for name, value in options.items():
+            setattr(self.config, name, value)
+
+    def build(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        out.square().mean().backward()
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*each size is compiled by itself")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulation_outputs": "packed"}, "config.accumulation_outputs = 'packed'"),
+        ({"dynamic_shapes": False}, "dynamic_shapes is False"),
+        ({"backend": lambda graph, inputs: graph.forward}, "config.backend is a function"),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused_where_sizes_are_static(options: dict[str, Any], words: str) -> None:
+    model = nn.Linear(3, 2)
+    step = Rows(model, gradient_accumulation_steps=2, **options)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(zg.InputError, match="does not divide the number of rows") as raised:
+        step(torch.randn(5, 3))
+    assert words in str(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(torch.randn(4, 3))
+    assert step.steps_done == 1
+
+
+def test_a_number_that_is_not_finite_is_found_in_its_micro_batch() -> None:
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    step = LossStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        0,
+        lambda model, x: model(x).log().sum(),
+        on_nonfinite="raise",
+        gradient_accumulation_steps=2,
+    )
+    x = torch.ones(5, 3)
+    step(x)
+    x[4] = -9
+    with pytest.raises(zg.NonFiniteError, match=r"in micro-batch 2 of 2\n(.*\n)*.*aten\.log"):
+        step(x)
