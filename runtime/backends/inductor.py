@@ -117,6 +117,7 @@ def _guarded(
         symbols: the sizes that are the first inputs.
         conditions: what the compiled code relies on, over the names of the symbols.
     """
+    conditions = [f"({condition})" for condition in conditions]
     count, names = len(symbols), ", ".join(map(str, symbols))
     not_empty = [f"{symbol} > 0" for symbol in symbols if _torch.is_positive(symbol)]
     is_empty = eval(f"lambda {names}: not ({' and '.join(not_empty) or True})")
