@@ -88,6 +88,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("offload"),
         _page("overhead", "runtime/job/messages.py", "runtime/reduce_overhead.py"),
         _page("recompute"),
+        _page("scripts", "zerograph/loops/*.py"),
         _page("update"),
         _page("wire"),
         _page("peers", *_PEERS[1:], command="make bench"),

@@ -221,11 +221,11 @@ def distillation(prepare: Prepare) -> Seen:
 
 
 def two_parts(prepare: Prepare) -> Seen:
-    """Update encoder and decoder by two optimizers after one backward; skip a batch; several calls of one model."""
+    """Update encoder and decoder by two optimizers after one backward; skip a batch; the last batch has one row."""
     encoder, decoder = seeded(lambda: nn.Linear(8, 6)), seeded(lambda: nn.Linear(6, 4))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (encoder, decoder)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
-    loader = DataLoader(samples(29, 8), batch_size=8)
+    loader = DataLoader(samples(25, 8), batch_size=8)
     encoder, decoder, first, second, loader = prepare(encoder, decoder, *optimizers, loader)
     printed: list[float] = []
     for number, (x, y) in enumerate(loader):

@@ -124,7 +124,10 @@ class Recorded(ZeroGraph):
         self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
     ) -> list[Tensor]:
         """Run the program as :meth:`run` does; return this rank's part of each output as the graph places it."""
-        self._program, self.tape = program, f"{self.purpose}{program.text}"
+        self._program, text = program, f"{self.purpose}{program.text}"
+        if text != self.tape:
+            # An equal text must stay the same object: a call is compared with the last one object by object.
+            self.tape = text
         try:
             self._check_alike(program, calls, problem)
             inputs = [

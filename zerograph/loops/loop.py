@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import CaptureError, InputError
 from zerograph.ir.sbp import NdSbp, Split
@@ -112,7 +113,7 @@ class Loop:
             self._preview = self._new(LoopPreview(first, whole=False))
             self._gradients = self._new(LoopGradients(first))
         self._texts = Texts({id(module): name for name, module in modules.items()})
-        self._outcomes = Outcomes(self._forward._members, self._forward.parts, lambda: config.amp_dtype, self._warn)
+        self._outcomes = Outcomes(self._now, self._forward.parts, lambda: config.amp_dtype, self._warn)
         self._numbers = Numbers()
         self._warned: set[str] = set()
         self._trainer: dict[int, int] | None = None
@@ -123,11 +124,18 @@ class Loop:
         self._lost: dict[int, tuple[str, str]] = {}
         self._updates = dict.fromkeys(range(len(self.optimizers)), 0)
         self._reader = Reader(self)
+        self._members: Members | None = None
+        self._modules: dict[nn.Module, list[nn.Module]] = {}
+        self._parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self.tape = self._new_tape()
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a call of a prepared module or function on this rank's part of the batch."""
         self._settle()
+        members = self._forward._members()
+        if members is not self._members:
+            # A module may have other submodules, parameters or modes.
+            self._members, self._modules, self._parameters = members, {}, {}
         if not self.tape.losses and next(self.tape.alive(), None) is None:
             if self.tape.has_effects():
                 self._run_forward(self.tape)
@@ -224,6 +232,18 @@ class Loop:
             (value,) = self._preview.run_loop(program)
         return value
 
+    def modules_of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the submodules of a prepared module."""
+        if module not in self._modules:
+            self._modules[module] = list(module.modules())
+        return self._modules[module]
+
+    def parameters_of(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a prepared module."""
+        if module not in self._parameters:
+            self._parameters[module] = list(module.parameters())
+        return self._parameters[module]
+
     def trained_by(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the optimizers that train some of the parameters."""
         if self._trainer is None or len(self._trainer) != sum(
@@ -239,7 +259,7 @@ class Loop:
 
     def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
         """Return the prepared parameters by their name in the graphs."""
-        return self._forward._members().parameters
+        return (self._members or self._forward._members()).parameters
 
     def updates(self) -> Mapping[int, int]:
         """Return the number of updates of each optimizer so far."""
@@ -312,7 +332,6 @@ class Loop:
             program = self._program(tape, outputs, numbers)
             if problem is not None:
                 graph.run(program, [program.tensors], problem)
-            self._reader.watch([p for n in numbers for g in self.optimizers[n].param_groups for p in g["params"]])
             with tape.modes():
                 values = graph.run_loop(program)
             self.graphs_done += 1
@@ -410,8 +429,11 @@ class Loop:
     def _new_tape(self) -> LoopTape:
         return LoopTape(self._outcomes, self._name, lambda *_: [], self._numbers, words=self.words, owner=self)
 
+    def _now(self) -> Members:
+        return self._members or self._forward._members()
+
     def _name(self, parameter: nn.Parameter) -> str | None:
-        return self._forward._members().names().get(id(parameter))
+        return (self._members or self._forward._members()).names().get(id(parameter))
 
     def _here(self) -> str:
         line, code = source.running_line()

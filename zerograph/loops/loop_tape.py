@@ -33,6 +33,12 @@ class Owner(Protocol):
     def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
         """Compute the value of a result."""
 
+    def modules_of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the submodules of a prepared module."""
+
+    def parameters_of(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a prepared module."""
+
     def trained_by(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the optimizers that train some of the parameters."""
 
@@ -91,7 +97,7 @@ class LoopTape(Tape):
     def call(self, function: Any, args: Any, kwargs: Any, *, module: bool = False, parts: bool = False) -> Any:
         """Record a call as :meth:`Tape.call` does, on the loop's present tape if this one is closed."""
         if module and isinstance(function, nn.Module):
-            self._modes.setdefault(function, _mode_of(function))
+            self._modes.setdefault(function, self._mode_of(function))
         if self.closed:
             return self.owner.tape.call(function, args, kwargs, module=module, parts=parts)
         name = getattr(function, "__name__", "")
@@ -120,20 +126,27 @@ class LoopTape(Tape):
 
     def takes_mode(self, function: Any) -> bool:
         """Return whether a module is in the same mode as in its other calls on the tape."""
-        return function not in self._modes or self._modes[function] == _mode_of(function)
+        return function not in self._modes or self._modes[function] == self._mode_of(function)
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
         """Put the modules into the modes in which they were called, training or evaluation."""
-        now = {module: _mode_of(module) for module in self._modes}
+        now = {module: self._mode_of(module) for module in self._modes}
         changed = [module for module, mode in self._modes.items() if mode != now[module]]
         for module in changed:
-            _set_mode(module, self._modes[module])
+            self._set_mode(module, self._modes[module])
         try:
             yield
         finally:
             for module in changed:
-                _set_mode(module, now[module])
+                self._set_mode(module, now[module])
+
+    def _mode_of(self, module: nn.Module) -> tuple[bool, ...]:
+        return tuple([one.training for one in self.owner.modules_of(module)])
+
+    def _set_mode(self, module: nn.Module, mode: Sequence[bool]) -> None:
+        for one, training in zip(self.owner.modules_of(module), mode, strict=True):
+            one.training = training
 
     def is_over(self, deferred: Deferred) -> bool:
         """Return whether operators on the tensor compute with its value: it is a number of the whole batch."""
@@ -297,7 +310,7 @@ class LoopTape(Tape):
         for number in calls:
             call = self.calls[number]
             if isinstance(call.function, nn.Module):
-                found += call.function.parameters()
+                found += self.owner.parameters_of(call.function)
             for argument in call.arguments:
                 if isinstance(argument, Named):
                     found.append(by_name[argument.name])
@@ -396,15 +409,6 @@ class LoopTape(Tape):
             shape = (_PRETENDED_ROWS, *operand.meta.shape[1:])
             operand = replace(operand, meta=replace(operand.meta, shape=shape, whole=shape), likely="part")
         return operand
-
-
-def _mode_of(module: nn.Module) -> tuple[bool, ...]:
-    return tuple([one.training for one in module.modules()])
-
-
-def _set_mode(module: nn.Module, mode: Sequence[bool]) -> None:
-    for one, training in zip(module.modules(), mode, strict=True):
-        one.training = training
 
 
 def _here() -> str:

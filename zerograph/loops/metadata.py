@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.capture.guards import module_guards
 from zerograph.capture.substitutes import substituted
 from zerograph.compiler.members import Members
 from zerograph.errors import CaptureError
@@ -72,7 +71,7 @@ class Outcomes:
             CaptureError: the call writes to a tensor, its shapes depend on values, or it means something else on the
                 whole batch.
         """
-        facts = module_guards(function) if isinstance(function, nn.Module) else ()
+        facts = self.members().module_facts if isinstance(function, nn.Module) else ()
         where = id(function) if opaque else function
         keys = tuple(_key(argument) for argument in arguments)
         key = (where, facts, keys, tree, with_gradients, self.parts(), self.amp_dtype())
