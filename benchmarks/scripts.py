@@ -5,8 +5,8 @@ python benchmarks/scripts.py --rounds 50
 
 A GPT of 6 layers and width 128 (8 rows of 96 tokens per rank) and a perceptron whose step is almost only host work.
 AdamW, gloo, one thread per rank, eager backend. Each round runs one step of either; medians over rounds, and the median
-of the ratios of the rounds. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads the
-loss before backward, which costs the loop a second forward, and which build() cannot do: it is compared with "plain".
+of the ratios of the rounds. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads
+the loss before backward, which costs the loop a second forward; build() cannot do it and is measured as for "plain".
 """
 
 from __future__ import annotations
