@@ -319,6 +319,10 @@ def drawing(x: Tensor, documents: Tensor) -> Any:
     return flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: score * torch.rand_like(score))
 
 
+def branching(x: Tensor, documents: Tensor) -> Any:
+    return flex_attention(x, x, x, score_mod=lambda score, b, h, i, j: score if i > j else score * 2)
+
+
 def varlen(x: Tensor, documents: Tensor) -> Any:
     packed = x.flatten(0, 1).half()
     return varlen_attn(packed, packed, packed, documents[0].int(), documents[0].int(), 6, 6)
@@ -329,6 +333,7 @@ def varlen(x: Tensor, documents: Tensor) -> Any:
     [
         (other_batch, "a block mask was made for a batch of 2, but the whole batch has 3 rows"),
         (drawing, "writes or draws random numbers"),
+        (branching, "reads a value"),
         (varlen, "runs on accelerators only"),
     ],
 )

@@ -269,7 +269,13 @@ def _traced(function: Callable[..., Tensor], query: Tensor, scores: int, sizes: 
             with sizes, _torch.sizes_untraced():
                 return function(*arguments)
 
-        module = _torch.trace(at_one_position, [*score, *positions])
+        try:
+            module = _torch.trace(at_one_position, [*score, *positions])
+        except (_torch.GuardOnDataDependentSymNode, _torch.DataDependentOutputException):
+            refuse(
+                "a function of flex_attention() reads a value: a position, or an element that it looks up",
+                "Use torch.where for branches, and look numbers up in tensors, not in lists.",
+            )
     for node, name in zip(reversed(placeholders(module.graph)), reversed(("score", *POSITIONS)), strict=False):
         node.name = name
     module.graph.eliminate_dead_code()
