@@ -13,9 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.console import Console
-from rich.text import Text
-
 Kind = Literal[" ", "-", "+"]
 _CONTEXT = 3
 _STYLES = {"-": "red", "+": "green", " ": ""}
@@ -93,6 +90,10 @@ class Diff:
 
     def coloured(self) -> str:
         """Return the unified diff with the escape codes of a terminal."""
+        # Imported here because a training script needs no colours.
+        from rich.console import Console
+        from rich.text import Text
+
         # So wide that rich wraps no line: the terminal does.
         console = Console(force_terminal=True, color_system="standard", width=2**16, highlight=False, no_color=False)
         with console.capture() as capture:

@@ -43,6 +43,15 @@ def test_importing_zerograph_loads_next_to_nothing() -> None:
     assert not loaded & {"torch", "rich", "yaml", "networkx", "numpy"}
 
 
+def test_a_graph_loads_no_planner_no_report_and_nothing_for_the_terminal() -> None:
+    code = "import json, sys, zerograph; zerograph.ZeroGraph; print(json.dumps([*sys.modules]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(found.stdout))
+    packages = {".".join(name.split(".")[:3]) for name in loaded}
+    assert "zerograph.graph" in loaded
+    assert not packages & {"rich", "yaml", "zerograph.planner", "zerograph.inspection.report", "zerograph.compat"}
+
+
 def test_names_are_the_same_for_python_and_for_type_checkers() -> None:
     """One list is read by each: they must not part."""
     tree = ast.parse((ROOT / "__init__.py").read_text())
