@@ -1,12 +1,17 @@
-"""Batches of any size on two ranks: symbolic against static steps, DDP with padding, and training on random sizes.
+"""Batches of any size on two ranks: numbers, compilations and speed beside static steps and peers that pad.
 
-python benchmarks/any_batch.py               # saved to results/any_batch.md
-python benchmarks/any_batch.py --steps 1000  # more random batches
+python benchmarks/any_batch.py               # everything, some ten minutes on two quiet cores; results/any_batch.md
+python benchmarks/any_batch.py --steps 300   # fewer random batches
+python benchmarks/any_batch.py --quick       # small models, some seconds: only to see that everything runs
 
-A GPT of 6 layers, stage 2, AdamW, gloo, one thread per rank. "Same size" interleaves a step with static and one with
-symbolic sizes on equal batches, and takes medians over rounds. "Compile" is capture and all passes, once each in a
-process of its own. "Random sizes" draws 0 to 8 rows for each rank and a length for all; losses are compared with plain
-PyTorch in fp32 on the concatenation. DDP gets the same samples padded to 8 rows and the largest length.
+A GPT of 6 layers and a BERT classifier (transformers' BertForSequenceClassification, 4 layers, each row padded to the
+longest and masked), both of width 64, without dropout, stage 2, fused AdamW, gloo, one thread per rank. Random sizes:
+0 to 8 rows on each rank and a length of 32 to 512, drawn for each step. Losses are compared, step by step, with plain
+PyTorch in fp32 that trains from the same beginning on the concatenation of all rows; told is the largest difference
+relative to the loss. "Same size" interleaves a step with static and one with symbolic sizes on 8 rows of length 256 on
+each rank; medians. "First compile" is capture and all passes, once each in a process of its own. Peers get the same
+samples padded to 8 rows and length 512. Tokens are those of samples, without padding; the rates are of the same batches
+for all three, without steps that compile. Stages are compared on the first 16 of the random batches.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ import argparse
 import multiprocessing
 import os
 import platform
+import queue
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,47 +41,153 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 import zerograph as zg  # noqa: E402
-from benchmarks.contenders.tasks import Gpt  # noqa: E402
+from benchmarks.contenders import ddp, fsdp2  # noqa: E402
+from benchmarks.contenders.tasks import Gpt, Task  # noqa: E402
+from benchmarks.contenders.training import adamw  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from zerograph.ir.mesh import line as mesh_line  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "any_batch.md"
-RANKS, ROWS, SHORTEST, LONGEST, VOCABULARY = 2, 8, 32, 128, 1024
+RANKS, ROWS, SHORTEST, LONGEST, VOCABULARY, CLASSES, LR = 2, 8, 32, 512, 512, 4, 1e-3
+COMPARED_STAGES = ("off", 1, 2, 3)
+# Batches on which stages are compared, and those of a peer that are not counted.
+STAGE_STEPS, WARM = 16, 3
+PATIENCE = 3600.0
 
 
-class GptStep(zg.ZeroGraph):
-    def __init__(self, dynamic: Any) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """The size of a run."""
+
+    width: int
+    layers: int
+    longest: int
+    steps: int
+    peer_steps: int
+    rounds: int
+
+
+QUICK = Sizes(width=32, layers=2, longest=64, steps=24, peer_steps=6, rounds=3)
+
+
+class Bert(nn.Module):
+    """Transformers' classifier of rows of tokens, of which 0 is padding."""
+
+    def __init__(self, layers: int, width: int, longest: int) -> None:
         super().__init__()
-        self.model = model()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.set_zero_mode("distributed_split", stage=2)
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=4 * width,
+            max_position_embeddings=longest,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=CLASSES,
+        )
+        self.bert = BertForSequenceClassification(config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The repeated layers, which FSDP2 shards one by one."""
+        layers: nn.ModuleList = self.bert.bert.encoder.layer
+        return layers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids=ids, attention_mask=(ids != 0).long()).logits
+        return logits
+
+
+class PaddedTask(Task):
+    """A task whose batch may have no valid target on a rank: a sum keeps the loss finite."""
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return the sum over valid targets, divided by a constant."""
+        return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") / y.numel()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The whole batch of a step.
+
+    Attributes:
+        rows: rows of each rank.
+        x: tokens [rows, length]; 0 is padding.
+        y: targets: [rows, length] of tokens or [rows] of classes.
+    """
+
+    rows: list[int]
+    x: Tensor
+    y: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of samples, without padding."""
+        return int((self.x != 0).sum())
+
+    def own(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return a rank's part."""
+        return self.x.split(self.rows)[rank], self.y.split(self.rows)[rank]
+
+    def padded(self, rank: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Return a rank's part padded to the maximum. Rows without a sample have one token, and no target."""
+        x, y = self.own(rank)
+        missing = ROWS - len(x)
+        x = F.pad(x, (0, longest - x.shape[1], 0, missing))
+        x[ROWS - missing :, 0] = 1
+        after = (0, longest - y.shape[1], 0, missing) if y.dim() == 2 else (0, missing)
+        return x, F.pad(y, after, value=-100)
+
+
+def model_of(name: str, sizes: Sizes) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "GPT":
+        return Gpt(sizes.layers, sizes.width, 4, VOCABULARY, sizes.longest)
+    return Bert(sizes.layers * 2 // 3, sizes.width, sizes.longest)
+
+
+def batch_of(name: str, rows: list[int], length: int, generator: torch.Generator) -> Batch:
+    x = torch.randint(1, VOCABULARY, (sum(rows), length), generator=generator)
+    if name == "GPT":
+        return Batch(rows, x, x.roll(-1, 1))
+    lengths = torch.randint(length // 2, length + 1, (sum(rows), 1), generator=generator)
+    lengths[0] = length
+    x = x.masked_fill(torch.arange(length) >= lengths, 0)
+    return Batch(rows, x, torch.randint(0, CLASSES, (sum(rows),), generator=generator))
+
+
+def batches(name: str, sizes: Sizes) -> list[Batch]:
+    draw, generator, drawn = random.Random(0), torch.Generator().manual_seed(0), []
+    while len(drawn) < sizes.steps:
+        rows, length = [draw.randint(0, ROWS) for _ in range(RANKS)], draw.randint(SHORTEST, sizes.longest)
+        if sum(rows):
+            drawn.append(batch_of(name, rows, length, generator))
+    return drawn
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+class TrainStep(zg.ZeroGraph):
+    def __init__(self, name: str, sizes: Sizes, dynamic: Any, stage: Any = 2) -> None:
+        super().__init__()
+        self.model = model_of(name, sizes)
+        self.add_optimizer(adamw(self.model.parameters(), LR))
+        if stage == "off":
+            self.set_zero_mode("off")
+        else:
+            self.set_zero_mode("distributed_split", stage=stage)
         self.config.dynamic_shapes = dynamic
         self.config.backend = "eager"
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = token_loss(self.model(x), y)
+        loss = loss_of(self.model, x, y)
         loss.backward()
         return loss
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return Gpt(6, 128, 4, VOCABULARY, LONGEST)
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def batches(steps: int) -> list[tuple[list[int], Tensor]]:
-    """Return the rows of each rank and the tokens of all of them, for each step."""
-    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
-    drawn = []
-    while len(drawn) < steps:
-        rows, length = [draw.randint(0, ROWS) for _ in range(RANKS)], draw.randint(SHORTEST, LONGEST)
-        if sum(rows) > 1:
-            drawn.append((rows, torch.randint(0, VOCABULARY, (sum(rows), length), generator=generator)))
-    return drawn
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -85,123 +198,190 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def same_size(rounds: int) -> tuple[float, float]:
+@dataclass
+class Trained:
+    """Training on random batches: loss and seconds of each step, and the steps that compiled."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    compiled: list[int] = field(default_factory=list)
+
+
+def random_sizes(name: str, sizes: Sizes, rank: int) -> Trained:
+    step, result = TrainStep(name, sizes, "auto"), Trained()
+    for number, batch in enumerate(batches(name, sizes), 1):
+        x, y = batch.own(rank)
+        before = step._steps.compilations
+        result.seconds.append(seconds(lambda x=x, y=y: result.losses.append(float(step(x, y)))))
+        if step._steps.compilations > before:
+            result.compiled += [number] * (step._steps.compilations - before)
+    return result
+
+
+def stages_equal(name: str, sizes: Sizes, rank: int) -> bool:
+    """Return whether losses and final parameters of all stages are equal bit by bit."""
+    results = []
+    for stage in COMPARED_STAGES:
+        step = TrainStep(name, sizes, "auto", stage)
+        losses = [step(*batch.own(rank)) for batch in batches(name, sizes)[:STAGE_STEPS]]
+        results.append([*losses, *step.state_dict()["modules"]["model"].values()])
+    return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def same_size(name: str, sizes: Sizes, rank: int) -> tuple[float, float]:
     """Return the median seconds of a static and of a symbolic step."""
-    x = torch.randint(0, VOCABULARY, (ROWS, 96))
-    static, symbolic = GptStep(False), GptStep(True)
-    times: list[list[float]] = [[], []]
-    for number in range(rounds + 3):
-        for which, step in enumerate((static, symbolic)):
-            took = seconds(lambda step=step: step(x, x))
-            if number >= 3:
-                times[which].append(took)
+    batch = batch_of(name, [ROWS] * RANKS, sizes.longest // 2, torch.Generator().manual_seed(0))
+    steps, times = (TrainStep(name, sizes, False), TrainStep(name, sizes, True)), ([], [])
+    x, y = batch.own(rank)
+    for number in range(sizes.rounds + WARM):
+        for step, taken in zip(steps, times, strict=True):
+            passed = seconds(lambda step=step: step(x, y))
+            if number >= WARM:
+                taken.append(passed)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def random_sizes(steps: int, rank: int) -> dict[str, float]:
-    """Train on random sizes: compilations, the last step that compiled, the largest difference, tokens per second."""
-    step, plain = GptStep("auto"), model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    last, difference, took, tokens = 0, 0.0, 0.0, 0
-    for number, (rows, whole) in enumerate(batches(steps)):
-        own = whole.split(rows)[rank]
-        before, losses = step._compilations, []
-        passed = seconds(lambda own=own, losses=losses: losses.append(step(own, own)))
-        if step._compilations > before:
-            last = number + 1
-        else:
-            took, tokens = took + passed, tokens + whole.numel()
-        if rank == 0:
-            optimizer.zero_grad()
-            loss = token_loss(plain(whole), whole)
-            loss.backward()
-            optimizer.step()
-            difference = max(difference, float((losses[0] - loss.detach()).abs()))
-    return {"compilations": step._compilations, "last": last, "difference": difference, "tokens": tokens / took}
+def padded_peer(peer: str, name: str, sizes: Sizes, rank: int) -> list[float]:
+    """Return the seconds of each of the first steps of a peer that pads every batch to the maximum."""
+    task = PaddedTask(lambda: model_of(name, sizes), lambda generator: None, LR)  # type: ignore[arg-type, return-value]
+    trainer = ddp.build(task) if peer == "DDP" else fsdp2.build(task, reshard=False)
+    taken = []
+    for batch in batches(name, sizes)[: sizes.peer_steps]:
+        x, y = batch.padded(rank, sizes.longest)
+        taken.append(seconds(lambda x=x, y=y: trainer.step(x, y)))
+    return taken
 
 
-def padded_ddp(steps: int, rank: int) -> float:
-    """Return real tokens per second of DDP that pads every batch to the maximum."""
-    wrapped = nn.parallel.DistributedDataParallel(model())
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-    took, tokens = 0.0, 0
-    for number, (rows, whole) in enumerate(batches(steps)):
-        own = whole.split(rows)[rank]
-        x = F.pad(own, (0, LONGEST - own.shape[1], 0, ROWS - own.shape[0]))
-        y = F.pad(own, (0, LONGEST - own.shape[1], 0, ROWS - own.shape[0]), value=-100)
-
-        def step(x: Tensor = x, y: Tensor = y) -> None:
-            optimizer.zero_grad()
-            # A rank without samples has no valid target: a sum keeps the loss finite.
-            (F.cross_entropy(wrapped(x).flatten(0, 1), y.flatten(), reduction="sum") / ROWS / LONGEST).backward()
-            optimizer.step()
-
-        passed = seconds(step)
-        if number >= 2:
-            took, tokens = took + passed, tokens + whole.numel()
-    return tokens / took
+PEERS = ("DDP", "FSDP2")
 
 
-def on_rank(rank: int, store: str, steps: int, rounds: int, results: Any) -> None:
+def on_rank(rank: int, store: str, name: str, sizes: Sizes, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    found = same_size(rounds), random_sizes(steps, rank), padded_ddp(min(steps, 60), rank)
+    same = same_size(name, sizes, rank)
+    trained = random_sizes(name, sizes, rank)
+    equal = stages_equal(name, sizes, rank)
+    peers = {peer: padded_peer(peer, name, sizes, rank) for peer in PEERS}
     if rank == 0:
-        results.put(found)
+        results.put((same, trained, equal, peers))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compile_seconds(dynamic: bool) -> float:
+def measured(name: str, sizes: Sizes) -> tuple[tuple[float, float], Trained, bool, dict[str, list[float]]]:
+    """Return what two ranks measured.
+
+    Raises:
+        TimeoutError: they do not end.
+        RuntimeError: one of them failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = f"{folder}/store", name, sizes, results
+        ranks = [context.Process(target=on_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        limit = time.monotonic() + PATIENCE
+        while True:
+            try:
+                found: Any = results.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if any(process.exitcode for process in ranks):
+                    raise RuntimeError(f"{name}: a rank failed") from None
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{name}: the ranks hang") from None
+        for process in ranks:
+            process.join()
+    return found
+
+
+def plain_losses(name: str, sizes: Sizes) -> list[float]:
+    """Return the losses of one device on the concatenations."""
+    model = model_of(name, sizes)
+    optimizer, losses = adamw(model.parameters(), LR), []
+    for batch in batches(name, sizes):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch.x, batch.y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def compile_seconds(name: str, sizes: Sizes, dynamic: bool) -> float:
     torch.set_num_threads(1)
-    x = torch.zeros(ROWS, 96, dtype=torch.int64)
+    batch = batch_of(name, [ROWS] * RANKS, sizes.longest // 2, torch.Generator().manual_seed(0))
     began = time.perf_counter()
-    GptStep(dynamic).prepare(mesh_line(RANKS, 0, "ranks"), x, x)
+    TrainStep(name, sizes, dynamic).prepare(mesh_line(RANKS, 0, "ranks"), *batch.own(0))
     return time.perf_counter() - began
+
+
+def first_compile(name: str, sizes: Sizes) -> list[float]:
+    """Return the seconds of a static and of a symbolic compilation, each in a process of its own."""
+    taken = []
+    for dynamic in (False, True):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            taken.append(pool.apply(compile_seconds, (name, sizes, dynamic)))
+    return taken
+
+
+def rows_of(name: str, sizes: Sizes) -> list[list[str]]:
+    """Return the cells of a model's column, with the goal of each: label, measured, goal."""
+    static_compile, symbolic_compile = first_compile(name, sizes)
+    (static, symbolic), trained, equal, peers = measured(name, sizes)
+    losses = plain_losses(name, sizes)
+    difference = max(abs(a - b) / abs(b) for a, b in zip(trained.losses, losses, strict=True))
+    tokens = [batch.tokens for batch in batches(name, sizes)]
+    counted = [n for n in range(sizes.peer_steps) if n >= WARM and n + 1 not in trained.compiled]
+
+    def rate(taken: list[float]) -> float:
+        return sum(tokens[n] for n in counted) / sum(taken[n] for n in counted)
+
+    ours = rate(trained.seconds)
+    return [
+        [f"compilations in {sizes.steps} steps of random sizes", str(len(trained.compiled)), "at most 3"],
+        ["compilations after the first 20 steps", str(sum(n > 20 for n in trained.compiled)), "0"],
+        ["steps that hang", "0", "0"],
+        ["largest relative difference of a loss", f"{difference:.1e}", "1e-6"],
+        ["stages off, 1, 2, 3 bitwise equal", "yes" if equal else "NO", "yes"],
+        ["same size: static step, ms", f"{static * 1e3:.1f}", ""],
+        ["same size: symbolic step, ms", f"{symbolic * 1e3:.1f} ({symbolic / static:.3f} x)", "1.05 x"],
+        ["first compile: static, s", f"{static_compile:.2f}", ""],
+        ["first compile: symbolic, s", f"{symbolic_compile:.2f} ({symbolic_compile / static_compile:.2f} x)", "3 x"],
+        ["random sizes: real tokens/s", f"{ours:,.0f}", ""],
+        *(
+            [f"{peer}, padded: real tokens/s", f"{rate(taken):,.0f} (we: {ours / rate(taken):.2f} x)", "1.5 x"]
+            for peer, taken in peers.items()
+        ),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=1000, help="random batches of each model")
+    parser.add_argument("--peer-steps", type=int, default=40, help="of which peers run the first")
+    parser.add_argument("--rounds", type=int, default=25, help="steps of the same size that are timed")
+    parser.add_argument("--quick", action="store_true", help="small models, few steps; writes no page")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    compiled = []
-    for dynamic in (False, True):
-        with context.Pool(1) as pool:
-            compiled.append(pool.apply(compile_seconds, (dynamic,)))
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = f"{folder}/store", options.steps, options.rounds, results
-        ranks = [context.Process(target=on_rank, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        (static, symbolic), trained, ddp = results.get()
-        for process in ranks:
-            process.join()
-    lines = [
-        ["", "measured", "goal"],
-        ["---", "---:", "---:"],
-        ["same size: static step, ms", f"{static * 1e3:.1f}", ""],
-        ["same size: symbolic step, ms", f"{symbolic * 1e3:.1f} ({symbolic / static:.3f} x)", "1.05 x"],
-        ["compile: static, s", f"{compiled[0]:.2f}", ""],
-        ["compile: symbolic, s", f"{compiled[1]:.2f} ({compiled[1] / compiled[0]:.2f} x)", "3 x"],
-        [f"random sizes: compilations in {options.steps} steps", f"{trained['compilations']:.0f}", "3"],
-        ["random sizes: last step that compiled", f"{trained['last']:.0f}", "20"],
-        ["random sizes: largest difference of a loss", f"{trained['difference']:.1e}", "1e-6"],
-        [
-            "random sizes: real tokens/s",
-            f"{trained['tokens']:,.0f} ({trained['tokens'] / ddp:.2f} x)",
-            "1.5 x",
-        ],
-        ["DDP, padded: real tokens/s", f"{ddp:,.0f}", ""],
-    ]
-    shown = [line(cells) for cells in lines]
+    torch.set_num_threads(RANKS)
+    sizes = QUICK if options.quick else Sizes(64, 6, LONGEST, options.steps, options.peer_steps, options.rounds)
+    columns = []
+    for name in ("GPT", "BERT"):
+        began = time.perf_counter()
+        columns.append(rows_of(name, sizes))
+        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    cells = [["", "GPT", "BERT", "goal"], ["---", "---:", "---:", "---:"]]
+    cells += [[gpt[0], gpt[1], bert[1], gpt[2]] for gpt, bert in zip(*columns, strict=True)]
+    shown = [line(row) for row in cells]
     print("\n".join(shown))
-    machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
-    command = f"`python benchmarks/any_batch.py --steps {options.steps}`, {machine}"
-    RESULTS.write_text(page("Batches of any size", command, __doc__, *shown))
+    if not options.quick:
+        machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
+        arguments = "" if options.steps == 1000 else f" --steps {options.steps}"
+        command = f"`python benchmarks/any_batch.py{arguments}`, {machine}"
+        RESULTS.write_text(page("Batches of any size", command, __doc__, *shown))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,27 @@ def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
     assert step._compilations == 3
 
 
+class Positions(nn.Module):
+    """Adds a table of positions to rows of at most 16 numbers, as BERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("table", torch.arange(16.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.table[None, : x.shape[1]]
+
+
+def test_a_symbolic_length_may_reach_the_end_of_a_table_of_positions() -> None:
+    model = Positions()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x: model(x).sum())
+    for length in (13, 16, 12, 15):
+        x = torch.randn(2, length)
+        torch.testing.assert_close(step(x), model(x).sum().detach())
+    assert step._steps.compilations == 2
+
+
 def each_row(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([model(x[row]).sum() for row in range(x.shape[0])]).sum()
 

@@ -27,6 +27,8 @@ from zerograph.ir.sbp import Split
 # Combinations of sizes that are remembered with what they select.
 _MAX_SELECTED = 1 << 12
 _NO_LIMITS = (0, None)
+# Smaller primes are likely sizes that a program computes or has as constants.
+_SMALLEST_HINT = 11
 Mode = Literal["auto"] | bool
 # Number of an input, and one of its dimensions.
 Where = tuple[int, int]
@@ -393,7 +395,7 @@ def _symbolic(
                 along = _split_dims(batch, number, mesh) if where in rows else []
                 dims[identity] = Dim(
                     f"s{len(dims)}",
-                    primes(max(size // pieces, 11)) * pieces,
+                    primes(size // pieces) * pieces,
                     rows=where in rows,
                     pieces=pieces,
                     # Time is the mesh dimension after those of ranks.
@@ -428,15 +430,19 @@ def _limited(dim: Dim, low: int, high: int | None, parts: int) -> Dim:
 
 
 def _primes(taken: set[int]) -> Callable[[int], int]:
-    """Return a function that returns the next unused prime from a number on, which divides no size in ``taken``."""
+    """Return a function that returns an unused prime near a size, which divides no size in ``taken``.
 
-    def next_prime(start: int) -> int:
-        candidate = start
-        while not all(candidate % factor for factor in range(2, math.isqrt(candidate) + 1)) or any(
-            size and size % candidate == 0 for size in taken
-        ):
-            candidate += 1
-        taken.add(candidate)
-        return candidate
+    It is at most the size if that is large enough: a table of positions may end at the size.
+    """
 
-    return next_prime
+    def is_free(number: int) -> bool:
+        prime = all(number % factor for factor in range(2, math.isqrt(number) + 1))
+        return prime and not any(size and size % number == 0 for size in taken)
+
+    def near(size: int) -> int:
+        below, above = range(size, _SMALLEST_HINT - 1, -1), itertools.count(max(size, _SMALLEST_HINT))
+        prime = next(filter(is_free, itertools.chain(below, above)))
+        taken.add(prime)
+        return prime
+
+    return near
