@@ -83,6 +83,17 @@ def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
         parameter.__class__ = _with_reader(type(parameter))
 
 
+def has_stored_gradient(parameter: nn.Parameter) -> bool:
+    """Return True if a plain ``backward()`` has given the parameter a gradient; readers are not asked."""
+    return not isinstance(parameter, SplitParameter) and _STORED.__get__(parameter) is not None
+
+
+def drop_stored_gradient(parameter: nn.Parameter) -> None:
+    """Drop the gradient that a plain ``backward()`` has given the parameter."""
+    if has_stored_gradient(parameter):
+        _STORED.__set__(parameter, None)
+
+
 class SplitParameter(nn.Parameter):
     """A parameter whose values are split between the ranks. It has a shape, and computing with it is an error.
 

@@ -261,12 +261,19 @@ def updated_since(model: nn.Module, optimizer: Any) -> None:
     out.mean().backward()
 
 
+def around_the_model(model: nn.Module, optimizer: Any) -> None:
+    F.cross_entropy(model(X), Y).backward()
+    next(model.children())(X).square().mean().backward()
+    optimizer.step()
+
+
 LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "no backward": (no_backward, r"without loss\.backward"),
     "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
     "one loss twice": (twice, "twice on one loss"),
     "an input that changed": (changed_input, "changed in place"),
     "a gradient that is set": (written_gradient, r"parameter\.grad is set"),
+    "a loss from a submodule": (around_the_model, "computed without the prepared model"),
     "a closure": (closure, "closure"),
     "a result of an updated model": (updated_since, "was updated since"),
 }

@@ -29,6 +29,7 @@ from zerograph.loops.tape import Numbers
 from zerograph.loops.words import Words
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest
+from zerograph.runtime.parameters import drop_stored_gradient, has_stored_gradient
 
 
 class OfLoop(Recorded):
@@ -165,6 +166,12 @@ class Loop:
         tape = self.tape
         events = [event for event in tape.events.values() if event.concerns([number])]
         self._check_cleared(number)
+        if any(has_stored_gradient(one) for group in optimizer.param_groups for one in group["params"]):
+            raise InputError(
+                f"optimizer.step() would not see a gradient computed without the prepared model{self._here()}\n"
+                "Compute losses from what the model returns when it is called itself, not from its submodules, methods "
+                "or parameters; put a penalty on parameters into the model's forward."
+            )
         if not any(event.loss for event in events):
             raise InputError(
                 f"optimizer.step() without loss.backward() before{self._here()}\n"
@@ -185,6 +192,9 @@ class Loop:
         for number in numbers:
             self._used.pop(number, None)
             self._lost.pop(number, None)
+            for group in self.optimizers[number].param_groups:
+                for parameter in group["params"]:
+                    drop_stored_gradient(parameter)
             self.tape.clear(number)
 
     def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
