@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, update_plainly
+from tests.harness import LossStep, needs_compiler, update_plainly
 from tests.models import TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 from tests.zerograph.test_any_batch import data, own
+from zerograph.runtime.backends import pieces
 
 # Rows of each rank in each step: equal, not divisible, unequal, fewer than micro-batches, none.
 ROWS = {
@@ -217,6 +218,29 @@ def test_rows_that_do_not_divide_are_refused_where_sizes_are_static(options: dic
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     step(torch.randn(4, 3))
     assert step.steps_done == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*each size is compiled by itself")
+@pytest.mark.parametrize(
+    ("batch_norm", "words"), [("local", "'local' needs 2 parts"), ("global", "needs the whole batch")]
+)
+def test_batch_norm_behind_a_layer_is_refused_for_unequal_micro_batches(batch_norm: str, words: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    step = Rows(model, gradient_accumulation_steps=2, batch_norm=batch_norm)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(zg.InputError, match=words):
+        step(torch.randn(5, 3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@needs_compiler
+def test_inductor_serves_unequal_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SMALLEST", 0)
+    batches = [(x, y) for _, x, y in data("mlp", [(4,), (5,), (3,), (1,)], torch.float64)]
+    model, plain = make("mlp", torch.float64), make("mlp", torch.float64)
+    step = TrainStep(model, adamw(model), gradient_accumulation_steps=2, backend="inductor")
+    losses = [step(x, y) for x, y in batches]
+    torch.testing.assert_close(losses, train_plainly(plain, adamw(plain), batches), rtol=1e-10, atol=1e-10)
 
 
 def test_a_number_that_is_not_finite_is_found_in_its_micro_batch() -> None:

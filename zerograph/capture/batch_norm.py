@@ -116,6 +116,11 @@ def _backward(
 
 def _grouped(groups: int, x: Tensor) -> Tensor:
     """Return ``x`` in at least fp32 as [groups, samples, channels, ...]."""
+    if groups > 1 and not isinstance(x.shape[0], int):
+        raise CaptureError(
+            f"config.batch_norm = 'local' needs {groups} parts of one size, which does not change between calls\n"
+            "Give each rank as many samples, and each micro-batch, or set config.batch_norm = 'global'."
+        )
     if len(x) % groups:
         raise CaptureError(
             f"batch norm of {len(x)} samples, which {groups} parts do not divide, with config.batch_norm = 'local'\n"

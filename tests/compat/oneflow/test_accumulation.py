@@ -164,3 +164,22 @@ def test_a_sum_added_to_a_mean_is_refused_before_anything_changes() -> None:
     Step(linear(), measured)(*batch())
     # Without accumulation there is nothing to tell apart.
     Step(linear(), mixed, count=1)(*batch())
+
+
+@pytest.mark.parametrize(("name", "factor"), [("sum over the rows' number", 1.0), ("sum", 1 / COUNT)])
+def test_unequal_micro_batches_are_those_of_the_whole_and_a_sum_is_divided_by_their_number(
+    name: str, factor: float
+) -> None:
+    model, plain = linear(), linear()
+    graph = Step(model, LOSSES[name])
+    for rows in (16, 6, 3):
+        x, y = (one[:rows] for one in batch())
+        graph(x, y)
+        plain.zero_grad()
+        LOSSES[name](plain, x, y)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                momentum = 0.9 * getattr(parameter, "momentum", 0.0) + factor * parameter.grad
+                parameter.momentum = momentum
+                parameter -= 0.01 * momentum
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
