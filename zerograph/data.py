@@ -21,6 +21,7 @@ from zerograph.compiler.batch import Layout, layout_of
 from zerograph.config import Config
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.annotate import is_replicated
+from zerograph.ir.marks import copy_marks
 from zerograph.ir.sbp import NdSbp, Split, broadcast, from_dtensor, show
 from zerograph.runtime.job.process_group import agree, digest, explaining_failures, join
 from zerograph.state.threads import one_thread
@@ -227,7 +228,7 @@ def _without_rows(value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         # A view would keep the whole batch in memory.
-        return value if value.dim() == 0 or is_replicated(value) else value[:0].clone()
+        return value if value.dim() == 0 or is_replicated(value) else copy_marks(value, value[:0].clone())
     if hasattr(value, "__array__") and hasattr(value, "ndim") and value.ndim:
         return value[:0].copy()
     if isinstance(value, _CONSTANTS) or hasattr(value, "__array__"):

@@ -158,6 +158,20 @@ def test_a_rank_that_has_run_out_yields_its_last_batch_without_rows(pool: Pool) 
     assert second["weights"].shape == (4,)
 
 
+def marked_batches() -> list[int]:
+    """Return the size of each batch; a rank whose marks differ from those of others would be an error."""
+    loader = [torch.ones(2, 3) for _ in range(3 - zg.rank())]
+    for x in loader:
+        zg.mark_dynamic(x, 0, max=4)
+        torch._dynamo.mark_dynamic(x, 1)
+    rows = Rows()
+    return [len(rows(x)[0]) for x in zg.batches(loader)]
+
+
+def test_a_batch_without_rows_keeps_the_marks_of_dynamic_dimensions(pool: Pool) -> None:
+    assert pool.run(2, marked_batches) == [[2, 2, 2], [2, 2, 0]]
+
+
 class Numbers(Dataset[Tensor]):
     def __init__(self, count: int) -> None:
         self.count = count

@@ -33,6 +33,15 @@ def mark_dynamic(tensor: Tensor, dim: int, *, min: int | None = None, max: int |
     marks[dim % tensor.dim()] = min or 0, max
 
 
+_ATTRIBUTES = ("_zerograph_dynamic", "_dynamo_dynamic_indices", "_dynamo_dynamic_range")
+
+
+def copy_marks(old: Tensor, new: Tensor) -> Tensor:
+    """Mark the same dimensions of another tensor, and return that."""
+    vars(new).update({name: value for name, value in vars(old).items() if name in _ATTRIBUTES})
+    return new
+
+
 def marks_of(tensor: Tensor) -> Marks:
     """Return the limits of each dimension of a tensor that is marked as dynamic, by us or by torch."""
     if not vars(tensor):
