@@ -144,6 +144,35 @@ def test_draws_counts_statistics_and_outputs_are_those_of_the_whole(
         torch.testing.assert_close(torch.cat(rows), whole["logits"], rtol=1e-10, atol=1e-11)
 
 
+PAIRS = [(4, 4), (3, 5), (0, 3), (2, 1)]
+
+
+def pairs() -> tuple[list[Tensor], str]:
+    """Train on a grid whose first dimension splits the batch, and whose second one splits a layer."""
+    model = make("gpt_of_one_block", torch.float64)
+    zg.annotate(model.blocks[0].up.weight, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
+    zg.annotate(model.blocks[0].up.bias, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
+    step = TrainStep(model, adamw(model), 2, gradient_accumulation_steps=2)
+    step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+    step.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    place = zg.rank() // 2
+    batches = data("gpt_of_one_block", PAIRS, torch.float64)
+    losses = [step(x.split(list(rows))[place], y.split(list(rows))[place]) for rows, x, y in batches]
+    _, x, y = batches[0]
+    with pytest.raises(zg.InputError) as raised:
+        step(x[: zg.rank() + 1], y[: zg.rank() + 1])
+    return losses, str(raised.value)
+
+
+def test_a_grid_that_splits_layers_too_has_equal_rows_where_ranks_hold_the_same_part(pool: Pool) -> None:
+    model = make("gpt_of_one_block", torch.float64)
+    batches = [(x, y) for _, x, y in data("gpt_of_one_block", PAIRS, torch.float64)]
+    expected = train_plainly(model, adamw(model), batches)
+    for losses, message in pool.run(4, pairs):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+        assert "args[0] has 1 rows on rank 0 and 2 on rank 1" in message
+
+
 def masked(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
     return (model(x).square().sum(-1) * mask).sum() / mask.sum()
 
