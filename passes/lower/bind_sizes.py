@@ -65,7 +65,8 @@ class _SizeNodes:
             if not isinstance(argument, SYMBOLIC):
                 return argument
             numbers.append(argument)
-            return self._node(argument)
+            constant = _torch.constant_value(argument)
+            return self._node(argument) if constant is None else constant
 
         arguments = fx.node.map_aggregate((node.args, node.kwargs), bound)
         # Without symbols the node stays as it is, and so does the order of its inputs' users.

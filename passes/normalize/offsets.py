@@ -9,11 +9,13 @@ import torch
 from torch import fx
 
 from zerograph.errors import PlacementError
+from zerograph.ir.dims import Size
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit
+from zerograph.ir.rows import shift_offsets
 from zerograph.ir.sbp import NdSbp, Split, broadcast
-from zerograph.ir.sizes import has_symbolic_inputs
+from zerograph.ir.sizes import sizes_of
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -45,15 +47,11 @@ def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         assert isinstance(starts, fx.Node)
         sbp = _input_sbp(starts, context.batch.inputs)
         assert sbp is not None
-        ranks = piece_count(sbp, context.mesh)
-        if ranks > 1 and has_symbolic_inputs(module.graph):
-            where = origin(node)
-            raise PlacementError(
-                f"{node.target} has offsets into a batch whose size differs between calls or ranks\n"
-                f"  {where.source}   {where.code}\nPass bags of equal size (2-D indices), padded with padding_idx."
-            )
-        if ranks > 1:
-            node.update_arg(positions[1], _in_whole(node, starts, meta(indices)["val"].shape[0] // ranks, ranks))
+        if piece_count(sbp, context.mesh) > 1:
+            with module.graph.inserting_before(node):
+                counts = [_parts(node, one, sbp, context) for one in (starts, indices)]
+                shifted = emit(module.graph, shift_offsets, (starts, *counts), origin(node))
+            node.update_arg(positions[1], shifted)
     return module
 
 
@@ -93,17 +91,20 @@ _UNCHANGED: set[Any] = {
 }
 
 
-def _in_whole(node: fx.Node, starts: fx.Node, part: int, ranks: int) -> fx.Node:
-    """Emit the offsets from the first index of the whole batch, in which each rank has ``part`` indices."""
-    graph, value, node_origin = node.graph, meta(starts)["val"], origin(node)
-    with graph.inserting_before(node):
-        rows = emit(graph, aten.view.default, (starts, [ranks, -1]), node_origin)
-        first = emit(graph, aten.slice.Tensor, (rows, 1, 0, 1), node_origin)
-        options = {"dtype": value.dtype, "device": value.device}
-        part_starts = emit(graph, aten.arange.default, (ranks,), node_origin, **options)
-        part_starts = emit(graph, aten.mul.Tensor, (part_starts, part), node_origin)
-        part_starts = emit(graph, aten.unsqueeze.default, (part_starts, 1), node_origin)
-        own = emit(graph, aten.eq.Scalar, (first, 0), node_origin)
-        shifted = emit(graph, aten.add.Tensor, (rows, part_starts), node_origin)
-        chosen = emit(graph, aten.where.self, (own, shifted, rows), node_origin)
-        return emit(graph, aten.view.default, (chosen, list(value.shape)), node_origin)
+def _parts(node: fx.Node, tensor: fx.Node, sbp: NdSbp, context: Context) -> list[Size]:
+    """Return how many entries of an input each rank has.
+
+    Raises:
+        PlacementError: they may differ, and several mesh dimensions split the input.
+    """
+    size, ranks = meta(tensor)["val"].shape[0], piece_count(sbp, context.mesh)
+    if isinstance(size, int):
+        return [size // ranks] * ranks
+    split = [dim for dim, one in enumerate(sbp) if isinstance(one, Split) and context.mesh.shape[dim] > 1]
+    if len(split) > 1:
+        where = origin(node)
+        raise PlacementError(
+            f"{node.target} has offsets into a batch whose size differs, which several mesh dimensions split\n"
+            f"  {where.source}   {where.code}\nPass bags of equal size (2-D indices), padded with padding_idx."
+        )
+    return sizes_of(size).parts(size, ranks, split[0])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from zerograph.ir.rows import shift_offsets
 from zerograph.passes.rules.registry import Operands, added, dim_names, rule, together, whole
 
 aten = torch.ops.aten
 
+# Rows of all parts in their order.
+rule(shift_offsets, whole)
 rule(aten.embedding.default, "v! c, ... -> ... c", linear=(0,))
 
 

@@ -42,9 +42,10 @@ def _ctc(operands: Operands, inputs: tuple[Tensor, ...], gradient: str, result: 
     return f"{gradient}t! n c!, n s!, n, n -> {result}"
 
 
-rule(CTC_LOSS, lambda operands: _ctc(operands, operands.inputs, "", "n"))
+rule(CTC_LOSS, lambda operands: _ctc(operands, operands.inputs, "", "n"), batch=0)
 rule(
     CTC_LOSS_BACKWARD,
     lambda operands: _ctc(operands, operands.inputs[1:], "n, ", "t! n c!"),
     linear=(0,),
+    batch=0,
 )

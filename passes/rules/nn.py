@@ -58,6 +58,7 @@ rule(aten.native_group_norm_backward.default, _group_norm_backward, linear=(0,))
 rule(
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     lambda operands: "b h q! d!, b h k! d!, b h k! e!" + _mask(operands, 3) + " -> b h q! e!, b h q!",
+    batch=4,
 )
 rule(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -66,6 +67,7 @@ rule(
         + _mask(operands, 6)
         + " -> b h q! d!, b h k! d!, b h k! e!"
     ),
+    batch=4,
 )
 
 
@@ -97,8 +99,8 @@ for _forward, _backward in (
     (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
     (aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward),
 ):
-    rule(_forward.default, _attention)
-    rule(_backward.default, _attention, linear=(0,))
+    rule(_forward.default, _attention, batch=4)
+    rule(_backward.default, _attention, linear=(0,), batch=4)
 
 
 def _flex(operands: Operands) -> list[str]:

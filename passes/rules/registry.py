@@ -51,10 +51,13 @@ class Rule:
     Attributes:
         notation: one operand for each tensor argument of the operator's schema, in order; see ``factors``.
         linear: indices of those operands in which the operator is linear.
+        batch: number of dimensions of the first operand for which dimension 0 of all operands is a batch, which may be
+            empty; the kernel fails for any other empty dimension. 0 for none. None if it computes on empty tensors.
     """
 
     notation: Notation
     linear: Linearity = ()
+    batch: int | None = None
 
 
 _RULES: dict[OpOverload, Rule] = {}
@@ -62,12 +65,12 @@ _RULES: dict[OpOverload, Rule] = {}
 _USERS: set[OpOverload] = set()
 
 
-def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
+def rule(operator: Any, notation: Notation, *, linear: Linearity = (), batch: int | None = None) -> None:
     """Give an operator its rule.
 
     Args:
         operator: one overload, or a packet of them.
-        notation, linear: see :class:`Rule`.
+        notation, linear, batch: see :class:`Rule`.
 
     Raises:
         ValueError: the operator has a rule already.
@@ -76,7 +79,7 @@ def rule(operator: Any, notation: Notation, *, linear: Linearity = ()) -> None:
     for overload in overloads:
         if overload in _RULES:
             raise ValueError(f"{overload} has a rule already")
-        _RULES[overload] = Rule(notation, linear)
+        _RULES[overload] = Rule(notation, linear, batch)
 
 
 def register_user_rule(operator: OpOverload, notation: Notation, linear: Linearity) -> None:
@@ -190,15 +193,27 @@ def signatures_of(
     else:
         linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
     legal = signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
-    return tuple(signature for signature in legal if _divides(signature, (*inputs, *outputs), ranks, mesh_dim))
+    tensors = (*inputs, *outputs)
+    return tuple(one for one in legal if _divides(one, tensors, ranks, mesh_dim, node_rule.batch))
 
 
-def _divides(signature: Signature, tensors: Sequence[Tensor], ranks: int, mesh_dim: int | None) -> bool:
-    """Return whether ranks can split each dimension of symbolic size that the signature splits."""
+def _divides(
+    signature: Signature, tensors: Sequence[Tensor], ranks: int, mesh_dim: int | None, batch: int | None
+) -> bool:
+    """Return whether ranks can split each dimension of symbolic size that the signature splits.
+
+    Args:
+        batch: see :class:`Rule`: a dimension of rows may be empty on some ranks.
+    """
     for sbp, tensor in zip((*signature.inputs, *signature.outputs), tensors, strict=True):
         if isinstance(sbp, Split):
             size = tensor.shape[sbp.dim]
-            if not isinstance(size, int) and not sizes_of(size).divides(size, ranks, mesh_dim):
+            if isinstance(size, int):
+                continue
+            if not sizes_of(size).divides(size, ranks, mesh_dim):
+                return False
+            may_be_empty = batch is None or (sbp.dim == 0 and tensors[0].dim() == batch)
+            if not may_be_empty and sizes_of(size).is_rows(size):
                 return False
     return True
 

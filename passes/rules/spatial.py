@@ -11,10 +11,19 @@ from zerograph.passes.rules.registry import leading, rule
 aten = torch.ops.aten
 
 
-def _each(operators: tuple[Any, ...], trailing: int, *, linear: bool) -> None:
-    """Add a rule to operators that mix elements along the last ``trailing`` dimensions of their first operand only."""
+def _each(operators: tuple[Any, ...], trailing: int, *, linear: bool, batch: int | None = -1) -> None:
+    """Add a rule to operators that mix elements along the last ``trailing`` dimensions of their first operand only.
+
+    Args:
+        batch: see :class:`Rule`; -1: a batch and a channel dimension come first.
+    """
     for operator in operators:
-        rule(operator, leading(lambda operands: operands.inputs[0].dim() - trailing), linear=(0,) if linear else ())
+        rule(
+            operator,
+            leading(lambda operands: operands.inputs[0].dim() - trailing),
+            linear=(0,) if linear else (),
+            batch=trailing + 2 if batch == -1 else batch,
+        )
 
 
 _each(
@@ -73,11 +82,15 @@ RESAMPLING = (
     (aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d_backward.default),
     (aten.upsample_trilinear3d.default, aten.upsample_trilinear3d_backward.default),
 )
-for _forward, _backward in RESAMPLING:
-    rule(_forward, leading(lambda operands: 2), linear=(0,))
-    rule(_backward, leading(lambda operands: 2), linear=(0,))
+for _number, _pair in enumerate(RESAMPLING):
+    # Three of one dimension, six of two, three of three.
+    _batch = 3 if _number < 3 else 4 if _number < 9 else 5
+    for _operator in _pair:
+        rule(_operator, leading(lambda operands: 2), linear=(0,), batch=_batch)
 
-_each((aten.pixel_shuffle.default, aten.pixel_unshuffle.default), 3, linear=True)
+_each((aten.pixel_shuffle.default,), 3, linear=True, batch=None)
+# Torch 2.13 returns an empty tensor of the wrong shape.
+_each((aten.pixel_unshuffle.default,), 3, linear=True, batch=0)
 rule(aten.channel_shuffle.default, "n c! ... -> n c! ...", linear=(0,))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.passes.samples import Sample, ints, s, x
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
+from zerograph.ir.rows import shift_offsets
 
 aten = torch.ops.aten
 
@@ -207,6 +208,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(x(4, 6), 1, ints(6, 4), x(4, 4), alpha=2),
         s(x(6), 0, ints(6, 8), x(8)),
     ],
+    shift_offsets: [s(torch.tensor([0, 2, 0, 1]), [2, 2], [4, 3]), s(torch.tensor([0, 2, 5]), [2, 1], [4, 3])],
     aten.index_copy.default: [s(x(4, 6), 1, torch.tensor([0, 2]), x(4, 2))],
     aten.index_fill.int_Scalar: [s(x(4, 6), 1, torch.tensor([0, 2]), v) for v in (0, 1.5)],
     aten.index_fill.int_Tensor: [s(x(4, 6), 0, torch.tensor([0, 2]), x())],

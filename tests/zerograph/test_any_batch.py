@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep
+from tests.harness import LossStep, sum_of_squares, update_plainly
 from tests.models import MODELS, TokenLoss, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 from zerograph.ir.mesh import line
@@ -194,6 +194,110 @@ def pairs_trained(stage: int, train: Callable[..., Any] | None = None) -> list[T
 def test_a_loss_between_all_samples_gathers_unequal_parts(pool: Pool, stage: int) -> None:
     for differences in pool.run(2, pairs_trained, stage):
         assert max(differences) < 1e-12
+
+
+def squeezed(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).squeeze().square().sum()
+
+
+def branching(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() if x.shape[0] == 1 else model(x).square().sum()
+
+
+def batch_normed(model: nn.Module, x: Tensor) -> Tensor:
+    return F.batch_norm(model(x), None, None, training=True).square().sum()
+
+
+def one_row_in_all(loss: Callable[..., Tensor]) -> tuple[list[str], list[Tensor]]:
+    """Return the messages, and the differences from plain PyTorch, of calls of which two have one row."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, loss)
+    messages, differences = [], []
+    for rows in [(0, 1), (2, 3), (1, 0), (3, 1)]:
+        x = torch.randn(sum(rows), 3)
+        try:
+            differences.append((step(own(rows, x)) - loss(plain, x)).abs().detach())
+        except zg.InputError as error:
+            messages.append(str(error))
+    return messages, differences
+
+
+@pytest.mark.parametrize("loss", [squeezed, branching, batch_normed])
+def test_one_row_over_several_ranks_is_refused_where_it_is_something_else(
+    pool: Pool, loss: Callable[..., Tensor]
+) -> None:
+    for messages, differences in pool.run(2, one_row_in_all, loss):
+        assert len(messages) == 2
+        assert all("the whole batch has one row" in message and loss.__name__ not in message for message in messages)
+        assert all("test_any_batch.py" in message for message in messages)
+        assert len(differences) == 2
+        assert max(differences) < 1e-5
+
+
+def test_one_row_over_several_ranks_trains_where_it_is_nothing_else(pool: Pool) -> None:
+    for messages, differences in pool.run(2, one_row_in_all, sum_of_squares):
+        assert not messages
+        assert max(differences) < 1e-5
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(11, 4, mode="mean"), nn.Linear(4, 3)
+
+    def forward(self, indices: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.bag(indices, offsets)), targets)
+
+
+def bags_of_any_size(of_part: bool) -> list[Tensor]:
+    """Return the differences from plain PyTorch; offsets count in a rank's own part, or in the whole batch."""
+    torch.manual_seed(0)
+    model, plain = Bags().double(), Bags().double()
+    plain.load_state_dict(model.state_dict())
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    differences = []
+    # The sizes of each rank's bags.
+    for sizes in [([2, 3], [1, 4]), ([2, 2, 1], [3]), ([], [4, 1]), ([5], []), ([1, 2], [3, 0, 1])]:
+        lengths = torch.tensor([size for part in sizes for size in part])
+        indices, targets = torch.randint(11, (int(lengths.sum()),)), torch.randint(3, (len(lengths),))
+        offsets = lengths.cumsum(0) - lengths
+        loss = update_plainly(plain, optimizer, lambda model, *batch: model(*batch), indices, offsets, targets)
+        bags, rows = (tuple(map(count, sizes)) for count in (len, sum))
+        mine = own(bags, offsets) - (sum(rows[: zg.rank()]) if of_part else 0)
+        differences.append((step(own(rows, indices), mine, own(bags, targets)) - loss).abs())
+    return differences
+
+
+@pytest.mark.parametrize("of_part", [True, False])
+@pytest.mark.filterwarnings("ignore:no rule says how aten._embedding_bag")
+def test_bags_of_unequal_parts_are_those_of_the_whole_batch(pool: Pool, of_part: bool) -> None:
+    for differences in pool.run(2, bags_of_any_size, of_part):
+        assert max(differences) < 1e-12
+
+
+def picked(model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    return (model(x)[positions] * (1 + torch.arange(positions.shape[0]))[:, None]).sum()
+
+
+def positions_of_any_size() -> list[Tensor]:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, picked)
+    differences = []
+    for rows in [(3, 1), (0, 4), (7, 9)]:
+        x, positions = torch.randn(sum(rows), 3), torch.randperm(sum(rows))
+        differences.append((step(own(rows, x), own(rows, positions)) - picked(plain, x, positions)).abs().detach())
+    return differences
+
+
+def test_positions_of_a_small_ragged_batch_are_not_taken_for_those_of_a_part(pool: Pool) -> None:
+    """The step is traced for more rows than there are."""
+    for differences in pool.run(2, positions_of_any_size):
+        assert max(differences) < 1e-3
 
 
 def dropped(model: nn.Module, x: Tensor) -> Tensor:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -17,6 +21,8 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from zerograph.base.source import is_users
+
 # Prefix of the names of our sources; the rest names the symbol.
 _OURS = "zerograph:"
 
@@ -26,11 +32,13 @@ class SizeEnv(ShapeEnv):
 
     Attributes:
         on_guard: is called with each new condition that a trace relies on.
+        on_question: is called with each condition that Python code asks about, torch's own apart, and the answer.
         closed: after the capture: conditions are evaluated with hints and no longer recorded.
         sizes: the symbols that belong to it.
     """
 
     on_guard: Callable[[Any], None] | None = None
+    on_question: Callable[[Any, bool], None] | None = None
     closed = False
     sizes: Any = None
 
@@ -46,6 +54,8 @@ class SizeEnv(ShapeEnv):
             if self.on_guard is not None:
                 for guard in self.guards[before:]:
                     self.on_guard(guard.expr)
+            if self.on_question is not None and _is_asked_by_program():
+                self.on_question(orig_expr, bool(result))
             return result
         with self.suppress_guards():
             result = super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -58,6 +68,23 @@ class SizeEnv(ShapeEnv):
         if source_name.startswith(_OURS):
             return source_name.removeprefix(_OURS)
         return super()._generate_unique_id(source_name)
+
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_EVALUATING = _TORCH + os.path.join("fx", "experimental") + os.sep
+# Modules and functions that compute as a user's code could.
+_MODULES = _TORCH + "nn" + os.sep
+
+
+def _is_asked_by_program() -> bool:
+    """Return whether ``bool(condition)`` in the user's code or in ``torch.nn`` led here, not a shape function."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_EVALUATING):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "__bool__" or frame.f_back is None:
+        return False
+    asking = frame.f_back.f_code.co_filename
+    return asking.startswith(_MODULES) or is_users(asking)
 
 
 def new_size(environment: SizeEnv, name: str, hint: int, *, minimum: int) -> torch.SymInt:
@@ -136,8 +163,23 @@ def coefficient(size: torch.SymInt) -> int:
 
 
 def evaluate_size(size: Any, values: Mapping[Any, int]) -> int:
-    """Return a size, or a condition on sizes, for values of the symbols that :func:`size_key` returns."""
+    """Return a size for values of the symbols that :func:`size_key` returns."""
     return int(_expression(size).xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
+
+
+def condition_holds(condition: Any, values: Mapping[Any, int]) -> bool:
+    """Return whether a condition holds for values of all its symbols."""
+    return bool(_expression(condition).xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
+
+
+def differs_from_one(size: Any) -> Any:
+    """Return the condition that a size is not 1."""
+    return sympy.Ne(_expression(size), 1)
+
+
+def negated(condition: Any) -> Any:
+    """Return the condition that holds where this one does not."""
+    return sympy.Not(_expression(condition))
 
 
 def condition_text(condition: Any) -> str:
@@ -164,6 +206,14 @@ def size_hint(size: Any) -> int:
 def size_key(size: Any) -> Any:
     """Return a size in a form that can be hashed, and compared without a guard."""
     return size if isinstance(size, int) else size.node.expr
+
+
+def constant_value(number: Any) -> int | float | None:
+    """Return the value of a symbolic number in which no symbol is left, such as ``0 * s0``; None for any other."""
+    expression = _expression(number)
+    if expression.free_symbols:
+        return None
+    return int(expression) if isinstance(number, torch.SymInt) else float(expression)
 
 
 def emit_size(graph: fx.Graph, size: Any, nodes: dict[Any, fx.Node]) -> fx.Node:

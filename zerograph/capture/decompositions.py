@@ -77,6 +77,25 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
     }
 
 
+def symbolic_table() -> dict[Any, Callable[..., Any]]:
+    """Return further decompositions, for captures with symbolic sizes: of operators that torch gives static shapes."""
+    return {
+        **decompositions(_STATIC_SHAPES),
+        aten.addcmul.default: lambda x, a, b, *, value=1: x + value * (a * b),
+        aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * torch.bmm(a, b),
+        aten.lerp.Tensor: lambda x, y, w: torch.where(w.abs() < 0.5, x + w * (y - x), y - (y - x) * (1 - w)),
+        aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * torch.bmm(a, b).sum(0),
+        aten.hardshrink_backward.default: _shrink_backward,
+        aten.softshrink_backward.default: _shrink_backward,
+    }
+
+
+def _shrink_backward(gradient: Tensor, x: Tensor, limit: float) -> Tensor:
+    return torch.where((x >= -limit) & (x <= limit), 0.0, gradient)
+
+
+_STATIC_SHAPES = (aten._unsafe_index, aten.complex, aten.polar)
+
 _FROM_TORCH = (
     aten.nll_loss_forward,
     aten.nll_loss_backward,

@@ -238,6 +238,11 @@ def _refuse(what: str, instead: str) -> NoReturn:
 def _part(tensor: Tensor, sbp: Sbp, ranks: int) -> Tensor:
     """Return an empty tensor like one rank's shard."""
     shape = list(tensor.shape)
+    if not all(isinstance(size, int) for size in shape):
+        _refuse(
+            f"a local region is given a tensor of shape {tuple(shape)}, whose size differs between calls or ranks",
+            "A region is compiled for one size of its inputs: give all ranks equally many rows.",
+        )
     if isinstance(sbp, Split):
         if sbp.dim >= len(shape) or shape[sbp.dim] % ranks:
             _refuse(

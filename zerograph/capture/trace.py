@@ -26,7 +26,7 @@ from zerograph.capture.python_state import Place, PythonState
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, InputError
 from zerograph.ir import finite_check
 from zerograph.ir.dims import Dim, SizeGuard
 from zerograph.ir.functionalize import without_mutation
@@ -123,6 +123,7 @@ class Capture:
             refuted = [guard for guard in captured.guards if not guard.holds(self.sizes)]
             if not refuted:
                 return captured
+            self._refuse_one_row(refuted)
             hints = _other_hints(self._dims(), hints, captured.guards, self.sizes)
         raise CaptureError(
             "build() needs a size of its inputs as a Python number, so no graph serves several sizes "
@@ -130,6 +131,22 @@ class Capture:
             "Use x.shape[0] for len(x), and operators on the whole tensor for a loop over its rows; or set "
             "config.dynamic_shapes = False: each size is then compiled by itself, and ranks hold equally many rows."
         )
+
+    def _refuse_one_row(self, refuted: Sequence[SizeGuard]) -> None:
+        """Raise if the ranks hold one row together and ``build()`` computes something else for one than for several.
+
+        Raises:
+            InputError: no graph serves one row over several ranks.
+        """
+        single = {dim.name for dim in self._dims() if dim.rows and dim.pieces > 1 and self.sizes[dim.name] == 1}
+        for guard in refuted:
+            if guard.symbols & single:
+                raise InputError(
+                    "the whole batch has one row, and build() computes something else for one row than for several "
+                    f"({guard.condition})\n  {guard.line}   {guard.code}\n"
+                    "Leave such a batch out on all ranks, or let build() do the same for any number of rows: "
+                    "x.squeeze(1) for x.squeeze()."
+                )
 
     def _dims(self) -> list[Dim]:
         return sorted({size for spec in self.inputs for size in spec.shape if isinstance(size, Dim)}, key=str)
@@ -148,6 +165,7 @@ class Capture:
             tracer.sizes.close()
         inline_sizes(graph.graph)
         self._name_roles(graph.graph, trace)
+        tracer.sizes.guard_squeezes(graph.graph)
         clean(graph.graph, self.trained)
         graph.recompile()
         return Captured(
@@ -282,6 +300,8 @@ class _Tracer:
         self._inputs = [*self.state.values(), seed, *scale, *batch]
         self._draws = random_operators.Draws()
         self._table = decompositions.table(capture.batch_norm_groups) | random_operators.table(self._draws)
+        if dims:
+            self._table |= decompositions.symbolic_table()
         # A local region computes on one rank's part: there batch norm has one group.
         self._region_table = decompositions.table() | random_operators.table(self._draws)
         self._backward_calls = 1

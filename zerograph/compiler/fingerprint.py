@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 
 from torch import Tensor, fx
 
@@ -34,7 +35,9 @@ def _lines(graph: fx.Graph) -> list[str]:
             args = (*node.args[:-1], f"along mesh dimension {boxing.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
-        lines.append(f"{node.name} = {node.target} {args} {node.kwargs} {shown}".rstrip())
+        # The text of a Python function has its address.
+        target = node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
+        lines.append(f"{node.name} = {target} {args} {node.kwargs} {shown}".rstrip())
         if (loop := loop_of(node)) is not None:
             lines += [f"in {node.name}, {loop.micro_batches} times: {line}" for line in _lines(loop.body.graph)]
     return lines

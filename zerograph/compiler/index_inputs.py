@@ -7,6 +7,7 @@ them, by the dimension that they index, and by the values that the ranks compare
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from zerograph.errors import InputError
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.region import local
 from zerograph.ir.sbp import Split
+from zerograph.ir.sizes import sizes_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
 from zerograph.passes.normalize.offsets import BAGS, counts_from_whole
@@ -355,10 +357,12 @@ def _problem(
     placeholder, rows_only = read_input
     number = split[placeholder]
     name, shape = batch.names[number], tuple(batch.tensors[number].shape)
-    size = meta(read.source)["val"].shape[read.dim]
+    parts = _parts(meta(read.source)["val"].shape[read.dim], batch, ranks)
+    equal = len(set(parts)) == 1
+    begins = f"r * {parts[0]}" if equal else f"{list(itertools.accumulate(parts, initial=0))[:-1]}[r]"
     about = f"{name} of shape {shape} has positions of rows of the batch\n{_source_line(read.node)}"
     advice = (
-        f"Pass positions in the whole batch (on rank r its own rows begin at r * {size // ranks}), with one row for "
+        f"Pass positions in the whole batch (on rank r its own rows begin at {begins}), with one row for "
         f"each position. {_LOCAL}"
     )
     if rows_only:
@@ -366,18 +370,33 @@ def _problem(
             f"{about}build() uses single rows of it as positions, but a plain input is split along dimension 0: the "
             f"whole has the shape {batch.specs[number].shape}, and rows of other ranks would be ignored.\n{advice}"
         ), True
-    count = batch.tensors[number].numel() * (comparison.ranks - 1)
-    if comparison.ranks < 2 or not count or not all(row[number].highest < size // ranks for row in comparison.values):
+    # As many on all ranks, so that all ranks decide alike.
+    rows = sum(_parts(meta(placeholder)["val"].shape[0], batch, ranks))
+    count = rows * math.prod(shape[1:]) * (comparison.ranks - 1) // ranks
+    smallest = min(part for part in parts if part)
+    if comparison.ranks < 2 or not count or not all(row[number].highest < smallest for row in comparison.values):
         return None
     # Only few positions point by chance to rows of the first rank alone.
     certain = count * math.log2(ranks) >= _CERTAIN_BITS or len(comparison.digests(number)) == 1
     reads = "every rank would read" if certain else "if they number the rows of each rank's part, every rank reads"
     return (
-        f"{about}On every rank all of them are below {size // ranks}, the rows of one rank's part, but the step "
-        f"computes with the {size} rows of all {ranks} parts: {reads} the first part's.\n{advice}\n"
-        f"If you mean the first {size // ranks} rows of the whole batch, pass "
+        f"{about}On every rank all of them are below {smallest}, the rows of one rank's part, but the step "
+        f"computes with the {sum(parts)} rows of all {ranks} parts: {reads} the first part's.\n{advice}\n"
+        f"If you mean the first {parts[0]} rows of the whole batch, pass "
         f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
     ), certain
+
+
+def _parts(size: Any, batch: Batch, ranks: int) -> list[int]:
+    """Return the size of each rank's part, in this call, of a dimension of global size ``size``."""
+    if isinstance(size, int):
+        return [size // ranks] * ranks
+    sizes, each = sizes_of(size), batch.sizes
+    totals = {name: sum(rows) for name, rows in each.items()}
+    dim = sizes.row_dim(size)
+    if dim is None:
+        return [sizes.at(size, totals) // ranks] * ranks
+    return [sizes.at(size, {**totals, dim.name: rows}) for rows in each[dim.name]]
 
 
 # The probability of an error is 2**-20, one in a million.

@@ -144,6 +144,8 @@ class Steps:
             except (CommunicationError, MemoryBudgetError):
                 raise
             except Exception as error:
+                if _is_one_row(selection.batch):
+                    raise
                 self._compile_static(kind, error, doing)
                 selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
                 entry = self._entry(selection)
@@ -293,6 +295,11 @@ def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
         "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it.",
         stacklevel=levels_to_user(),
     )
+
+
+def _is_one_row(batch: Batch) -> bool:
+    """Return whether all ranks together hold one row, which no static step can split."""
+    return any(sum(rows) == 1 for rows in batch.sizes.values())
 
 
 def _check_usable(stores: Iterable[Store]) -> None:

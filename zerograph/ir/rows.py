@@ -1,4 +1,4 @@
-"""The gather of a tensor whose rows are spread unequally over ranks, as an operator."""
+"""Operators on tensors whose rows are spread over ranks, maybe unequally."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ library.define(
 # Start to gather along dimension 0; ``_c10d_functional.wait_tensor`` waits for it. ``rows[r]`` is rank r's x.shape[0],
 # and ``total`` their sum.
 gather_rows = torch.ops.zerograph.gather_rows.default
+
+
+library.define(
+    "shift_offsets(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+# The offsets of bags in a concatenation of parts; rank r has ``bags[r]`` offsets and ``indices[r]`` indices.
+shift_offsets = torch.ops.zerograph.shift_offsets.default
+
+
+def _shift_offsets(offsets: Tensor, bags: Sequence[int], indices: Sequence[int]) -> Tensor:
+    """Make offsets count from the first index of all parts, where those of a later part begin at 0."""
+    shifted, first, before = offsets.clone(), 0, 0
+    for count, part in zip(bags, indices, strict=True):
+        own = shifted[first : first + count]
+        # Decided on the device. The sum reads the first offset before it is changed.
+        own += (own[:1] == 0) * before
+        first, before = first + count, before + part
+    return shifted
+
+
+library.impl("shift_offsets", _shift_offsets, "CompositeExplicitAutograd")
+torch.library.register_fake("zerograph::shift_offsets", lambda offsets, bags, indices: offsets.clone(), lib=library)
 
 
 def _gather_rows_fake(x: Tensor, rows: Sequence[int], total: int, group_name: str) -> Tensor:

@@ -12,7 +12,7 @@ micro-batch, which the loop computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from zerograph import _torch
 from zerograph.base.source import running_line
 from zerograph.errors import VerificationError
 from zerograph.ir.dims import Dim, Size, SizeGuard, SizeInput
+from zerograph.ir.metadata import origin
 
 _PartKind = Literal["rows", "start", "of"]
 # Types of symbolic numbers among the arguments of a node.
@@ -48,22 +49,54 @@ class Sizes:
         # A static step must not refer to its environment: the cycle would keep its fake tensors alive for longer.
         if self.dims:
             self._environment = environment
-            environment.sizes, environment.on_guard = self, self._guard
+            environment.sizes, environment.on_guard, environment.on_question = self, self._guard, self._question
         for dim in self.dims.values():
             self._symbol(SizeInput(dim.name, "all"), dim.name, dim.hint, minimum=2)
 
     def _guard(self, condition: Any) -> None:
-        guard = SizeGuard(
-            _torch.condition_text(condition), frozenset(_torch.symbols_of(condition)), *running_line(optimizers=True)
-        )
+        self._add(condition, running_line(optimizers=True))
+
+    def _add(self, condition: Any, line: tuple[str, str]) -> None:
+        guard = SizeGuard(_torch.condition_text(condition), frozenset(_torch.symbols_of(condition)), *line)
         if guard.symbols <= self.dims.keys() and all(guard.condition != one.condition for one in self.guards):
             self.guards = (*self.guards, guard)
+
+    def _question(self, condition: Any, answer: bool) -> None:
+        if self.is_special_for_one_row(condition):
+            self._guard(condition if answer else _torch.negated(condition))
+
+    def is_special_for_one_row(self, condition: Any) -> bool:
+        """Return whether a condition on global sizes is another one if a row dimension has one row only.
+
+        Torch's shape functions take sizes for at least 2, so conditions on one row are no guards by themselves.
+        """
+        hints = {_torch.size_key(self.all(dim.name)): dim.hint for dim in self.dims.values()}
+        if not set(_torch.symbols_of(condition)) <= self.dims.keys():
+            return False
+        answer = _torch.condition_holds(condition, hints)
+        return any(
+            dim.rows and _torch.condition_holds(condition, {**hints, _torch.size_key(self.all(dim.name)): 1}) != answer
+            for dim in self.dims.values()
+        )
+
+    def guard_squeezes(self, graph: fx.Graph) -> None:
+        """Record that a squeeze keeps a dimension: for one row it would drop it."""
+        for node in graph.nodes if self.dims else ():
+            if node.target not in _SQUEEZES:
+                continue
+            shape = node.args[0].meta["val"].shape
+            dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+            for dim in [dims] if isinstance(dims, int) else dims:
+                if shape and not isinstance(shape[dim], int):
+                    kept = _torch.differs_from_one(shape[dim])
+                    if self.is_special_for_one_row(kept):
+                        self._add(kept, (origin(node).source, origin(node).code))
 
     def close(self) -> None:
         """Record no further guards: the graph is captured."""
         if self.dims:
             self._environment.closed = True
-            self._environment.on_guard = None
+            self._environment.on_guard = self._environment.on_question = None
 
     def all(self, dim: str) -> torch.SymInt:
         """Return the global size of a dimension."""
@@ -123,6 +156,11 @@ class Sizes:
         """Return whether a size is a multiple of a number of rows, which ranks and micro-batches split unequally."""
         return self._rows_in(size) is not None
 
+    def row_dim(self, size: Size) -> Dim | None:
+        """Return the row dimension that a size is a multiple of; None for a size that is none."""
+        rows = self._rows_in(size)
+        return None if rows is None else rows[0]
+
     def _rows_in(self, size: Size) -> tuple[Dim, int] | None:
         """Return the row dimension that a size is a multiple of, and how many mesh dimensions split it already."""
         if isinstance(size, int):
@@ -158,6 +196,10 @@ class Sizes:
     def symbol(self, name: str) -> torch.SymInt:
         """Return the symbol of a name."""
         return self._symbols[self.inputs[name]]
+
+    def at(self, size: torch.SymInt, values: Mapping[str, int]) -> int:
+        """Return a global size for values of the dynamic dimensions, by name."""
+        return _torch.evaluate_size(size, {_torch.size_key(self.all(name)): value for name, value in values.items()})
 
     def largest(self, size: Size) -> int:
         """Return a size for the largest dimensions that were seen or declared."""
@@ -203,6 +245,9 @@ class Sizes:
         self._symbols[wanted] = symbol
         self.inputs[name] = wanted
         self._largest[_torch.size_key(symbol)] = self._largest_of(wanted)
+
+
+_SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 
 
 def _name(dim: Dim, part: SizeInput) -> str:

@@ -1,0 +1,287 @@
+"""Rules and boxings of symbolic steps: ranks hold unequal parts of a split dimension, and some hold nothing of it.
+
+Each signature that splits a dimension is lowered as a symbolic step lowers it, and run on ranks that this process runs
+side by side. The parts must be those of the whole operator's result.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as python
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.passes.samples import Zeros
+from tests.passes.test_rules import SAMPLES, _floating, graph_of, joined, pieces, real
+from zerograph._torch import fake_mode, graph_module, pytree, raw_sizes, size_env
+from zerograph.capture.decompositions import symbolic_table, table
+from zerograph.ir.dims import Dim
+from zerograph.ir.mesh import line
+from zerograph.ir.metadata import Role, meta
+from zerograph.ir.random import uniform
+from zerograph.ir.rows import gather_rows
+from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
+from zerograph.ir.sizes import Sizes
+from zerograph.ir.zero import OFF
+from zerograph.passes import rules
+from zerograph.passes.context import BatchLayout, Context
+from zerograph.passes.lower import localize as lowering
+from zerograph.passes.lower.bind_sizes import bind_sizes
+from zerograph.passes.placement.box import box
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+RANKS = 3
+
+# Torch computes no symbolic shapes for these: a step that has one is compiled for each size by itself.
+STATIC_ONLY = {
+    aten._fft_c2c.default,
+    aten._fft_c2r.default,
+    aten._fft_r2c.default,
+    aten._trilinear.default,
+    aten.diagonal_copy.default,
+    aten.linalg_solve_triangular.default,
+    aten.unsafe_chunk.default,
+    aten._upsample_bicubic2d_aa_backward.default,
+    aten._upsample_nearest_exact1d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
+    aten.col2im.default,
+    aten.im2col.default,
+    aten.upsample_bicubic2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_linear1d_backward.default,
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+}
+
+
+# Operators that occur in no symbolic step.
+DECOMPOSED = table() | symbolic_table()
+
+
+def split_signatures(operator: Any, args: Any, kwargs: Any) -> Iterator[Signature]:
+    """Yield the signatures of a sample that split a dimension."""
+    _, node, _ = graph_of(operator, args, kwargs)
+    for signature in rules.signatures_of(node, 2) or ():
+        split = any(isinstance(sbp, Split) for sbp in (*signature.inputs, *signature.outputs))
+        if split and _floating(node, signature):
+            yield signature
+
+
+class SymbolicSample:
+    """A sample whose dimensions that a signature splits have a symbolic size.
+
+    Attributes:
+        rows: the size in the sample that becomes the symbol; split dimensions are multiples of it.
+        guards: conditions that the operator's shape function relied on.
+        signatures: those that the rule yields for symbolic sizes.
+    """
+
+    def __init__(self, operator: Any, args: Any, kwargs: Any, signature: Signature) -> None:
+        _, static, self._tensors = graph_of(operator, args, kwargs)
+        self._signature = signature
+        values = (*(one.meta["val"] for one in rules.tensor_arguments(static)), *rules.output_values(static))
+        split = zip(values, (*signature.inputs, *signature.outputs), strict=True)
+        self.rows = math.gcd(*(value.shape[sbp.dim] for value, sbp in split if isinstance(sbp, Split)))
+        self._graph, mode = fx.Graph(), fake_mode()
+        sizes = Sizes(size_env(mode), [Dim("s0", 11 * RANKS, rows=True, pieces=RANKS, along=(0,))])
+        self._symbol = sizes.all("s0")
+        sbps = iter(signature.inputs)
+        with mode, raw_sizes():
+            args, kwargs = pytree.tree_map(lambda value: self._enter(value, sbps), (args, kwargs))
+            outputs = zip(rules.output_values(static), signature.outputs, strict=True)
+            args = _resized(operator, list(args), [self._shape(value, sbp) for value, sbp in outputs])
+            self.node = self._graph.call_function(operator, tuple(args), kwargs)
+            fakes = fx.map_arg((self.node.args, self.node.kwargs), lambda node: node.meta["val"])
+            self.node.meta["val"] = operator(*fakes[0], **fakes[1])
+            sizes.close()
+            self.guards, self.signatures = sizes.guards, rules.signatures_of(self.node, RANKS)
+
+    def _shape(self, value: Any, sbp: Sbp) -> list[Any]:
+        shape: list[Any] = list(value.shape)
+        if isinstance(sbp, Split):
+            shape[sbp.dim] = shape[sbp.dim] // self.rows * self._symbol
+        return shape
+
+    def _enter(self, value: Any, sbps: Iterator[Sbp]) -> Any:
+        if not isinstance(value, (Tensor, Zeros)):
+            return value
+        sbp = next(sbps)
+        shape = self._shape(value, sbp)
+        if isinstance(value, Zeros):
+            node = self._graph.call_function(aten.full.default, (shape, 0), {"dtype": torch.float64})
+            node.meta |= {"val": torch.zeros(shape, dtype=torch.float64), "sbp": (sbp,)}
+        else:
+            node = self._graph.placeholder("x")
+            fake = torch.empty(shape, dtype=value.dtype, device=value.device)
+            node.meta |= {"val": fake, "role": Role("input", "x"), "sbp": (sbp,)}
+        return node
+
+    def lower(self) -> None:
+        """Make the graph that of one rank."""
+        node, value = self.node, self.node.meta["val"]
+        node.meta["signature"] = (self._signature,)
+        results, placed = [], [(sbp,) for sbp in self._signature.outputs]
+        if isinstance(value, Tensor):
+            node.meta["sbp"], results = placed[0], [node]
+        else:
+            node.meta["sbp"] = tuple(placed)
+            for index in (index for index, one in enumerate(value) if isinstance(one, Tensor)):
+                results.append(self._graph.call_function(python.getitem, (node, index)))
+                results[-1].meta |= {"val": value[index], "sbp": placed[len(results) - 1]}
+        self._graph.output(tuple(results)).meta["needs"] = placed
+        lower(self._graph)
+
+    def run(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the outputs, joined; ``rows`` are those of each rank."""
+        torch.default_generator.manual_seed(0)
+        tensors = iter(self._tensors)
+        each = run_together(self._graph, rows, lambda node: parts(next(tensors), meta(node)["sbp"][0], rows, self.rows))
+        results = zip(zip(*each, strict=True), self._signature.outputs, strict=True)
+        return [joined(list(parts), sbp) for parts, sbp in results]
+
+
+def _resized(operator: Any, args: list[Any], outputs: Sequence[list[Any]]) -> list[Any]:
+    """Return the arguments with the sizes that ``build()`` would have computed from those of its inputs."""
+    if operator in lowering._SIZE_ARGUMENT:
+        at = lowering._SIZE_ARGUMENT[operator]
+        args[at] = [-1 if old == -1 else new for old, new in zip(args[at], outputs[0], strict=True)]
+    elif operator in lowering._BATCH_ARGUMENT:
+        args[lowering._BATCH_ARGUMENT[operator]] = args[0].meta["val"].shape[0]
+    elif operator is aten.affine_grid_generator.default:
+        args[1] = [outputs[0][0], *args[1][1:]]
+    elif operator is uniform:
+        args[2], args[4] = outputs[0], outputs[0]
+    elif operator is aten.slice.Tensor and not isinstance(outputs[0][args[1]], int):
+        args[3] = outputs[0][args[1]]
+    return args
+
+
+def parts(value: Tensor, sbp: Sbp, rows: Sequence[int], total: int) -> list[Tensor]:
+    """Return what each rank holds, of ``total`` rows together."""
+    if not isinstance(sbp, Split):
+        return pieces(value, sbp, len(rows))
+    times = value.shape[sbp.dim] // total
+    return [part.contiguous() for part in value.split([count * times for count in rows], sbp.dim)]
+
+
+def lower(graph: fx.Graph) -> None:
+    """Lower a placed graph as a symbolic step is lowered."""
+    inputs = tuple(node.meta["sbp"] for node in graph.find_nodes(op="placeholder"))
+    context = Context(line(RANKS, 0, "none"), OFF, (), {}, BatchLayout(inputs))
+    module = graph_module(torch.nn.Module(), graph)
+    with raw_sizes():
+        for run in (box, lowering.localize, bind_sizes):
+            run(module, context)
+
+
+def run_together(graph: fx.Graph, rows: Sequence[int], feed: Callable[[fx.Node], list[Any]]) -> list[list[Tensor]]:
+    """Run a graph on several ranks, node by node, and return the outputs of each rank.
+
+    Args:
+        feed: returns the tensors of the ranks for an input.
+    """
+    values: list[dict[fx.Node, Any]] = [{} for _ in rows]
+    for node in graph.nodes:
+        calls = [fx.map_arg((node.args, node.kwargs), own.__getitem__) for own in values]
+        if node.op == "placeholder" and meta(node)["role"].kind == "size":
+            results = [meta(node)["size"].value(rows, (len(rows),), (rank,)) for rank in range(len(rows))]
+        elif node.op == "placeholder":
+            results = feed(node)
+        elif node.op == "output":
+            return [list(args[0]) for args, _ in calls]
+        elif node.target in TOGETHER:
+            results = TOGETHER[node.target]([args for args, _ in calls])
+        else:
+            results = [node.target(*args, **kwargs) for args, kwargs in calls]
+        for own, result in zip(values, results, strict=True):
+            own[node] = result
+    raise AssertionError("a graph without output")
+
+
+def _gather(calls: Sequence[Any]) -> list[Tensor]:
+    own = [args[0] for args in calls]
+    for args in calls:
+        assert list(args[1]) == [len(part) for part in own]
+        assert args[2] == sum(args[1])
+    return [torch.cat(own) for _ in calls]
+
+
+TOGETHER: dict[Any, Callable[[Sequence[Any]], list[Any]]] = {
+    gather_rows: _gather,
+    c10d.all_gather_into_tensor.default: lambda calls: [torch.cat([args[0] for args in calls])] * len(calls),
+    c10d.all_reduce.default: lambda calls: [sum(args[0] for args in calls)] * len(calls),
+    c10d.wait_tensor.default: lambda calls: [args[0] for args in calls],
+}
+
+
+@pytest.mark.parametrize("operator", sorted(SAMPLES.keys() - DECOMPOSED.keys() - STATIC_ONLY, key=str), ids=str)
+def test_unequal_parts_compute_what_the_whole_operator_computes(operator: Any) -> None:
+    for args, kwargs in SAMPLES[operator]:
+        given = pytree.tree_map(real, (args, kwargs))
+        whole = [one for one in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(one, Tensor)]
+        for signature in split_signatures(operator, args, kwargs):
+            sample = SymbolicSample(operator, args, kwargs, signature)
+            assert all(guard.holds({"s0": sample.rows}) for guard in sample.guards)
+            assert sample.signatures is not None
+            if signature not in sample.signatures:
+                # The kernel takes no empty tensor but an empty batch.
+                rule = rules.rule_of(operator)
+                assert rule is not None
+                assert rule.batch is not None
+                continue
+            sample.lower()
+            for rows in ((sample.rows - 1, 0, 1), (0, 0, sample.rows)):
+                for one, other in zip(sample.run(rows), whole, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=f"{signature}, rows {rows}")
+
+
+@pytest.mark.parametrize("operator", sorted(STATIC_ONLY, key=str), ids=str)
+def test_what_torch_has_static_shapes_for_cannot_be_symbolic(operator: Any) -> None:
+    args, kwargs = SAMPLES[operator][0]
+    signature = next(split_signatures(operator, args, kwargs))
+    try:
+        sample = SymbolicSample(operator, args, kwargs, signature)
+    except (AttributeError, RuntimeError):
+        return
+    assert not all(guard.holds({"s0": sample.rows}) for guard in sample.guards)
+
+
+@pytest.mark.parametrize("operator", sorted(symbolic_table().keys() & SAMPLES.keys(), key=str), ids=str)
+def test_a_decomposition_for_symbolic_sizes_computes_what_the_operator_computes(operator: Any) -> None:
+    for args, kwargs in SAMPLES[operator]:
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        torch.testing.assert_close(symbolic_table()[operator](*args, **kwargs), operator(*args, **kwargs))
+
+
+@pytest.mark.parametrize("rows_dim", [0, 1])
+@pytest.mark.parametrize("before", [broadcast, partial_sum, Split(0), Split(1)], ids=str)
+def test_a_boxing_moves_unequal_parts(before: Sbp, rows_dim: int) -> None:
+    value = torch.randn(6, 6, dtype=torch.float64)
+    # Other boxings are those of a static step.
+    for after in (broadcast, Split(rows_dim)):
+        if Split(rows_dim) not in (before, after):
+            continue
+        graph, mode = fx.Graph(), fake_mode()
+        sizes = Sizes(size_env(mode), [Dim("s0", 11 * RANKS, rows=True, pieces=RANKS, along=(0,))])
+        shape: list[Any] = [6, 6]
+        shape[rows_dim] = sizes.all("s0")
+        source = graph.placeholder("x")
+        with mode:
+            fake = torch.empty(shape, dtype=torch.float64)
+        source.meta |= {"val": fake, "role": Role("input", "x"), "sbp": (before,)}
+        graph.output((source,)).meta["needs"] = [(after,)]
+        sizes.close()
+        lower(graph)
+        for rows in ((5, 0, 1), (0, 0, 6)):
+
+            def held(sbp: Sbp, rows: tuple[int, ...] = rows) -> list[Tensor]:
+                return parts(value, sbp, rows if sbp == Split(rows_dim) else (2, 2, 2), 6)
+
+            each = run_together(graph, rows, lambda node: held(before))
+            for (found,), wanted in zip(each, held(after), strict=True):
+                torch.testing.assert_close(found, wanted)
