@@ -191,7 +191,7 @@ class ZeroGraph(Inspected, Stateful):
         sbps = [sbp for sbp, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
         captured, grid = step.captured, self._join().grid
-        return arrange_outputs(values, sbps, shapes, captured.returned, captured.output_spec, batch.mesh, grid)
+        return arrange_outputs(values, sbps, shapes, step.returned(batch), captured.output_spec, batch.mesh, grid)
 
     @one_thread("compile()")
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -149,6 +149,16 @@ class Predict(zg.ZeroGraph):
         return self.run(self.modules_, *batch)
 
 
+def test_a_size_that_build_returns_is_that_of_the_call() -> None:
+    step = Predict(
+        lambda modules, x: (modules["linear"](x), x.shape[0], {"half": x.shape[0] / 2}), linear=nn.Linear(3, 2)
+    )
+    for rows in (4, 5, 7, 5):
+        _, count, others = step(torch.randn(rows, 3))
+        assert (type(count), count, others) == (int, rows, {"half": rows / 2})
+    assert step._steps.compilations == 2
+
+
 def rows_come_back() -> list[Tensor]:
     torch.manual_seed(3)
     step = Predict(lambda modules, x: (modules["linear"](x), x.sum(), x @ x.t()), linear=nn.Linear(3, 2))

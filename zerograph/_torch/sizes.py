@@ -182,6 +182,14 @@ def negated(condition: Any) -> Any:
     return sympy.Not(_expression(condition))
 
 
+def evaluate_number(number: Any, values: Mapping[str, int]) -> int | float | bool:
+    """Return a symbolic number for values of its symbols by name, as a number of Python."""
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(number)]
+    expression = _expression(number)
+    result: int | float | bool = kind(expression.subs({one: values[str(one)] for one in expression.free_symbols}))
+    return result
+
+
 def condition_text(condition: Any) -> str:
     """Return a condition on sizes as Python."""
     text: str = PythonPrinter().doprint(condition)

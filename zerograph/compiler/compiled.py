@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from zerograph import _torch
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import PlannedBucket
@@ -22,6 +24,8 @@ from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.executor import Executor, Lookup
 from zerograph.runtime.offload.transfers import check
 from zerograph.runtime.state import Store, extents
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,6 +99,14 @@ class CompiledStep(RewrittenStep):
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
         return tuple(role.name for role in roles if role.kind != "output")
+
+    def returned(self, batch: Batch) -> Sequence[Any]:
+        """Return the constants that ``build()`` returned, sizes as those of the batch; ``Tensor`` for a tensor."""
+        leaves = self.captured.returned
+        if self.captured.sizes is None:
+            return leaves
+        totals = {name: sum(rows) for name, rows in batch.sizes.items()}
+        return [_torch.evaluate_number(leaf, totals) if isinstance(leaf, _NUMBERS) else leaf for leaf in leaves]
 
     def size_values(self, batch: Batch) -> dict[SizeInput, int]:
         """Return the value of each symbolic size that the graph reads, for a batch."""
