@@ -310,6 +310,23 @@ def test_positions_of_a_small_ragged_batch_are_not_taken_for_those_of_a_part(poo
         assert max(differences) < 1e-3
 
 
+def ignoring(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def unused_input() -> list[Tensor]:
+    """Return the losses of steps that do not read one of their inputs."""
+    model = nn.Linear(3, 2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 1, ignoring)
+    x = torch.ones(2, 3)
+    return [step(own(rows, x[: sum(rows)]), own(rows, x[: sum(rows)])) for rows in [(1, 1), (0, 1), (2, 0)]]
+
+
+def test_a_rank_without_rows_of_an_input_that_build_does_not_read_runs(pool: Pool) -> None:
+    for losses in pool.run(2, unused_input):
+        torch.testing.assert_close(losses, [losses[0], losses[0] / 2, losses[0]])
+
+
 def dropped(model: nn.Module, x: Tensor) -> Tensor:
     return F.dropout(model(x), 0.5, training=True).square().sum()
 

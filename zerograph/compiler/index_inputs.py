@@ -185,7 +185,7 @@ def _check_rows(node: fx.Node, rows: int, name: str, ranks: int) -> None:
         if user.target is not aten.select.int or user.args[1] != 0:
             return
         indices.add(user.args[2])
-    if indices == set(range(rows)):
+    if indices and indices == set(range(rows)):
         user = next(iter(node.users))
         raise InputError(
             f"{name} has {rows} rows on this rank, and build() reads exactly these, one by one\n{_source_line(user)}"
