@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import sym_or
 
-import zerograph as zg
 from tests.harness import LossStep, needs_compiler, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, train_plainly
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import data, own
+from tests.zerograph.test_any_batch import ROWS, data, own
 from zerograph import _torch
 from zerograph.runtime.backends import inductor, pieces
 from zerograph.runtime.backends.pieces import Piece, cut
@@ -41,7 +40,7 @@ def trained(name: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], lis
     losses = []
     with every_size, patch.object(_torch, "inductor", counting), warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*The piece is")
-        for rows, x, y in data(name, zg.world_size(), torch.float64):
+        for rows, x, y in data(name, ROWS[2], torch.float64):
             losses.append(step(own(rows, x), own(rows, y)))
             compilations.append(len(compiled))
     return losses, step.state_dict()["modules"]["model"], compilations, step._compilations
@@ -54,7 +53,7 @@ def trained(name: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], lis
 )
 def test_pieces_compiled_for_all_sizes_train_as_one_device(pool: Pool, name: str, stage: int) -> None:
     model = make(name, torch.float64)
-    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, 2, torch.float64)])
+    expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ROWS[2], torch.float64)])
     for losses, parameters, compilations, steps in pool.run(2, trained, name, stage):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(parameters, model.state_dict(), rtol=1e-6, atol=1e-8)
@@ -156,7 +155,7 @@ def losses_of(backend: str) -> list[Tensor]:
     model = make("gpt", torch.float64)
     step = TrainStep(model, adamw(model), 0, backend=backend)
     with every_size:
-        return [step(x, y) for _, x, y in data("gpt", 1, torch.float64)]
+        return [step(x, y) for _, x, y in data("gpt", ROWS[1][:3], torch.float64)]
 
 
 def test_a_piece_that_does_not_compile_for_all_sizes_runs_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
