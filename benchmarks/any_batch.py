@@ -27,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -45,6 +44,7 @@ import zerograph as zg  # noqa: E402
 from benchmarks.contenders import ddp, fsdp2  # noqa: E402
 from benchmarks.contenders.tasks import Gpt, Task  # noqa: E402
 from benchmarks.contenders.training import adamw  # noqa: E402
+from benchmarks.measure.job import seconds  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from zerograph.ir.mesh import line as mesh_line  # noqa: E402
 
@@ -190,14 +190,6 @@ class TrainStep(zg.ZeroGraph):
         loss = loss_of(self.model, x, y)
         loss.backward()
         return loss
-
-
-def seconds(run: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    dist.barrier()
-    return time.perf_counter() - began
 
 
 @dataclass

@@ -18,7 +18,6 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from datetime import date
@@ -35,6 +34,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Gpt  # noqa: E402
+from benchmarks.measure.job import seconds  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "scripts.md"
@@ -93,14 +93,6 @@ def prepared(name: str, stage: int, loop: str) -> Callable[[Tensor, Tensor], Ten
         return loss
 
     return step
-
-
-def seconds(run: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    dist.barrier()
-    return time.perf_counter() - began
 
 
 def measured(case: tuple[str, int, str], rounds: int) -> tuple[float, float, float]:

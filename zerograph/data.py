@@ -155,7 +155,7 @@ class batches:  # noqa: N801
         return {**state, "generators": generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind the batches that had been yielded when :meth:`state_dict` returned ``state``.
+        """Continue after the batches that were yielded before :meth:`state_dict` returned ``state``.
 
         The next iteration yields the rest of the pass. Without a loader that has a state of its own it reads the
         batches again that were yielded, and drops them. Load the step's checkpoint first.

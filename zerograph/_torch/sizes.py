@@ -1,4 +1,4 @@
-"""Symbolic sizes: torch's ``ShapeEnv`` and the sympy expressions behind ``torch.SymInt``."""
+"""Symbolic sizes: torch's ``ShapeEnv`` and the sympy expressions that ``torch.SymInt`` holds."""
 
 from __future__ import annotations
 

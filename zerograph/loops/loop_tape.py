@@ -16,7 +16,7 @@ from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
 from zerograph.loops.deferred import Deferred, Meta, Result, values_of
-from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape
+from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape, check_scalar_loss
 from zerograph.loops.words import words
 
 # Smaller inputs are copied when they are recorded, so that the loop may write to them before the step.
@@ -274,12 +274,7 @@ class LoopTape(Tape):
                 f"loss.backward() with {', '.join(options) or 'a gradient'} cannot be recorded{_here()}\n"
                 "Multiply the loss instead; for gradients of gradients write the step as a zg.ZeroGraph."
             )
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise InputError(
-                f"loss.backward() on a tensor of shape {tuple(loss.shape)}"
-                f"{', which needs no gradient' if loss.numel() == 1 else ''}{_here()}\n"
-                "It takes a scalar that depends on trained parameters: take the mean or sum, and do not detach it."
-            )
+        check_scalar_loss(loss, f"loss.backward() on a tensor of shape {tuple(loss.shape)}", _here)
         if loss.freed or loss.result in self.losses:
             raise InputError(
                 f"loss.backward() was called twice on one loss{_here()}\nMultiply it by 2 if you intend it."

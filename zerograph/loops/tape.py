@@ -352,3 +352,21 @@ class Tape:
             f"  {line}   {code}\n"
             "With gradient accumulation they have values after the update; read them, as with .item(), before."
         )
+
+
+def check_scalar_loss(loss: Deferred, called: str, where: Callable[[], str] = str) -> None:
+    """Check that ``backward()`` can start at a loss.
+
+    Args:
+        loss: the loss.
+        called: the beginning of the message: the call, and what it was given.
+        where: returns the user's line, as the message shows it; called only for the message.
+
+    Raises:
+        InputError: the loss is not a scalar, or depends on no trained parameter.
+    """
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise InputError(
+            f"{called}{', which needs no gradient' if loss.numel() == 1 else ''}{where()}\n"
+            "It takes a scalar that depends on trained parameters: take the mean or sum, and do not detach it."
+        )

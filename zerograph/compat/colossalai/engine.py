@@ -21,7 +21,7 @@ from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
 from zerograph.loops.program import Program, Texts, program_of
-from zerograph.loops.tape import Numbers, Tape
+from zerograph.loops.tape import Numbers, Tape, check_scalar_loss
 from zerograph.loops.words import Words
 from zerograph.optim.step_hooks import Guard
 
@@ -165,12 +165,7 @@ class Engine:
                 "last engine.step()\nIn training (engine.train(), not under torch.no_grad()), compute the loss from "
                 "what engine(...) returns; loss.item() and float(loss) are plain numbers."
             )
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise InputError(
-                f"engine.backward() was called with {_shown(loss)}"
-                f"{', which needs no gradient' if loss.numel() == 1 else ''}\n"
-                "It takes a scalar that depends on trained parameters: take the mean or sum, and do not detach it."
-            )
+        check_scalar_loss(loss, f"engine.backward() was called with {_shown(loss)}")
         if loss.result in self._tape.losses:
             raise InputError("engine.backward() was called twice with one loss: multiply it by 2 if that is intended")
         if not self._tape.losses:
