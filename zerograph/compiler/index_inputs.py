@@ -373,7 +373,8 @@ def _problem(
     # As many on all ranks, so that all ranks decide alike.
     rows = sum(_parts(meta(placeholder)["val"].shape[0], batch, ranks))
     count = rows * math.prod(shape[1:]) * (comparison.ranks - 1) // ranks
-    smallest = min(part for part in parts if part)
+    # 0 for a dimension that is smaller than the number of ranks: no position is below it.
+    smallest = min((part for part in parts if part), default=0)
     if comparison.ranks < 2 or not count or not all(row[number].highest < smallest for row in comparison.values):
         return None
     # Only few positions point by chance to rows of the first rank alone.
