@@ -149,6 +149,11 @@ def _serve(connection: Connection, trace: str) -> None:
                 answer = True, _as_rank(rank, ranks, store, function, args)
             except BaseException:
                 answer = False, traceback.format_exc()
+            # After the exception is gone, whose traceback holds the whole failed test.
+            gc.collect()
+            # What survives is modules and caches, which grow with every test: the next collections need not look at
+            # them.
+            gc.freeze()
             connection.send(answer)
 
 
@@ -163,6 +168,3 @@ def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], ar
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
-        # What survives is modules and caches, which grow with every test: the next collections need not look at them.
-        gc.freeze()

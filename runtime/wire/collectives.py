@@ -99,13 +99,14 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum in the memory of the contiguous tensor."""
-    host_group = direct.host_group(group_name)
+    group = _torch.process_group(group_name)
+    host_group = direct.host_group(group)
     if host_group is not None and total.nbytes <= INLINE:
         work: dist.Work = _SumOfAll(host_group, total)
     elif host_group is not None and total.nbytes > _SMALL:
         work = _SumOfPieces(host_group, total.view(-1))
     else:
-        all_reduce = dist.all_reduce(total, group=_torch.process_group(group_name), async_op=True)
+        all_reduce = dist.all_reduce(total, group=group, async_op=True)
         assert all_reduce is not None
         work = all_reduce if host_group is None else _CheckedWork(host_group, all_reduce)
     _torch.register_works(total, [work])
@@ -123,10 +124,10 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
         outgoing: by place in the group the tensor to send there.
         incoming: by place in the group the tensor that its data fill.
     """
-    if (host_group := direct.host_group(group_name)) is not None:
+    group = _torch.process_group(group_name)
+    if (host_group := direct.host_group(group)) is not None:
         _torch.register_works(result, [_DirectExchange(host_group, outgoing, incoming)])
         return
-    group = _torch.process_group(group_name)
     rank, ranks = group.rank(), group.size()
     works: list[dist.Work | None] = []
     for step in range(1, ranks):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -78,12 +78,13 @@ class _HostGroups:
 
 
 _by_job: WeakKeyDictionary[Job, _HostGroups] = WeakKeyDictionary()
-_by_group_name: WeakValueDictionary[str, HostGroup] = WeakValueDictionary()
+# By the group itself: a destroyed world may have had a group of the same name, and its job may still be in memory.
+_by_process_group: WeakKeyDictionary[dist.ProcessGroup, HostGroup] = WeakKeyDictionary()
 
 
-def host_group(group_name: str) -> HostGroup | None:
+def host_group(process_group: dist.ProcessGroup) -> HostGroup | None:
     """Return the host group of a process group; None if its ranks do not read each other's memory."""
-    return _by_group_name.get(group_name)
+    return _by_process_group.get(process_group)
 
 
 def host_groups(job: Job) -> tuple[HostGroup | None, ...]:
@@ -113,11 +114,9 @@ def _host_groups(job: Job) -> _HostGroups:
         _check_variable()
         with explaining_failures(job, "finding out which ranks share a host"):
             _by_job[job] = _connect(job)
-        for name, group in zip(job.mesh.groups, _by_job[job].groups, strict=True):
-            # A destroyed world may have had a group of this name.
-            _by_group_name.pop(name, None)
+        for process_group, group in zip(job.groups, _by_job[job].groups, strict=True):
             if group is not None:
-                _by_group_name[name] = group
+                _by_process_group[process_group] = group
     return _by_job[job]
 
 

@@ -239,6 +239,26 @@ def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
         assert any(f"over sockets, not through memory: rank {1 - rank}" in line and said in line for line in lines)
 
 
+def in_a_new_world(store: str) -> tuple[bool, int, bool]:
+    """Return whether a new world reuses a group's name, the messages of a gather there, and whether it is right."""
+    old_job, old_name = connected(70.0)
+    rank, size = old_job.rank, old_job.size
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    # No rank ends, and closes its connections, before all have opened them.
+    dist.barrier()
+    group = dist.new_group()
+    with patch.object(dist, "isend", wraps=dist.isend) as send:
+        gathered = c10d.wait_tensor(collectives.gather_pieces(torch.tensor([rank]), size, group.group_name))
+    dist.barrier()
+    # The old job is still in memory here, as it may be after an error.
+    return group.group_name == old_name, send.call_count, gathered.tolist() == list(range(size))
+
+
+def test_a_group_named_as_one_of_a_destroyed_world_does_not_use_its_mailboxes(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(3, in_a_new_world, str(tmp_path / "store")) == [(True, 2, True)] * 3
+
+
 def asked_for(value: str) -> str:
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": value}), pytest.raises(zg.ConfigError) as caught:
         direct.host_groups(join(62.0))
