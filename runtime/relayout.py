@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zerograph import _torch
 from zerograph.ir.buckets import Bucket, Parameter, Slot, plan_buckets, to_rows
 from zerograph.ir.mesh import local_part, local_shape
-from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job
@@ -186,6 +187,17 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     shard = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
     shard[0, : piece.numel()] = piece.reshape(-1)
     create_provisional_store(job, layout, parameter, shard)
+
+
+def provisional_layout(job: Job, parameter: nn.Parameter) -> Bucket:
+    """Return the layout of a bucket of this parameter alone, split along the last mesh dimension."""
+    mesh = job.mesh
+    with _torch.plain_tensors():
+        ranks, numel = mesh.shape[-1], parameter.numel()
+        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0))
+        slot = Slot("parameter", tuple(parameter.shape), 0, numel)
+        kind = parameter.dtype, parameter.device, sbp
+    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, mesh.dims - 1)
 
 
 def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, shard: Tensor) -> Store:

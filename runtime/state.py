@@ -21,6 +21,7 @@ from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.ir.mesh import local_part
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
+from zerograph.runtime.checkpoint.file_tensor import FileTensor
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
@@ -261,17 +262,25 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence[Any]) -> None:
-    """Write this rank's part of whole values into its part of a bucket; None leaves a slot as it is."""
+    """Write this rank's part of whole values into its part of a bucket; None leaves a slot as it is.
+
+    Of a :class:`FileTensor` only the rows of this rank's part are read.
+    """
     complete = all(value is not None for value in values)
     shard = read_to_overwrite(target, whole=complete) if isinstance(target, Extent) else target
     *rows, own = local_part(layout.shape, layout.sbp, job.mesh)
     with torch.no_grad():
         for slot, value in zip(layout.slots, values, strict=True):
             low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
-            if value is not None and low < high:
-                laid = to_rows(torch.as_tensor(value), slot, layout.rows)[tuple(rows)]
-                part = laid[..., low - slot.offset : high - slot.offset]
-                shard[..., low - own.start : high - own.start] = part.to(shard)
+            if value is None or low >= high:
+                continue
+            own_part = shard[..., low - own.start : high - own.start]
+            if isinstance(value, FileTensor) and layout.rows is None:
+                value.copy_flat(own_part, low - slot.offset)
+                continue
+            whole = value.whole() if isinstance(value, FileTensor) else torch.as_tensor(value)
+            laid = to_rows(whole, slot, layout.rows)[tuple(rows)]
+            own_part.copy_(laid[..., low - slot.offset : high - slot.offset])
     if isinstance(target, Extent):
         write(target, shard)
 

@@ -68,8 +68,10 @@ if TYPE_CHECKING:
     from zerograph.passes.rules.registry import Operands
     from zerograph.planner.front.plan import plan
     from zerograph.planner.plan import Plan
+    from zerograph.runtime.checkpoint.file_tensor import open_safetensors
     from zerograph.runtime.job.process_group import rank, world_size
     from zerograph.state.checkpoint.export import read_checkpoint
+    from zerograph.state.from_pretrained import from_pretrained
     from zerograph.state.sharded_init import sharded_init
 
 # The module of each name, for when it is asked for; the same as above, where type checkers and editors read it.
@@ -121,6 +123,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "rank",
         "world_size",
     ),
+    "runtime.checkpoint.file_tensor": ("open_safetensors",),
+    "state.from_pretrained": ("from_pretrained",),
     "state.sharded_init": ("sharded_init",),
 }
 _HOMES = {name: f"zerograph.{module}" for module, names in _NAMES.items() for name in names}
@@ -155,8 +159,10 @@ __all__ = [
     "annotate",
     "batches",
     "from_deepspeed",
+    "from_pretrained",
     "gather",
     "local",
+    "open_safetensors",
     "placement",
     "plan",
     "prepare",

@@ -15,12 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 from zerograph import _torch
 from zerograph.config import Config
 from zerograph.errors import ConfigError, PlacementError
-from zerograph.ir.buckets import Bucket, Slot
-from zerograph.ir.sbp import NdSbp, Split, broadcast
+from zerograph.ir.buckets import Bucket
 from zerograph.runtime.job.exchange import broadcast_small
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.parameters import hollow_out
-from zerograph.runtime.relayout import create_provisional_store, split_part
+from zerograph.runtime.relayout import create_provisional_store, provisional_layout, split_part
 from zerograph.runtime.state import store_of
 from zerograph.state.construction.fingerprint import digest_of, fingerprint
 from zerograph.state.construction.generators import Generators, default_generator
@@ -68,11 +67,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
         )
     if torch.compiler.is_compiling():
         raise ConfigError("sharded_init() inside of build(): construct the model before, and give it to the graph")
-    if placement is not None and not isinstance(placement, DeviceMesh):
-        raise PlacementError(
-            f"sharded_init() takes a placement, such as zg.placement('cpu', ranks=[0, 1]), not {placement!r:.60}"
-        )
-    job = join(Config().timeout, placement)
+    job = join_for("sharded_init()", placement)
     with _torch.plain_tensors():
         # Parameters that exist already are not sharded.
         before = {id(tensor): tensor for tensor in live_tensors(collect=False) if isinstance(tensor, nn.Parameter)}
@@ -89,6 +84,22 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     finally:
         _recording.clear()
     _finish(job, recorder, before)
+
+
+def join_for(call: str, placement: DeviceMesh | None) -> Job:
+    """Return the job whose ranks a construction shards parameters over.
+
+    Args:
+        call: the name of the construction in messages.
+
+    Raises:
+        PlacementError: ``placement`` is not a placement, or leaves ranks out.
+    """
+    if placement is not None and not isinstance(placement, DeviceMesh):
+        raise PlacementError(
+            f"{call} takes a placement, such as zg.placement('cpu', ranks=[0, 1]), not {placement!r:.60}"
+        )
+    return join(Config().timeout, placement)
 
 
 def _first_ranks_generators(job: Job) -> Generators:
@@ -228,7 +239,7 @@ def _replayed(
 
     def take(number: int, storage: torch.UntypedStorage) -> None:
         for parameter, view in by_memory.get(number, ()):
-            layout = _layout(job, parameter)
+            layout = provisional_layout(job, parameter)
             parts.append((parameter, layout, split_part(job, layout, tensor_at(view, storage))))
         if number in survivors.whole:
             whole[number] = storage
@@ -240,17 +251,6 @@ def _replayed(
         problem = error
     agree(job, "sharding the parameters of sharded_init()", 0, dict, problem)
     return parts, whole
-
-
-def _layout(job: Job, parameter: nn.Parameter) -> Bucket:
-    """Return the layout of a bucket of this parameter alone."""
-    mesh = job.mesh
-    with _torch.plain_tensors():
-        ranks, numel = mesh.shape[-1], parameter.numel()
-        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0))
-        slot = Slot("parameter", tuple(parameter.shape), 0, numel)
-        kind = parameter.dtype, parameter.device, sbp
-    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, mesh.dims - 1)
 
 
 def _fill(memory: Memory, values: torch.UntypedStorage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
+from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
 from zerograph.runtime.relayout import release
 from zerograph.runtime.state import (
     Store,
@@ -38,6 +40,8 @@ def modules_state(members: Members) -> dict[str, dict[str, Any]]:
 def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the whole parameters and buffers that a strict ``load_state_dict()`` of each module would load, by name.
 
+    Parameters are tensors that refer to those of ``states``: nothing is copied, and nothing read from files.
+
     Args:
         states: the state of each module, by attribute. A module without state, such as a loss, may be left out.
 
@@ -53,16 +57,49 @@ def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> d
     )
     with torch.no_grad():
         whole: dict[str, Tensor] = {
-            name: torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            name: FileTensor(parameter.shape, parameter.dtype, None, parameter.device)
             for name, parameter in members.parameters.items()
         } | {name: buffer.clone() for name, buffer in members.buffers.items()}
         with _torch.with_tensors(members.root, _with_aliases(members, whole)):
             for name, module in children.items():
                 try:
-                    module.load_state_dict(states.get(name, {}))
+                    module.load_state_dict(_with_tied(members, name, states.get(name, {})))
                 except (RuntimeError, TypeError) as error:
                     raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
     return whole
+
+
+def open_files(state: Any) -> Any:
+    """Return a graph's state with the tensors of safetensors files, not read yet, in place of paths of modules.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    modules = state.get("modules") if isinstance(state, Mapping) else None
+    if not isinstance(modules, Mapping):
+        return state
+    opened = {
+        name: open_safetensors(module) if isinstance(module, (str, os.PathLike)) else module
+        for name, module in modules.items()
+    }
+    return {**state, "modules": opened}
+
+
+def _with_tied(members: Members, module: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state with all names of tied parameters; files hold tied parameters once."""
+    if not state or not all(isinstance(value, FileTensor) for value in state.values()):
+        return state
+    start = f"{module}."
+    complete = dict(state)
+    names_of: dict[str, list[str]] = {}
+    for alias, name in members.aliases.items():
+        names_of.setdefault(name, [name]).append(alias)
+    for names in names_of.values():
+        own = [name.removeprefix(start) for name in names if name.startswith(start)]
+        saved = next((state[name] for name in own if name in state), None)
+        if saved is not None:
+            complete = dict.fromkeys(own, saved) | complete
+    return complete
 
 
 def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:

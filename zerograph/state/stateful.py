@@ -118,14 +118,17 @@ class Stateful:
         states of the plain module and optimizer load too, before and after the first call::
 
             step.load_state_dict({"modules": {"model": torch.load("model.pt")}})
-            step.load_state_dict({"modules": {"model": ...}, "optimizers": [torch.load("optimizer.pt")]})
+            step.load_state_dict({"modules": {"model": "model.safetensors"}, "optimizers": [torch.load("opt.pt")]})
 
         Args:
             state: ``"modules"`` needs every module with parameters or buffers; ``"optimizers"`` and
-                ``"lr_schedulers"`` one entry for each optimizer. A scheduler whose entry is None stays as it is.
+                ``"lr_schedulers"`` one entry for each optimizer. A scheduler whose entry is None stays as it is. The
+                state of a module may be a path of safetensors files, or what
+                :func:`zerograph.open_safetensors` returns. Then each rank reads only its parts.
 
         Raises:
             ConfigError: the state does not fit. Nothing is changed, on any rank.
+            CheckpointError: a file is missing or damaged. Likewise, unless reading its values fails.
             RankMismatchError: the state does not fit on another rank, or counts differ between ranks.
         """
         self._check_resharded()
@@ -133,6 +136,7 @@ class Stateful:
         whole: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
         try:
+            state = state_dict.open_files(state)
             state_dict.check_state(self._optimizers, self._schedulers, state)
             if self.config.scaler is not None and state.get("grad_scaler") is not None:
                 self.config.scaler.check_state(state["grad_scaler"])

@@ -1,0 +1,335 @@
+"""Tensors whose values stay in safetensors files until they are needed, and then are read in rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zerograph import _torch
+from zerograph._torch import pytree
+from zerograph.errors import CheckpointError
+
+aten = torch.ops.aten
+
+# Returns the rows ``low`` to ``high`` of a tensor along dimension 0; of a 0-d tensor the tensor itself.
+ReadRows = Callable[[int, int], Tensor]
+
+# Bytes that one read of :meth:`FileTensor.copy_flat` returns at most, unless a single row is larger.
+BLOCK_BYTES = 2**25
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class _Content:
+    """The values of a tensor, shared with its aliases: in memory, or still to be read."""
+
+    def __init__(self, read: ReadRows | None, value: Tensor | None = None) -> None:
+        self.read, self.value = read, value
+
+
+class FileTensor(Tensor):
+    """A tensor that holds no values: it reads them, row by row, when they are needed.
+
+    Casts, ``stack``, ``cat`` and ``split`` return such tensors again, so what transformers does to convert a checkpoint
+    reads nothing. ``copy_`` to such a tensor makes it read from the source. Any other operator reads the whole tensor
+    and keeps it in memory: in-place writes and views have their usual effect.
+    """
+
+    _content: _Content
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, read: ReadRows | None, device: torch.device | None = None
+    ) -> FileTensor:
+        """Create a tensor with these values; without ``read`` they are uninitialized until something is copied."""
+        made: FileTensor = _torch.tensor_without_data(
+            cls, tuple(shape), dtype, device or torch.device("cpu"), requires_grad=False
+        )
+        made._content = _Content(read)
+        return made
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """Return the rows along dimension 0. They are not kept in memory."""
+        content, device = self._content, self.device
+        if content.value is not None:
+            return content.value if not self.dim() else content.value[low:high]
+        if not self.numel() or content.read is None:
+            shape = self.shape if not self.dim() else (high - low, *self.shape[1:])
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        return content.read(low, high).to(device)
+
+    def whole(self) -> Tensor:
+        """Return all values. They are not kept in memory."""
+        return self.rows(0, self.shape[0] if self.dim() else 1)
+
+    def copy_flat(self, target: Tensor, start: int) -> None:
+        """Overwrite a 1-D tensor with elements from ``start`` on, in row-major order, a block of rows at a time."""
+        row = math.prod(self.shape[1:])
+        first, last = start // row, -(-(start + len(target)) // row)
+        block = max(1, BLOCK_BYTES // max(1, row * self.dtype.itemsize))
+        for low in range(first, last, block):
+            values = self.rows(low, min(low + block, last)).reshape(-1)
+            begin, end = max(start, low * row), min(start + len(target), low * row + len(values))
+            target[begin - start : end - start] = values[begin - low * row : end - low * row]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FileTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and isinstance(args[0], FileTensor):
+            value = args[1].detach()
+            args[0]._content = value._content if isinstance(value, FileTensor) else _Content(None, value)
+            return None
+        with _torch.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        result = NotImplemented if rule is None else rule(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        values = func(*pytree.tree_map(_in_memory, list(args)), **pytree.tree_map(_in_memory, dict(kwargs)))
+        # An in-place operator returns its first argument.
+        own = args[0]._content.value if args and isinstance(args[0], FileTensor) else None
+        return args[0] if own is not None and values is own else values
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _in_memory(value: Any) -> Any:
+    """Read a tensor and keep it in memory, for operators that may write to it or return a view."""
+    if not isinstance(value, FileTensor):
+        return value
+    if value._content.value is None:
+        value._content.value = value.whole()
+    return value._content.value
+
+
+def _detach(tensor: FileTensor) -> FileTensor:
+    alias = FileTensor(tensor.shape, tensor.dtype, None, tensor.device)
+    alias._content = tensor._content
+    return alias
+
+
+def _cast(tensor: FileTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> FileTensor:
+    dtype = dtype or tensor.dtype
+    device = tensor.device if device is None else torch.device(device)
+    return FileTensor(tensor.shape, dtype, lambda low, high: tensor.rows(low, high).to(dtype), device)
+
+
+def _like(first: FileTensor, shape: Sequence[int], dtype: torch.dtype, read: ReadRows) -> FileTensor:
+    return FileTensor(shape, dtype, read, first.device)
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    dim %= first.dim() + 1
+    if not _are_alike(tensors) or any(tensor.shape != first.shape for tensor in tensors) or not first.dim():
+        return NotImplemented
+    shape = (*first.shape[:dim], len(tensors), *first.shape[dim:])
+
+    def read(low: int, high: int) -> Tensor:
+        if dim == 0:
+            return torch.stack([tensor.whole() for tensor in files[low:high]])
+        return torch.stack([tensor.rows(low, high) for tensor in files], dim)
+
+    files: list[Any] = list(tensors)
+    return _like(files[0], shape, first.dtype, read)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    if not _are_alike(tensors) or not first.dim() or any(tensor.dim() != first.dim() for tensor in tensors):
+        return NotImplemented
+    dim %= first.dim()
+    shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
+    files: list[Any] = list(tensors)
+
+    def read(low: int, high: int) -> Tensor:
+        if dim:
+            return torch.cat([tensor.rows(low, high) for tensor in files], dim)
+        starts = list(accumulate((tensor.shape[0] for tensor in files), initial=0))
+        parts = [
+            tensor.rows(max(low - start, 0), min(high, end) - start)
+            for tensor, (start, end) in zip(files, pairwise(starts), strict=True)
+            if max(low, start) < min(high, end)
+        ]
+        return torch.cat(parts)
+
+    return _like(files[0], shape, first.dtype, read)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Return True if all values are in files, of one dtype and device."""
+    first = tensors[0]
+    return all(
+        isinstance(tensor, FileTensor) and tensor.dtype == first.dtype and tensor.device == first.device
+        for tensor in tensors
+    )
+
+
+def _split(tensor: FileTensor, size: int, dim: int = 0) -> Any:
+    total = tensor.shape[dim]
+    return _split_with_sizes(tensor, [min(size, total - low) for low in range(0, total, size)], dim)
+
+
+def _split_with_sizes(tensor: FileTensor, sizes: Sequence[int], dim: int = 0) -> Any:
+    dim %= tensor.dim()
+    starts = accumulate(sizes, initial=0)
+    return [_part(tensor, start, size, dim) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _part(tensor: FileTensor, start: int, size: int, dim: int) -> FileTensor:
+    def read(low: int, high: int) -> Tensor:
+        return tensor.rows(low, high).narrow(dim, start, size) if dim else tensor.rows(low + start, high + start)
+
+    return _like(tensor, (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read)
+
+
+def _equal(first: Tensor, second: Tensor) -> Any:
+    """Compare a block of rows at a time."""
+    if not (isinstance(first, FileTensor) and isinstance(second, FileTensor)) or not first.dim():
+        return NotImplemented
+    if first.shape != second.shape:
+        return False
+    block = max(1, BLOCK_BYTES // max(1, math.prod(first.shape[1:]) * first.dtype.itemsize))
+    starts = range(0, first.shape[0], block)
+    spans = [(low, min(low + block, first.shape[0])) for low in starts]
+    return all(torch.equal(first.rows(*span), second.rows(*span)) for span in spans)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, FileTensor):
+        assert isinstance(source, FileTensor)
+        return target.copy_(source.whole())
+    expanded = source if source.shape == target.shape else source.expand(target.shape)
+    target._content.value = None
+    if isinstance(expanded, FileTensor):
+        target._content.read = _cast(expanded, dtype=target.dtype)._content.read
+    else:
+        values = expanded.detach()
+        target._content.read = lambda low, high: (values[low:high] if values.dim() else values).to(target.dtype)
+    return target
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten._to_copy.default: _cast,
+    aten.stack.default: _stack,
+    aten.cat.default: _cat,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.equal.default: _equal,
+    aten.copy_.default: _copy,
+}
+
+
+class OpenFile:
+    """A safetensors file, opened to be read in slices."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            # Reads into memory that it allocates. A mapped file would count as memory of the process.
+            self._file = safe_open(self.path, framework="pt", device="cpu", backend="pread")
+        except TypeError:
+            # Before safetensors 0.8.
+            self._file = safe_open(self.path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+
+    def names(self) -> list[str]:
+        """Return the names of the file's tensors."""
+        return list(self._file.keys())
+
+    def tensor(self, name: str) -> FileTensor:
+        """Return a tensor of the file, without reading it.
+
+        Raises:
+            CheckpointError: the tensor has a dtype that torch does not have.
+        """
+        entry = self._file.get_slice(name)
+        dtype, shape = entry.get_dtype(), entry.get_shape()
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has the dtype {dtype}, which cannot be loaded")
+
+        def read(low: int, high: int) -> Tensor:
+            try:
+                values: Tensor = entry[low:high] if shape else self._file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+            return values
+
+        return FileTensor(shape, _DTYPES[dtype], read)
+
+
+def open_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Open safetensors files and return their tensors by name, without reading values.
+
+    A tensor is read when it is used. In ``step.load_state_dict({"modules": {"model": ...}})`` each rank reads its own
+    rows only. Names may be changed in the dict.
+
+    Args:
+        path: a file ``.safetensors``, an index ``.safetensors.index.json``, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: there are no such files, or one is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in map(OpenFile, _files(Path(path))):
+        tensors |= {name: file.tensor(name) for name in file.names()}
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint, in order of their names."""
+    if path.is_dir():
+        single, path = path / SINGLE, path / INDEX
+        if not path.exists():
+            if not single.exists():
+                raise CheckpointError(f"{single.parent} has neither {SINGLE} nor {INDEX}")
+            return [single]
+    if path.suffix != ".json":
+        return [path]
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return [path.parent / name for name in sorted(set(weight_map.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
