@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph import _torch
 from zerograph._torch import pytree
@@ -22,7 +21,7 @@ from zerograph.config import Config
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import copy_marks
-from zerograph.ir.sbp import NdSbp, Split, broadcast, from_dtensor, show
+from zerograph.ir.sbp import NdSbp, Split, broadcast, from_dtensor, is_dtensor, show
 from zerograph.runtime.job.process_group import agree, digest, explaining_failures, join
 from zerograph.state.threads import one_thread
 
@@ -219,7 +218,7 @@ def _no_batch(ranks: Sequence[int], size: int) -> str:
 
 
 def _without_rows(value: Any) -> Any:
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         if any(isinstance(one, Split) for one in from_dtensor(value.placements)):
             raise InputError(
                 "zg.batches(): a rank has run out whose last batch has a split DTensor, which has as many rows on each "
@@ -278,13 +277,13 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
     layouts = {number: _layout(leaf, job.grid) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     split_numbers = [number for number, (sbp, _) in layouts.items() if any(isinstance(one, Split) for one in sbp)]
     facts = {f"output {number}": _described(leaves[number], *layouts[number]) for number in layouts}
-    parts = [leaves[n] for n in split_numbers if not isinstance(leaves[n], DTensor)]
+    parts = [leaves[n] for n in split_numbers if not is_dtensor(leaves[n])]
     with one_thread("zg.gather()"):
         sizes = [size for part in parts for size in part.shape]
         everybody = agree(job, "zg.gather()", digest(facts), lambda: facts, sizes=sizes)
         if job.size > 1:
             shapes = [_shapes(rank_sizes, parts) for rank_sizes in everybody]
-            numbers = [n for n in split_numbers if not isinstance(leaves[n], DTensor)]
+            numbers = [n for n in split_numbers if not is_dtensor(leaves[n])]
             for place, number in enumerate(numbers):
                 _check_shapes(number, layouts[number][0], [rank_shapes[place] for rank_shapes in shapes])
             with explaining_failures(job, "zg.gather()"):
@@ -292,13 +291,13 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
             for place, number in enumerate(numbers):
                 leaves[number] = _joined([rank_parts[place] for rank_parts in pieces], *layouts[number])
         with explaining_failures(job, "zg.gather()"):
-            results = iter([leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves])
+            results = iter([leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves])
     return _mapped(outputs, lambda _: next(results))
 
 
 def _layout(tensor: Tensor, grid: Any) -> Layout:
     """Return the layout of an output; a tensor that is none is split along dimension 0 unless it must be whole."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return from_dtensor(tensor.placements), tensor.device_mesh.mesh.tolist()
     layout = layout_of(tensor)
     if layout is None or tensor.dim() == 0:

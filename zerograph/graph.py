@@ -38,7 +38,6 @@ from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, digest, join
 from zerograph.state import replicas
-from zerograph.state.checkpoint.save import Saver
 from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
 from zerograph.state.stateful import Stateful, interruptible
@@ -80,7 +79,7 @@ class ZeroGraph(Inspected, Stateful):
         self._joined: tuple[Any, ...] = ()
         self._seed: int | None = None
         self._passes_done = 0
-        self._saver = Saver()
+        self._saver = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_compiler", "_optimizers", "_steps", "_job"):

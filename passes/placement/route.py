@@ -6,8 +6,6 @@ import functools
 import itertools
 import math
 
-import networkx as nx
-
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.sbp import NdSbp, Split, broadcast, wire_bytes
 
@@ -27,6 +25,8 @@ def route(source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, m
 def _route(
     source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...]
 ) -> tuple[NdSbp, ...]:
+    import networkx as nx
+
     mesh = Mesh(mesh_shape, (0,) * len(mesh_shape), ("",) * len(mesh_shape))
     graph = nx.DiGraph()
     choices = [dict.fromkeys((a, b, broadcast)) for a, b in zip(source, target, strict=True)]

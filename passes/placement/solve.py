@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 from torch import fx
 
 from zerograph.ir.rewrite import positions
 from zerograph.ir.sbp import Sbp, Signature
 from zerograph.passes.placement.cost import signature_cost
 from zerograph.passes.placement.problem import PlacementProblem, TensorId
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]
 
@@ -103,6 +105,8 @@ def _chain(
 
 def _solve(problem: PlacementProblem, chain: Sequence[fx.Node], candidates: Candidates, cache: _Cache) -> bool:
     """Place the chain along the shortest path. Return False, with nothing changed, if that is no cheaper."""
+    import networkx as nx
+
     options = [candidates[node] for node in chain]
     path = nx.shortest_path(_layers(problem, chain, options, cache), "start", "end", weight="cost")[1:-1]
     new = [options[index][number] for index, number in path]
@@ -124,6 +128,8 @@ def _layers(
 
     A node is the index of an operator and the number of a signature: networkx hashes nodes often.
     """
+    import networkx as nx
+
     layers = nx.DiGraph()
     for number, inner in enumerate(_inner_costs(problem, chain, 0, options[0], cache)):
         layers.add_edge("start", (0, number), cost=inner)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
 from torch import fx
 
 from zerograph.ir.mesh import Mesh
@@ -143,6 +142,8 @@ def _between(problem: Problem, more: Choice, fewer: Choice, halvings: int) -> li
 
 def _cheapest(problem: Problem, price: int, unit: int) -> Choice:
     """Return the choice with the least ``price * bytes + unit * work``."""
+    import networkx
+
     graph = networkx.DiGraph()
     graph.add_nodes_from(["source", "sink"])
     for number, value in enumerate(problem.values):

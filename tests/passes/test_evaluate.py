@@ -16,7 +16,7 @@ def test_a_graphs_values_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode that keeps a view of its own leads to itself through torch, where the garbage collector does not see."""
     modes: list[weakref.ref[_torch.CachingFakeMode]] = []
 
-    def noted() -> _torch.CachingFakeMode:
+    def noted(symbolic: bool = False) -> _torch.CachingFakeMode:
         mode = made()
         modes.append(weakref.ref(mode))
         return mode

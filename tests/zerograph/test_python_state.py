@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import Step, inputs, model
 from tests.pool import Pool
+from zerograph.capture.python_state import PythonState
 from zerograph.ir.mesh import line
 
 needs_lines = pytest.mark.skipif(
@@ -363,3 +364,15 @@ def test_a_learning_rate_set_in_build_is_seen() -> None:
     made.optimizers = tuple(step._optimizers)
     with pytest.warns(UserWarning, match=r"changes Python state .*param_groups\[0\]\['lr'\]"):
         step.prepare(line(2, 0, "ranks"), *inputs([4]))
+
+
+def checked(made: Any, loss: Tensor) -> Tensor:
+    assert loss.dim() == 0
+    return loss
+
+
+def test_an_assertion_that_pytest_rewrote_does_not_reach_pytest() -> None:
+    """Its configuration holds logs and plugins: a capture would walk through them, and find that they change."""
+    assert "@pytest_ar" in globals()
+    names = [place.name for place, _ in PythonState(checked, nn.Module(), []).snapshot().values.values()]
+    assert not [name for name in names if "_config" in name]

@@ -14,7 +14,7 @@ import zerograph as zg
 from tests.harness import LossStep, needs_compiler, update_plainly
 from tests.models import TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import data, own
+from tests.zerograph.test_any_batch import data, own, trained
 from zerograph.runtime.backends import pieces
 
 # Rows of each rank in each step: equal, not divisible, unequal, fewer than micro-batches, none.
@@ -23,17 +23,6 @@ ROWS = {
     2: [(4, 4), (3, 3), (2, 4), (0, 5), (4, 1), (1, 0), (7, 2)],
     3: [(3, 3, 3), (5, 0, 4), (0, 0, 1), (1, 4, 2)],
 }
-
-
-def trained(
-    name: str, stage: int, micro_batches: int, dtype: torch.dtype
-) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Return losses, parameters and the number of compiled steps after training with accumulation."""
-    model = make(name, dtype)
-    step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=micro_batches)
-    ranks = zg.world_size()
-    losses = [step(own(rows, x), own(rows, y)) for rows, x, y in data(name, ROWS[ranks], dtype)]
-    return losses, step.state_dict()["modules"]["model"], step._compilations
 
 
 @pytest.mark.parametrize(
@@ -46,17 +35,18 @@ def test_unequal_micro_batches_train_as_one_device_on_the_whole(
     dtype = torch.float64
     model = make(name, dtype)
     expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ROWS[ranks], dtype)])
-    for losses, parameters, compilations in pool.run(ranks, trained, name, stage, micro_batches, dtype):
+    for ((losses, parameters, compilations),) in pool.run(ranks, trained, name, [stage], dtype, ROWS, [micro_batches]):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(parameters, model.state_dict(), rtol=1e-6, atol=1e-8)
         assert compilations <= 3
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
-def test_stages_agree_bitwise_as_they_do_on_equal_micro_batches(pool: Pool, micro_batches: int) -> None:
-    off, one, two, three = (pool.run(2, trained, "gpt", stage, micro_batches, torch.float32)[0] for stage in range(4))
+def test_stages_agree_bitwise_as_they_do_on_equal_micro_batches(pool: Pool) -> None:
+    micro_batches = [2, 3]
+    results = iter(pool.run(2, trained, "gpt_of_one_block", range(4), torch.float32, ROWS, micro_batches)[0])
+    off, one, two, three = ([next(results)[:2] for _ in micro_batches] for _ in range(4))
     for stage, other in ((off, one), (two, three)):
-        torch.testing.assert_close(stage[:2], other[:2], rtol=0, atol=0)
+        torch.testing.assert_close(stage, other, rtol=0, atol=0)
 
 
 class Everything(nn.Module):

@@ -54,12 +54,18 @@ class CachingFakeMode(FakeTensorMode):
         self.results: dict[Any, Any] = {}
 
 
-def fake_mode() -> CachingFakeMode:
+def fake_mode(symbolic: bool = False) -> CachingFakeMode:
     """Return a mode for tensors that have shape and dtype but no data.
 
     Its shape environment makes ``lr.item()`` of an optimizer's update a node.
+
+    Args:
+        symbolic: sizes may be symbols. Torch's cache of fake results is off then: to compute the sizes of a cached
+            result takes longer than to compute the result.
     """
-    return CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
+    mode = CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
+    mode.cache_enabled = not symbolic
+    return mode
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:

@@ -26,13 +26,20 @@ _NOT_USER = tuple(
 )
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+# A rewritten ``assert`` of a test refers to pytest, which keeps logs and the whole run: nothing of a step.
+_PYTEST = os.sep + "_pytest" + os.sep
 
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Return whether a file is not torch's, zerograph's or the standard library's; installed models are the user's."""
+    """Return whether a file is not torch's, zerograph's, pytest's or the standard library's.
+
+    Installed models are the user's.
+    """
     # typing_extensions wraps functions that torch has deprecated.
     if filename.startswith("<") or filename.startswith(_NOT_USER) or filename.endswith(os.sep + "typing_extensions.py"):
+        return False
+    if _PYTEST in filename:
         return False
     return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
 

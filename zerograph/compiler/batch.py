@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
 from zerograph.capture.trace import TensorSpec
@@ -19,7 +18,10 @@ from zerograph.ir.annotate import is_replicated
 from zerograph.ir.dims import Dim
 from zerograph.ir.marks import Marks, marks_of
 from zerograph.ir.mesh import Mesh, piece_count
-from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, show, to_dtensor
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, is_dtensor, show, to_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # SBP of an output of a graph, and the graph's ranks as a nested list.
 Layout = tuple[NdSbp, Any]
@@ -69,13 +71,18 @@ class Batch:
     variant: int = 0
 
     def pattern(self) -> tuple[Hashable, Hashable]:
-        """Return what must be equal on all ranks: the kind without sizes of plain inputs, with constants; and marks."""
+        """Return what must be equal on all ranks, and the marks.
+
+        That is the kind without sizes of plain inputs, with constants; and the micro-batches, into which symbolic sizes
+        are cut.
+        """
         is_tensor = tuple(leaf is Tensor for leaf in self.leaves)
         inputs = tuple(
             (len(spec.shape) if plain and not whole else spec.shape, spec.dtype, spec.device)
             for plain, whole, spec in zip(self.plain, self.whole, self.specs, strict=True)
         )
-        return (self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants), self.marks
+        kind = self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants, self.micro_batches
+        return kind, self.marks
 
     def resolved(self, specs: tuple[TensorSpec, ...], sizes: Mapping[str, tuple[int, ...]], variant: int) -> Batch:
         """Return the batch with global shapes, and the sizes of their dynamic dimensions.
@@ -163,12 +170,12 @@ def read_batch(
     names = tuple(name for name, _ in inputs)
     read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
     cut = tuple(
-        tensor.dim() > 0 and (Split(0) in sbp if isinstance(leaf, DTensor) else not is_replicated(leaf))
+        tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
-    plain_tensors = tuple(not isinstance(leaf, DTensor) for _, leaf in inputs)
+    plain_tensors = tuple(not is_dtensor(leaf) for _, leaf in inputs)
     _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches)
-    meshes = [leaf.device_mesh for _, leaf in inputs if isinstance(leaf, DTensor)]
+    meshes = [leaf.device_mesh for _, leaf in inputs if is_dtensor(leaf)]
     return Batch(
         tuple(local for local, _, _ in read),
         tuple(
@@ -183,7 +190,7 @@ def read_batch(
         meshes[0] if meshes else None,
         cut,
         plain_tensors,
-        tuple(not isinstance(leaf, DTensor) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
+        tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
         tuple(marks_of(leaf) for _, leaf in inputs),
     )
@@ -283,7 +290,7 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
         )
     if leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, which a graph does not return: pass {name}.detach()")
-    if isinstance(leaf, DTensor):
+    if is_dtensor(leaf):
         return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: pass a dense tensor ({name}.to_dense())")
@@ -362,6 +369,8 @@ def _arranged(tensors: Sequence[Tensor], leaves: Sequence[Any], tree: pytree.Tre
 
 
 def _as_global(value: Tensor, sbp: NdSbp, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         value.contiguous(), mesh, to_dtensor(sbp), run_check=False, shape=torch.Size(shape), stride=stride

@@ -6,12 +6,11 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from zerograph._torch import gradient_hooks, module_tables, without_torch_function
@@ -23,10 +22,13 @@ from zerograph.capture.wrappers import check_modules
 from zerograph.compiler.placement import to_local
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
-from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, partial_sum, show
+from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.relayout import adopt_shard
 from zerograph.runtime.state import store_of, stores_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -171,7 +173,7 @@ def _parameter_shapes(module: nn.Module) -> tuple[Any, ...]:
 
 def has_global(members: Members) -> bool:
     """Return True if any parameter or buffer is a global tensor."""
-    return any(isinstance(tensor, DTensor) for tensor in (*members.parameters.values(), *members.buffers.values()))
+    return any(is_dtensor(tensor) for tensor in (*members.parameters.values(), *members.buffers.values()))
 
 
 def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
@@ -184,7 +186,7 @@ def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
         PlacementError: a global tensor is partial, or split in a way that the graph cannot keep. Nothing is changed.
     """
     tensors: dict[str, Tensor] = {**members.parameters, **members.buffers}
-    global_tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    global_tensors = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     for name, tensor in global_tensors.items():
         _check_global(name, tensor, job)
     plain_tensors: dict[int, Tensor] = {}

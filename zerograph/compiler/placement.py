@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.errors import PlacementError
 from zerograph.ir.annotate import copy_annotation
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp, partial_sum, to_dtensor
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, is_dtensor, nd_sbp, partial_sum, to_dtensor
 from zerograph.runtime.job.process_group import initialise, mesh_of
 from zerograph.runtime.job.process_group import mesh as mesh_of_all
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
@@ -102,7 +104,7 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
         return _module_to_global(x, placement, sbps)
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_global() takes a tensor or a module, not {type(x).__name__}")
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         _check_dims(tuple(x.shape), sbps)
         return x.redistribute(placement, to_dtensor(sbps))
     _check_dims(tuple(x.shape), sbps)
@@ -112,6 +114,8 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
 
 def from_parts(x: Tensor, placement: DeviceMesh, sbp: NdSbp) -> DTensor:
     """Return :func:`to_global` of a tensor, without its checks of shape and dtype."""
+    from torch.distributed.tensor import DTensor
+
     part = x.contiguous()
     # DTensor.from_local(run_check=True) would involve all ranks of the job, also those outside of the placement.
     for dim, entry in enumerate(sbp):
@@ -128,7 +132,7 @@ def to_local(x: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_local() takes a tensor, not {type(x).__name__}")
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = x.to_local() if is_dtensor(x) else x
     # Wait for a collective in flight here, not at the first use.
     wait: Any = getattr(local, "wait", None)
     waited: Tensor = wait() if callable(wait) else local
@@ -136,6 +140,8 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> nn.Module:
+    from torch.distributed.tensor import distribute_tensor
+
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if any(isinstance(entry, Split) and entry.dim >= tensor.dim() for entry in sbp):
             raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
@@ -146,7 +152,7 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
     def made_global(tensor: Tensor) -> Tensor:
         if tensor not in global_tensors:
             value = tensor.detach()
-            distribute = value.redistribute if isinstance(value, DTensor) else partial(distribute_tensor, value)
+            distribute = value.redistribute if is_dtensor(value) else partial(distribute_tensor, value)
             new: Tensor = distribute(placement, placements)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph import _torch
 from zerograph.compiler.members import Members
 from zerograph.errors import ConfigError
+from zerograph.ir.sbp import is_dtensor
 
 
 def check_shared_memory(members: Members) -> None:
@@ -51,7 +51,7 @@ class _Span:
 
 def _spans(members: Members) -> Iterator[_Span]:
     for name, tensor in (*members.parameters.items(), *members.buffers.items()):
-        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided or isinstance(tensor, DTensor):
+        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided or is_dtensor(tensor):
             continue
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = tensor.data_ptr()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
 
 from zerograph.errors import PlacementError
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, from_dtensor, nd_sbp, show
+from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, from_dtensor, is_dtensor, nd_sbp, show
 
 _ATTRIBUTE = "_zerograph_sbp"
 _REPLICATED = "_zerograph_replicated"
@@ -45,7 +44,7 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
 
 def annotation(parameter: nn.Parameter) -> NdSbp | None:
     """Return the SBP from :func:`annotate`, or that of a split global tensor; None without either."""
-    if isinstance(parameter, DTensor) and any(map(Placement.is_shard, parameter.placements)):
+    if is_dtensor(parameter) and any(placement.is_shard() for placement in parameter.placements):
         return from_dtensor(parameter.placements)
     sbp: NdSbp | None = getattr(parameter, _ATTRIBUTE, None)
     return sbp
@@ -100,7 +99,7 @@ def replicated(x: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise PlacementError(f"replicated() takes a tensor, not {type(x).__name__}")
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         raise PlacementError("replicated() takes a plain tensor: a DTensor has a placement, change it with to_global()")
     marked = x.view_as(x)
     setattr(marked, _REPLICATED, True)

@@ -6,12 +6,16 @@ The terms are those of OneFlow (arXiv 2110.15032, section 3.1). They correspond 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from typing import TYPE_CHECKING
 
 from zerograph.errors import PlacementError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,12 +146,20 @@ def wire_bytes(source: Sbp, target: Sbp, nbytes: float, ranks: int) -> float:
     }[boxing_kind(source, target)]
 
 
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return whether a value is a DTensor. Importing that class takes long, and without the import there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def to_dtensor(sbp: NdSbp) -> tuple[Placement, ...]:
     """Return the placements of ``torch.distributed.tensor`` for an SBP."""
     return tuple(map(_to_dtensor, sbp))
 
 
 def _to_dtensor(sbp: Sbp) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     if isinstance(sbp, Split):
         return Shard(sbp.dim)
     return Replicate() if isinstance(sbp, Broadcast) else Partial("sum")
@@ -163,6 +175,8 @@ def from_dtensor(placements: Sequence[Placement]) -> NdSbp:
 
 
 def _from_dtensor(placement: Placement) -> Sbp:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     if isinstance(placement, Replicate):
         return broadcast
     if type(placement) is Shard:

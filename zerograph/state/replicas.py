@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
@@ -20,7 +19,7 @@ from zerograph.errors import ReplicaError
 from zerograph.ir.buckets import Bucket, element_name, spans, unravel
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, Split, all_broadcast
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
@@ -184,7 +183,7 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             for name, value in plain_state(optimizer, parameter).items():
-                if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                if isinstance(value, Tensor) and not is_dtensor(value):
                     replicas.append(Replica(f"{names[id(parameter)]}.{name}", value, whole))
     replicas += [Replica(name, buffer, whole) for name, buffer in members.buffers.items()]
     return [replica for replica in replicas if any(size > 1 for size in _copies(replica.sbp, mesh))]

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
+from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
 from zerograph.runtime.relayout import release
 from zerograph.runtime.state import (
@@ -125,7 +125,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if id(parameter) not in states:
             states[id(parameter)] = {
                 # The state of a global tensor is global too.
-                name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+                name: value.full_tensor() if is_dtensor(value) else value.clone()
                 for name, value in plain_state(optimizer, parameter).items()
             }
     numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}

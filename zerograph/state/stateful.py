@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,13 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
-from zerograph.state import checkpoint, state_dict
-from zerograph.state.checkpoint.save import Saver
+from zerograph.state import state_dict
 from zerograph.state.threads import one_thread
+
+if TYPE_CHECKING:
+    # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
+    from zerograph.state.checkpoint import Parts
+    from zerograph.state.checkpoint.save import Saver
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +66,8 @@ class Stateful:
     # The seed of random numbers if config.seed is None, and the number of forward passes and skipped steps.
     _seed: int | None
     _passes_done: int
-    _saver: Saver
+    # Created by the first save.
+    _saver: Saver | None
 
     def _join(self) -> Job:
         raise NotImplementedError
@@ -181,12 +186,16 @@ class Stateful:
                 was in ``path`` is unchanged.
             ConfigError: a scheduler or optimizer has state that a checkpoint cannot hold.
         """
+        from zerograph.state.checkpoint import state_of
+        from zerograph.state.checkpoint.save import Saver
+
         self._check_resharded()
         parts = self._parts()
+        self._saver = self._saver or Saver()
         self._saver.save(
             self._join(),
             path,
-            lambda: checkpoint.state_of(parts, self.config.shown()),
+            lambda: state_of(parts, self.config.shown()),
             asynchronous=asynchronous,
             keep=keep,
             steps_done=self.steps_done,
@@ -198,7 +207,8 @@ class Stateful:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._saver.wait()
+        if self._saver is not None:
+            self._saver.wait()
 
     @one_thread("load()")
     @interruptible("loading a checkpoint")
@@ -215,18 +225,21 @@ class Stateful:
             CheckpointError: there is no checkpoint, or a file is missing or damaged.
             ConfigError: the checkpoint is of another model or of other optimizers. Nothing is changed, on any rank.
         """
-        self._check_resharded()
-        self._saver.wait()
-        counts = checkpoint.restore(self._join(), path, self._parts())
-        self.steps_done, self._passes_done, self._seed = counts
-        self._saver.forget()
+        from zerograph.state.checkpoint import restore
 
-    def _parts(self) -> checkpoint.Parts:
+        self._check_resharded()
+        self.wait_for_save()
+        counts = restore(self._join(), path, self._parts())
+        self.steps_done, self._passes_done, self._seed = counts
+        if self._saver is not None:
+            self._saver.forget()
+
+    def _parts(self) -> Parts:
+        from zerograph.state.checkpoint import Parts
+
         seed = self._seed if self.config.seed is None else self.config.seed
         counts = (self.steps_done, self._passes_done, seed)
-        return checkpoint.Parts(
-            self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join()
-        )
+        return Parts(self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join())
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ def test_a_graph_loads_no_planner_no_report_and_nothing_for_the_terminal() -> No
     packages = {".".join(name.split(".")[:3]) for name in loaded}
     assert "zerograph.graph" in loaded
     assert not packages & {"rich", "yaml", "zerograph.planner", "zerograph.inspection.report", "zerograph.compat"}
+    assert not packages & {"networkx", "torch.distributed.tensor", "torch.distributed.checkpoint"}
 
 
 def test_names_are_the_same_for_python_and_for_type_checkers() -> None:

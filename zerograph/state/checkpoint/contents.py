@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.mesh import Mesh, local_part
-from zerograph.ir.sbp import Split
+from zerograph.ir.sbp import Split, is_dtensor
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
@@ -112,7 +111,7 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
                         "cannot be saved in a checkpoint"
                     )
                 # The state of a DTensor parameter is a DTensor too.
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = value.full_tensor() if is_dtensor(value) else value
                 tensors[named.states[id(parameter)] + name] = whole
     return tensors
 
