@@ -26,6 +26,7 @@ LAYERS = (
     ("zerograph.loops",),
     ("zerograph.planner.front",),
     ("zerograph.compat",),
+    ("zerograph.integrations",),
     ("zerograph.cli",),
     ("zerograph", "zerograph.mesh", "zerograph.sbp", "zerograph.__main__"),
 )

@@ -16,9 +16,20 @@ from torch.nn.utils.stateless import _reparametrize_module
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
     """Replace parameters and buffers of ``module`` by ``tensors``, by qualified name; restore them at exit.
 
-    ``torch.func.functional_call`` does the same around ``forward`` only, and ``build()`` is not a ``forward``.
+    ``torch.func.functional_call`` does the same around ``forward`` only, and ``build()`` is not a ``forward``. A name
+    that reaches the attribute of an earlier name, because a submodule has two places, is left out: torch would restore
+    the replacement last.
     """
-    context: contextlib.AbstractContextManager[None] = _reparametrize_module(module, tensors)
+    places: dict[tuple[int, str], str] = {}
+    owners: dict[str, nn.Module] = {}
+    for name in tensors:
+        path, _, attribute = name.rpartition(".")
+        if path not in owners:
+            owners[path] = module.get_submodule(path)
+        places.setdefault((id(owners[path]), attribute), name)
+    context: contextlib.AbstractContextManager[None] = _reparametrize_module(
+        module, {name: tensors[name] for name in places.values()}
+    )
     return context
 
 

@@ -304,11 +304,11 @@ class Loop:
                 "Read it between loss.backward() and optimizer.step()."
             )
 
-    def graph(self, optimizer: torch.optim.Optimizer | None = None) -> Recorded:
-        """Return the graph that updates an optimizer alone, or the one of forward passes."""
+    def graph(self, *optimizers: torch.optim.Optimizer) -> Recorded:
+        """Return the graph that updates these optimizers together, or without any the one of forward passes."""
         self._settle()
         self._write_buffers()
-        return self._forward if optimizer is None else self._step_of((self._number(optimizer),))
+        return self._step_of(tuple(sorted(map(self._number, optimizers)))) if optimizers else self._forward
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Answer for the gradients of these parameters."""

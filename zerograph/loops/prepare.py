@@ -159,8 +159,28 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
     }
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_zerograph_prepared": True}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_zerograph_prepared": loop}
     module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
+
+
+def loop_of(module: nn.Module) -> Loop | None:
+    """Return the loop that a module is prepared for, or None."""
+    loop: Loop | None = getattr(type(module), "_zerograph_prepared", None)
+    return loop
+
+
+def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
+    """Make prepared modules and optimizers plain ones again, so that they can be prepared with others.
+
+    Parameters and state stay sharded.
+    """
+    for one in objects:
+        if isinstance(one, nn.Module):
+            if loop_of(one) is not None:
+                one.__class__ = type(one).__bases__[0]
+        else:
+            for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+                vars(one).pop(name, None)
 
 
 class _busy:  # noqa: N801

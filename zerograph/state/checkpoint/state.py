@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.grad_scaler import GradScaler
@@ -66,6 +67,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         if piece.dtype not in DTYPES.values():
             raise ConfigError(f"{name} is of {piece.dtype}, which a checkpoint cannot hold")
     steps, passes, seed = parts.counts
+    unsaved = _torch.unsaved_buffers(members.root)
     document = {
         "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
         "configuration": configuration,
@@ -73,7 +75,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         "steps_done": steps,
         "passes_done": passes,
         "seed": seed,
-        "aliases": dict(members.aliases),
+        "aliases": {alias: name for alias, name in members.aliases.items() if name not in unsaved},
         "pretrained": {
             name: files for name, module in members.root.named_children() if (files := configurations(module))
         },

@@ -1,0 +1,44 @@
+"""Run a function on this rank as a launcher would start it, for frameworks that read a launcher's environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Set the environment that torchrun sets for this rank; plain processes get none."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    reset()
+    if ranks > 1:
+        os.environ.update(zip(names, map(str, (rank, rank, ranks, ranks, 1)), strict=True))
+    try:
+        yield
+    finally:
+        reset()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def reset() -> None:
+    """Let Accelerate look at the environment again."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns under a launcher."""
+    with launched():
+        return function(*args)

@@ -1,0 +1,80 @@
+"""zerograph's ``Trainer`` on two ranks logs and saves what the ``Trainer`` of transformers does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerograph[transformers]'")
+
+from tests.integrations import trainers
+from tests.integrations.frameworks import on_ranks
+
+
+def run(name: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    return on_ranks(run_here, name, folder, ranks, zero, options)
+
+
+def run_here(name: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> Any:
+    return getattr(trainers, name)(folder, ranks, zero, **options)
+
+
+def assert_equal(logs: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(logs) == len(expected)
+    for log, plain in zip(logs, expected, strict=True):
+        # FLOPs are estimates per rank.
+        names = plain.keys() - {"total_flos"}
+        assert {name: log[name] for name in names} == pytest.approx({name: plain[name] for name in names}, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "options"),
+    [
+        ("classifier", 2, {"train_sampling_strategy": "group_by_length", "gradient_checkpointing": True}),
+        ("language_model", 3, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
+    ],
+)
+def test_two_ranks_log_what_one_process_does(
+    pool: Pool, tmp_path: Path, name: str, stage: int, options: dict[str, Any]
+) -> None:
+    expected = run(name, tmp_path / "plain", 1, None, options)
+    for logs in pool.run(2, run, name, tmp_path / "zero", 2, stage, options):
+        assert_equal(logs, expected)
+
+
+def test_a_run_resumes_at_another_number_of_ranks_and_stage_and_loads_plainly(pool: Pool, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    options = {"save_strategy": "steps", "save_steps": 4, "dataloader_drop_last": True}
+    expected = run("language_model", tmp_path / "plain", 1, None, options)
+    logs, _ = pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options)
+    assert_equal(logs, expected)
+    resumed = run(
+        "language_model", tmp_path / "one", 1, 2, {**options, "resume": str(tmp_path / "zero" / "checkpoint-4")}
+    )
+    assert_equal(resumed[:-1], expected[:-1])
+    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "plain" / "saved").state_dict()
+    for folder in ("zero", "one"):
+        saved = GPT2LMHeadModel.from_pretrained(tmp_path / folder / "saved").state_dict()
+        torch.testing.assert_close(saved, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True}, "fp16: bf16=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size: .*memory_budget"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
+    ],
+)
+def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    from zerograph.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=message):
+        run("language_model", tmp_path, 1, 1, options)

@@ -1,0 +1,133 @@
+"""Small training scripts of transformers: with its ``Trainer``, or with zerograph's where ``zero`` is a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# What a log has that depends on the clock.
+_CLOCK = ("runtime", "per_second", "time")
+
+
+def trainer_class(zero: int | None) -> Any:
+    if zero is None:
+        from transformers import Trainer
+    else:
+        from zerograph.integrations.transformers import Trainer
+    return Trainer
+
+
+def sentences(count: int) -> list[dict[str, Any]]:
+    """Draw sentences of different lengths, each with a class."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 20, (count,), generator=generator).tolist()
+    ids = [torch.randint(1, 32, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": one, "labels": sum(one) % 3} for one in ids]
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    longest = max(len(one["input_ids"]) for one in samples)
+    ids = torch.tensor([one["input_ids"] + [0] * (longest - len(one["input_ids"])) for one in samples])
+    labels = torch.tensor([one["labels"] for one in samples])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    """Draw texts for a language model, whose first tokens are not trained."""
+    generator = torch.Generator().manual_seed(2)
+    samples = []
+    for _ in range(count):
+        ids = torch.randint(0, 32, (12,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 9, (1,), generator=generator))] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    rows = prediction.predictions.astype(np.float64)
+    return {
+        "accuracy": float((rows.argmax(-1) == prediction.label_ids).mean()),
+        "count": float(len(rows)),
+        "weighted": float((rows * np.arange(rows.size).reshape(rows.shape)).mean()),
+    }
+
+
+def arguments(folder: Path, ranks: int, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=8 // ranks,
+        per_device_eval_batch_size=8 // ranks,
+        learning_rate=5e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_strategy": "no", "num_train_epochs": 2} | options,
+    )
+
+
+def classifier(folder: Path, ranks: int, zero: int | None, **options: Any) -> list[dict[str, float]]:
+    """Train BERT on padded sentences with class weights, and evaluate metrics."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    class Weighted(trainer_class(zero)):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+            loss = F.cross_entropy(outputs.logits, inputs["labels"], torch.tensor([1.0, 2.0, 0.5]))
+            return (loss, outputs) if return_outputs else loss
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=32, max_position_embeddings=32, num_labels=3, **sizes, **dropout)
+    )
+    data = sentences(37)
+    trainer = Weighted(
+        model=model,
+        args=arguments(folder, ranks, eval_strategy="epoch", **options),
+        train_dataset=data,
+        eval_dataset=data[:13],
+        data_collator=pad,
+        compute_metrics=metrics,
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+def language_model(
+    folder: Path, ranks: int, zero: int | None, resume: str | None = None, **options: Any
+) -> list[dict[str, float]]:
+    """Train GPT-2 on texts, resume, and save it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    trainer = trainer_class(zero)(
+        model=model,
+        args=arguments(folder, ranks, **options),
+        train_dataset=texts(37),
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "saved"))
+    return logged(trainer)
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """Return the trainer's logs without what depends on the clock."""
+    return [
+        {name: value for name, value in log.items() if not any(part in name for part in _CLOCK)}
+        for log in trainer.state.log_history
+    ]

@@ -1,0 +1,315 @@
+"""Accelerate's ``Accelerator``, whose training steps are graphs with ZeRO.
+
+Everything that this class does not define is Accelerate's: trackers, printing, processes, devices, hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from zerograph import data
+from zerograph._torch import pytree
+from zerograph.errors import ConfigError
+from zerograph.integrations.options import Zero, config_of, refuse
+from zerograph.integrations.rows import global_loader
+from zerograph.loops.deferred import values_of
+from zerograph.loops.loop import Loop
+from zerograph.loops.prepare import loop_of, prepare, release
+from zerograph.runtime.job.process_group import join
+
+try:
+    import accelerate
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError(
+        "zerograph.integrations.accelerate needs accelerate: pip install 'zerograph[accelerate]'"
+    ) from error
+
+# The folder of the sharded state. The file of the loop's counts beside it has the suffix .json.
+STATE = "zerograph"
+
+
+class Accelerator(accelerate.Accelerator):
+    """As ``accelerate.Accelerator``, with the numbers of one process on the batches of all processes together.
+
+    Calls of prepared models are recorded, and ``optimizer.step()`` runs one graph, as :func:`zerograph.prepare` says.
+
+    Args:
+        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 3.
+        args, kwargs: those of ``accelerate.Accelerator``.
+
+    Raises:
+        ConfigError: an argument is not supported: fp16, fp8, and plugins of other systems.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, zero: Zero = None, **kwargs: Any) -> None:
+        self.zero_config = config_of(zero)
+        # Modules of the next loop that other objects of it call, and that have no optimizer themselves.
+        self.companions: list[nn.Module] = []
+        super().__init__(*args, **kwargs)
+        bf16 = "the step computes in bf16: mixed_precision='bf16'"
+        systems = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        refuse(
+            "Accelerator",
+            {
+                name: advice
+                for name, advice, used in (
+                    ("mixed_precision='fp16'", bf16, self.mixed_precision == "fp16"),
+                    ("mixed_precision='fp8'", bf16, self.mixed_precision == "fp8"),
+                    ("parallelism_config", "zg.Config(placement=...) places a step", bool(self.parallelism_config)),
+                    ("dispatch_batches=True", "every rank reads its rows", bool(self.dispatch_batches)),
+                    (
+                        f"distributed_type {self.distributed_type}",
+                        "ZeRO is zero=, launch with torchrun or 'accelerate launch --multi_gpu' alone",
+                        self.distributed_type not in systems,
+                    ),
+                    (
+                        "dynamo_plugin",
+                        "the graph is compiled by zg.Config(backend='inductor')",
+                        getattr(self.state.dynamo_plugin, "backend", "NO") not in ("NO", "no", None),
+                    ),
+                )
+                if used
+            },
+        )
+        if self.mixed_precision == "bf16" and self.zero_config.amp_dtype is None:
+            self.zero_config.enable_amp(dtype=torch.bfloat16)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare objects, and return them in their order.
+
+        A model without its optimizer waits for the call that has the optimizer. Loaders yield this rank's rows of
+        batches of ``batch_size`` times the number of processes samples.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        places = device_placement or [None] * len(args)  # type: ignore[list-item]
+        for one, place in zip(args, places, strict=True):
+            if isinstance(one, nn.Module):
+                self._admit(one, place)
+        optimizers = [
+            one
+            for one in args
+            if isinstance(one, torch.optim.Optimizer) and not getattr(one, "_is_accelerate_prepared", False)
+        ]
+        if optimizers:
+            self._prepare_loop(optimizers)
+        # Schedulers need the wrapped optimizers.
+        wrapped = [self.prepare_optimizer(one) if isinstance(one, torch.optim.Optimizer) else one for one in args]
+        result = tuple(self._prepared(one, place) for one, place in zip(wrapped, places, strict=True))
+        return result if len(result) > 1 else result[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move a model to its device. It becomes part of the loop of the next optimizer."""
+        self._admit(model, device_placement)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer, so that it waits for the last backward of ``accumulate()``."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            if not any(optimizer is one for one in self._optimizers):
+                self._optimizers.append(optimizer)
+            return optimizer
+        if not any(optimizer is one for loop in self._loops() for one in loop.optimizers):
+            self._prepare_loop([optimizer])
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
+        wrapped._is_accelerate_prepared = True
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler as Accelerate does: it steps once for each process, see its documentation."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return scheduler
+        wrapped = AcceleratedScheduler(
+            scheduler,
+            [one for one in self._optimizers if getattr(scheduler, "optimizer", None) in (one, one.optimizer)]
+            or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        wrapped._is_accelerate_prepared = True
+        self._schedulers.append(wrapped)
+        return wrapped
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Return a loader of this rank's rows of the batches that one process would read."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            if not any(data_loader is one for one in self._dataloaders):
+                self._dataloaders.append(data_loader)
+            return data_loader
+        job = join(self.zero_config.timeout, self.zero_config.placement)
+        rows = global_loader(data_loader, job, split=self.split_batches)
+        prepared = prepare_data_loader(
+            rows,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        # A batch sampler of our own hides it from Accelerate, which would drop samples of the last batch once more.
+        prepared._drop_last = data_loader.drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
+        prepared._is_accelerate_prepared = True
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def loop_of(self, model: nn.Module) -> Loop | None:
+        """Return the loop that records the calls of a model, or None."""
+        return loop_of(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Record ``loss.backward()``, divided by the number of accumulation steps."""
+        # As a float: an integer could be a count of this rank's samples.
+        steps = float(self.gradient_accumulation_steps)
+        (loss if steps == 1 else loss / steps).backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Record that gradients are clipped; return their norm before."""
+        return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Record that gradients are clipped."""
+        torch.nn.utils.clip_grad_value_(list(parameters), clip_value)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
+        yield
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Return a block without effect: the step computes in the precision of its configuration."""
+        yield
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the rows of all ranks in order. Ranks may have unequal numbers of rows."""
+        tensor = values_of(tensor)
+        if self.num_processes == 1:
+            return tensor
+        leaves, tree = pytree.tree_flatten(tensor)
+        rows = iter(data.gather([one.detach() for one in leaves if isinstance(one, Tensor) and one.dim()]))
+        gathered = [
+            next(rows) if isinstance(one, Tensor) and one.dim() else super(Accelerator, self).gather(one)
+            for one in leaves
+        ]
+        return pytree.tree_unflatten(gathered, tree)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the rows of all ranks in order, each sample once."""
+        return super().gather_for_metrics(values_of(input_data), use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
+        return super().reduce(values_of(tensor), reduction, scale)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """Return the model: preparing does not wrap it."""
+        return model
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save all state, of models and optimizers sharded: each rank writes its part."""
+        with self._without_sharded():
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        for number, loop in enumerate(self._loops()):
+            save_loop(loop, Path(folder) / f"{STATE}{number or ''}", write_counts=self.is_main_process)
+        self.wait_for_everyone()
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what :meth:`save_state` saved, on any number of ranks and at any stage."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+        if input_dir is None:
+            raise ConfigError("load_state() needs a folder")
+        with self._without_sharded():
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        for number, loop in enumerate(self._loops()):
+            load_loop(loop, Path(input_dir) / f"{STATE}{number or ''}")
+
+    def _prepared(self, one: Any, place: bool | None) -> Any:
+        if isinstance(one, DataLoader):
+            return self.prepare_data_loader(one, device_placement=place)
+        if isinstance(one, LRScheduler):
+            return self.prepare_scheduler(one)
+        return one
+
+    def _admit(self, model: nn.Module, place: bool | None) -> None:
+        if loop_of(model) is None and (place or (place is None and self.device_placement)):
+            model.to(self.device)
+        if not any(model is one for one in self._models):
+            self._models.append(model)
+
+    def _prepare_loop(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Prepare optimizers with their models, and with those that have no loop yet.
+
+        A model whose optimizer is a new one is prepared again.
+        """
+        trained = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+        models = [
+            one for one in self._models if loop_of(one) is None or any(id(p) in trained for p in one.parameters())
+        ]
+        release(*models, *self.companions, *optimizers)
+        prepare(*models, *self.companions, *optimizers, config=self.zero_config)
+
+    def _loops(self) -> list[Loop]:
+        loops = [loop for model in self._models if (loop := loop_of(model)) is not None]
+        return [loop for number, loop in enumerate(loops) if not any(loop is other for other in loops[:number])]
+
+    @contextlib.contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """Hide models and optimizers, whose state is saved sharded."""
+        loops = self._loops()
+        models, optimizers = self._models, self._optimizers
+        self._models = [one for one in models if loop_of(one) is None]
+        self._optimizers = [
+            one for one in optimizers if not any(one.optimizer is other for loop in loops for other in loop.optimizers)
+        ]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def save_loop(loop: Loop, folder: Path, *, write_counts: bool) -> None:
+    """Save the state of a loop's modules and optimizers, sharded. A collective.
+
+    Args:
+        loop: the loop.
+        folder: of the checkpoint.
+        write_counts: write the loop's counts, on which its random numbers depend, beside it. One rank does.
+    """
+    loop.graph(*loop.optimizers).save(folder)
+    if write_counts:
+        folder.with_name(f"{folder.name}.json").write_text(json.dumps({"graphs_done": loop.graphs_done}))
+
+
+def load_loop(loop: Loop, folder: Path) -> None:
+    """Load what :func:`save_loop` saved. A collective; each rank reads its shards."""
+    loop.graph(*loop.optimizers).load(folder)
+    loop.graphs_done = int(json.loads(folder.with_name(f"{folder.name}.json").read_text())["graphs_done"])

@@ -1,0 +1,50 @@
+"""The argument ``zero=`` of all integrations, and errors about options that would have no effect."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+
+Zero = Config | Mapping[str, Any] | int | str | None
+
+
+def config_of(zero: Zero) -> Config:
+    """Return the configuration that ``zero=`` means.
+
+    Args:
+        zero: a configuration; a mapping of its options, with ``stage`` among them; a stage, 0 to 3, where 0 shards
+            nothing, or ``"auto"``; None: stage 3.
+
+    Raises:
+        ConfigError: it is something else, or has an option that does not exist.
+    """
+    if isinstance(zero, Config):
+        return copy.copy(zero)
+    options = dict(zero) if isinstance(zero, Mapping) else {"stage": 3 if zero is None else zero}
+    stage: Any = options.pop("stage", 3)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
+        raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3, or 'auto'), a dict of options, or a zg.Config")
+    config = Config()
+    config.enable_zero(stage != 0, stage=stage or 1)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
+def refuse(framework: str, used: Mapping[str, str]) -> None:
+    """Raise unless no option is used that zerograph does not support.
+
+    Args:
+        framework: what the options belong to, for the message.
+        used: the unsupported options that are set, and what to do instead of each.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    if used:
+        lines = "".join(f"\n  {name}: {advice}" for name, advice in used.items())
+        raise ConfigError(f"{framework} has options that zerograph does not support{lines}")

@@ -1,0 +1,46 @@
+"""The whole state of a prepared module, on one rank, gathered bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.loops.loop import Loop
+from zerograph.runtime.state import plain_parameters, store_of, stores_of
+
+
+def whole_state(
+    module: nn.Module, loop: Loop, *, here: bool, wanted: Callable[[str, Tensor], bool] | None = None
+) -> dict[str, Tensor]:
+    """Gather the state of a prepared module. A collective; other ranks hold one bucket at a time.
+
+    Args:
+        module: a module of the loop.
+        loop: the loop that it was prepared for.
+        here: return the state on this rank; otherwise the result is empty.
+        wanted: whether an entry, by its name, is needed. Buckets without such an entry are not gathered.
+
+    Returns:
+        What ``module.state_dict()`` of one process would return. Tied parameters are one tensor.
+    """
+    loop.graph()
+    entries: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    names = [name for name, value in entries.items() if wanted is None or wanted(name, value)]
+    parameters = [entries[name] for name in names if isinstance(entries[name], nn.Parameter)]
+    needed, whole = {id(parameter) for parameter in parameters}, dict[int, Tensor]()
+    for store in stores_of(parameters):
+        values = plain_parameters(store)
+        for parameter, value in zip(store.parameters, values, strict=True):
+            if here and id(parameter) in needed:
+                whole[id(parameter)] = value.detach().cpu().clone()
+    if not here:
+        return {}
+    with torch.no_grad():
+        for name in names:
+            value = entries[name]
+            if isinstance(value, Tensor) and (not isinstance(value, nn.Parameter) or store_of(value) is None):
+                whole.setdefault(id(value), value.detach().cpu().clone())
+    return {name: whole[id(entries[name])] for name in names if isinstance(entries[name], Tensor)}

@@ -1,0 +1,231 @@
+"""The ``Trainer`` of transformers, whose training steps are graphs with ZeRO.
+
+``compute_loss`` is one recorded function that sees the whole batch of all ranks, as in one process. What it counts and
+averages, such as the tokens that a label does not mask, is therefore that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.graph import building
+from zerograph.integrations import state
+from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
+from zerograph.integrations.options import Zero, config_of, refuse
+from zerograph.integrations.unsupported import unsupported
+from zerograph.loops.deferred import is_replaying, values_of
+from zerograph.loops.loop import Loop
+from zerograph.loops.prepare import loop_of, prepare
+
+try:
+    import transformers
+    from transformers.trainer import SCHEDULER_NAME
+except ImportError as error:
+    raise ImportError(
+        "zerograph.integrations.transformers needs transformers and accelerate: pip install 'zerograph[transformers]'"
+    ) from error
+
+# A mixin has no base, but type checkers should see the trainer's methods.
+_Mixed: Any = transformers.Trainer if TYPE_CHECKING else object
+
+
+class ZeroTrainerMixin(_Mixed):
+    """Give a subclass of ``transformers.Trainer`` ZeRO: ``class MyTrainer(ZeroTrainerMixin, SomeTrainer)``.
+
+    Args:
+        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 3.
+        args, kwargs: those of the trainer.
+
+    Raises:
+        ConfigError: a training argument is not supported.
+    """
+
+    def __init__(self, *args: Any, zero: Zero = None, **kwargs: Any) -> None:
+        self._zero = config_of(zero)
+        self._accelerator_arguments: dict[str, Any] = {}
+        self._losses: list[Tensor] = []
+        super().__init__(*args, **kwargs)
+        self._compute_loss = self.compute_loss
+        # On the instance, so that methods of subclasses are inside.
+        for name, method in (
+            ("compute_loss", self._recorded_loss),
+            ("training_step", self._recorded_step),
+            ("prediction_step", self._prediction),
+        ):
+            setattr(self, name, _around(method, getattr(self, name)))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator: zerograph's."""
+        refuse(type(self.args).__name__, unsupported(self.args))
+        # Counts are those of all ranks anyway, and a loss is not averaged over ranks.
+        self.args.average_tokens_across_devices = False
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(zero=self._zero, **self._accelerator_arguments)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
+        return dict(self._accelerator_arguments)
+
+    # --- the step ---
+
+    def _recorded_loss(
+        self, compute: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        loop = loop_of(model)
+        if loop is None or is_replaying() or building():
+            return compute(model, inputs, *args, **kwargs)
+        (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
+        result = loss_module(dict(inputs.items()), *args, **kwargs)
+        # Without gradients there is nothing to wait for.
+        return result if torch.is_grad_enabled() else values_of(result)
+
+    def _recorded_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Make a training step; its loss has a value after the update only, and is added to the sum then."""
+        loss: Tensor = step(*args, **kwargs)
+        self._losses.append(loss)
+        return torch.zeros((), device=loss.device)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        losses, self._losses = self._losses, []
+        for loss in losses:
+            if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
+                # As the trainer does: the average of the losses since the last log.
+                tr_loss += tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
+            else:
+                tr_loss += loss.to(tr_loss.dtype)
+        return super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if not isinstance(count, Tensor) or self.accelerator.num_processes == 1:
+            return count
+        return self.accelerator.reduce(count.to(device), "sum")
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        # It would read gradients, which the step has yet to compute.
+        return False
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.companions = [_loss_module(self.model, self._compute_loss)]
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; the model need not have been trained."""
+        if loop_of(self.model) is None:
+            prepare(self.model, _loss_module(self.model, self._compute_loss), config=self.accelerator.zero_config)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _prediction(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return values_of(step(*args, **kwargs))
+
+    # --- data ---
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        with self._batch_of_all_ranks():
+            return super()._get_train_sampler(*args, **kwargs)
+
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        with self._batch_of_all_ranks():
+            return super()._get_eval_sampler(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _batch_of_all_ranks(self) -> Iterator[None]:
+        """Show batch sizes of the whole batch, on which the order of samples grouped by length depends."""
+        names, ranks = ("per_device_train_batch_size", "per_device_eval_batch_size"), self.accelerator.num_processes
+        sizes = {name: getattr(self.args, name) for name in names}
+        try:
+            for name, size in sizes.items():
+                setattr(self.args, name, size * ranks)
+            yield
+        finally:
+            for name, size in sizes.items():
+                setattr(self.args, name, size)
+
+    # --- checkpoints ---
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        loop = loop_of(self.model)
+        if loop is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+        elif getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            # A module computes the prompts that are saved.
+            with loop.graph().full_parameters():
+                super()._save(output_dir)
+        else:
+            wanted = _in_adapter if hasattr(self.model, "peft_config") else None
+            super()._save(output_dir, state.whole_state(self.model, loop, here=self.args.should_save, wanted=wanted))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_loop(self._loop, Path(output_dir) / STATE, write_counts=self.args.should_save)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+            # Also of a checkpoint that transformers itself wrote.
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_loop(self._loop, Path(checkpoint) / STATE)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore random generators; ranks that the checkpoint does not know take those of its first rank."""
+        own = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
+        names = [own, "rng_state_0.pth", "rng_state.pth"]
+        there = [name for name in names if checkpoint is not None and (Path(checkpoint) / name).is_file()]
+        if checkpoint is None or not there or there[0] == own:
+            super()._load_rng_state(checkpoint)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                shutil.copy(Path(checkpoint) / there[0], Path(folder) / own)
+                super()._load_rng_state(folder)
+
+    @property
+    def _loop(self) -> Loop:
+        loop = loop_of(self.model)
+        assert loop is not None
+        return loop
+
+
+class Trainer(ZeroTrainerMixin, transformers.Trainer):
+    """As ``transformers.Trainer``, with ZeRO. Another argument: ``zero=``, see :class:`ZeroTrainerMixin`."""
+
+
+class _Loss(nn.Module):
+    """The function ``compute_loss`` of a trainer, recorded as a module: the mode of its model is a mode of its own."""
+
+    # Of the batch: dividing it by the number of micro-batches needs no warning.
+    reduction = "mean"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _loss_module(model: nn.Module, compute: Callable[..., Any]) -> _Loss:
+    class Loss(_Loss):
+        def forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            return compute(self.model, inputs, *args, **kwargs)
+
+    return Loss(model)
+
+
+def _around(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(inner, *args, **kwargs)
+
+    return call
+
+
+def _in_adapter(name: str, value: Tensor) -> bool:
+    """Return whether an entry of a model's state belongs to an adapter, not to the frozen base."""
+    return value.requires_grad or any(part in name for part in ("lora_", "ia3_", "modules_to_save", "prompt"))
