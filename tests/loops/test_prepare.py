@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +285,37 @@ def test_what_a_step_cannot_do_is_an_error(name: str) -> None:
     loop, message = LOOPS[name]
     with pytest.raises(zg.ZeroGraphError, match=message):
         loop(*ready())
+
+
+class Scored(nn.Module):
+    """A module that another prepared module has too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+
+def test_two_modules_may_share_a_third_and_its_checkpoint_loads(tmp_path: Path) -> None:
+    model, plain = network(), network()
+    model.register_buffer("unsaved", torch.zeros(3), persistent=False)
+    scored = Scored(model)
+    model, scored, optimizer = zg.prepare(model, scored, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    for _ in range(2):
+        loss = scored(X, Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        twin.zero_grad()
+        F.cross_entropy(plain(X), Y).backward()
+        twin.step()
+    graph = loop_of(model).graph(optimizer)
+    graph.save(tmp_path / "checkpoint")
+    with torch.no_grad(), graph.full_parameters():
+        model[0].weight.zero_()
+    graph.load(tmp_path / "checkpoint")
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
