@@ -46,7 +46,7 @@ def step_bytes(source: NdSbp, target: NdSbp, dim: int, shape: tuple[int, ...], i
     """Return the bytes that each rank sends for a change along ``dim`` alone; ``inf`` if it needs other changes first.
 
     Where two mesh dimensions split one dimension of the tensor, the later one cuts the finer pieces. The earlier one
-    cannot change while the later one is split there.
+    cannot change while the later one is split there, unless it has one rank, whose part is the whole.
 
     Args:
         source, target: SBPs that differ at ``dim`` only.
@@ -55,7 +55,7 @@ def step_bytes(source: NdSbp, target: NdSbp, dim: int, shape: tuple[int, ...], i
         mesh: the ranks.
     """
     cuts = {sbp.dim for sbp in (source[dim], target[dim]) if isinstance(sbp, Split)}
-    if any(isinstance(inner, Split) and inner.dim in cuts for inner in source[dim + 1 :]):
+    if mesh.shape[dim] > 1 and any(isinstance(inner, Split) and inner.dim in cuts for inner in source[dim + 1 :]):
         return math.inf
     return wire_bytes(source[dim], target[dim], held_bytes(source, dim, shape, itemsize, mesh), mesh.shape[dim])
 

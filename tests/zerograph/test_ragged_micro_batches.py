@@ -167,13 +167,16 @@ def masked(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
     return (model(x).square().sum(-1) * mask).sum() / mask.sum()
 
 
-def masked_losses(micro_batches: int) -> list[Tensor]:
+def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str]]:
+    """Return the differences of losses from plain PyTorch's, and the kinds of collectives."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
     plain = copy.deepcopy(model)
     step = LossStep(
         model, torch.optim.SGD(model.parameters(), lr=0.5), 2, masked, gradient_accumulation_steps=micro_batches
     )
+    if grid:
+        step.config.placement = zg.placement("cpu", ranks=[[0, 1]])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     differences = []
     for rows in [(3, 3), (2, 5), (0, 4), (1, 1)]:
@@ -181,13 +184,15 @@ def masked_losses(micro_batches: int) -> list[Tensor]:
         mask[0] = 1
         expected = update_plainly(plain, optimizer, masked, x, mask)
         differences.append((step(own(rows, x), own(rows, mask)) - expected).abs())
-    return differences
+    return differences, {collective.kind for collective in step.collectives()}
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
-def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro_batches: int) -> None:
-    for differences in pool.run(2, masked_losses, micro_batches):
+@pytest.mark.parametrize(("micro_batches", "grid"), [(2, False), (3, False), (2, True)])
+def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro_batches: int, grid: bool) -> None:
+    for differences, kinds in pool.run(2, masked_losses, micro_batches, grid):
         assert max(differences) < 1e-12
+        # ZeRO splits nothing along a mesh dimension of one rank, and no rows are gathered for a change along it.
+        assert kinds == ({"all-reduce"} if grid else {"all-reduce", "reduce-scatter", "all-gather"})
 
 
 def packed(stage: int) -> list[Tensor]:
