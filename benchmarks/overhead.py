@@ -3,8 +3,8 @@
 python benchmarks/overhead.py        # two minutes
 
 A step: forward, backward and a fused AdamW at stage 1 on small tensors, one thread a rank, in turn with plain PyTorch
-in the same processes (which exchange nothing); medians of 400 steps of the time that goes by (wall), and means of the
-CPU time of the process with all its threads. The agreement: processes that do nothing else compare one number, through
+in the same processes (which exchange nothing); medians of 400 steps of the time that goes by (wall), and of the CPU
+time of the process with all its threads. The agreement: processes that do nothing else compare one number, through
 the memory of their host, over sockets, and by an all-gather; of n ranks in log2(n) rounds. More processes than cores
 wait for each other's turn, so 1,024 ranks, each with a core, are taken for ten rounds as between two ranks: over
 sockets if each is a host of its own, three of them through memory on hosts of eight ranks.
@@ -124,17 +124,20 @@ def exchanges(times: int) -> list[tuple[float, float]]:
 
 
 def measured(runs: list[Callable[[], object]], times: int) -> list[tuple[float, float]]:
-    """(median wall, mean CPU) milliseconds of each, in turn."""
+    """(median wall, median CPU) milliseconds of each, in turn.
+
+    No means: the CPU time of some exchanges over sockets is twenty times that of most, in all-gathers too.
+    """
     wall: list[list[float]] = [[] for _ in runs]
-    cpu = [0.0 for _ in runs]
+    cpu: list[list[float]] = [[] for _ in runs]
     for number in range(-WARM_UP, times):
         for which, run in enumerate(runs):
             began, used = time.perf_counter(), time.process_time()
             run()
             if number >= 0:
                 wall[which].append(time.perf_counter() - began)
-                cpu[which] += time.process_time() - used
-    return [(statistics.median(one) * 1e3, used / times * 1e3) for one, used in zip(wall, cpu, strict=True)]
+                cpu[which].append(time.process_time() - used)
+    return [(statistics.median(one) * 1e3, statistics.median(used) * 1e3) for one, used in zip(wall, cpu, strict=True)]
 
 
 def step_lines(pool: Pool) -> list[str]:

@@ -31,6 +31,8 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format as ``12.3 ms``, or below one millisecond as ``45.6 us``."""
+    """Format as ``12.3 ms``, below one millisecond as ``45.6 us``, and below a tenth of one as ``< 0.1 us``."""
+    if 0 < abs(seconds) < 1e-7:
+        return "< 0.1 us"
     value, unit = (seconds * 1e3, "ms") if abs(seconds) >= 1e-3 else (seconds * 1e6, "us")
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"

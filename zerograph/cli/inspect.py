@@ -23,8 +23,9 @@ def inspect(
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
     precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
     device: Annotated[
-        str, typer.Option(help="device type to compile for; meta tensors are treated as being there")
-    ] = "cpu",
+        str | None,
+        typer.Option(help="device type to compile for; meta tensors are treated as being there  [default: cpu]"),
+    ] = None,
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
     text: Annotated[bool, typer.Option("--text", help="the graph, one node per line")] = False,
@@ -34,7 +35,9 @@ def inspect(
     dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg with Graphviz")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
     beside_stage: Annotated[int | None, typer.Option(help="with --report: this ZeRO stage on the same page")] = None,
-    machine: Annotated[str | None, typer.Option(help="predict its times on h100, ... or a YAML file")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="compile for h100, ... or a YAML file, and predict times on it (with --report)")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Compile a script's step as one rank of many would, without running it, and show it.
@@ -49,9 +52,17 @@ def inspect(
             raise ConfigError("--beside-stage adds a second step to a report: give --report PAGE.html too")
         from zerograph.cli.script import load, mesh_of, prepare, set_precision, shown_precision
         from zerograph.inspection.report import write
+        from zerograph.planner.machine import machine as machine_of
+        from zerograph.planner.plan import device_of, options_for
 
         step, batch = load(script, inputs)
         set_precision(step, precision)
+        if machine is not None:
+            # As ``zerograph plan`` does: one step has one predicted time.
+            described = machine_of(machine)
+            step.config.backend = options_for(described, step, {})["backend"]
+            device = device or device_of(described)
+        device = device or "cpu"
         prepared = prepare(step, batch, mesh_of(world_size, rank, mesh), device=device, stage=stage)
         written = [path for path in (dot, report) if path is not None]
         if dot is not None:

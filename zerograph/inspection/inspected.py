@@ -102,7 +102,9 @@ class Inspected(inspection.Views):
         Args:
             path: the file; an existing file is overwritten.
             machine: predict times for this machine: ``"h100"``, ``"a100"``, ..., a YAML file, or a
-                :class:`zerograph.planner.machine.Machine`; None for a page without times.
+                :class:`zerograph.planner.machine.Machine`; None for a page without times. The graph is the one that was
+                compiled here: with a backend of another kind the machine would run a slightly different one, which
+                ``zerograph inspect --machine`` shows.
             beside: another step to show beside this one: a compiled graph, or the result of ``prepare()``. Both open
                 the same modules and share their scales.
 

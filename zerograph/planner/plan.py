@@ -59,7 +59,7 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
     began = time.perf_counter()
     args, kwargs = arguments(batch)
     grid = grid_of(mesh)
-    with configured(graph, **_for(machine, graph, options)) as config:
+    with configured(graph, **options_for(machine, graph, options)) as config:
         prepared = graph.prepare(grid, *args, device=device_of(machine), **kwargs)
         shown = config.shown(changed=True)
         low = config.amp_dtype
@@ -105,7 +105,7 @@ def laid_out(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machin
     """
     args, kwargs = arguments(batch)
     grid = grid_of(mesh)
-    with configured(graph, **_for(machine, graph, options)) as config:
+    with configured(graph, **options_for(machine, graph, options)) as config:
         layout = graph.lay_out(grid, *args, device=device_of(machine), **kwargs)
         early = not config.policy.split or config.policy.reduce_early
         return stored_bytes(layout, grid, early=early, reduce_dtype=config.reduce_dtype)
@@ -130,7 +130,7 @@ def device_of(machine: Machine) -> str:
     return "meta" if machine.device.accelerator else "cpu"
 
 
-def _for(machine: Machine, graph: Preparable, options: dict[str, Any]) -> dict[str, Any]:
+def options_for(machine: Machine, graph: Preparable, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, with the backend that "auto" resolves to on that machine."""
     backend = options.get("backend", graph.config.backend)
     return {**options, "backend": ("inductor" if machine.device.fuses else "eager") if backend == "auto" else backend}

@@ -77,6 +77,16 @@ def test_inspect_writes_two_stages_on_one_page(tmp_path: Path) -> None:
     assert [each["facts"][0][1] for each in (first, second)] == ["ZeRO stage 2", "ZeRO stage 3"]
 
 
+def test_the_page_of_a_step_on_a_machine_has_the_numbers_of_its_plan(tmp_path: Path) -> None:
+    page = tmp_path / "step.html"
+    step = (SCRIPT, "--world-size", "2", "--stage", "3")
+    assert run("inspect", *step, "--machine", "h100", "--report", str(page)).exit_code == 0
+    facts = {label: value for label, value, _ in packed(page)[0]["facts"]}
+    plan = json.loads(run("plan", *step, "--json").stdout)
+    assert facts["predicted step on h100"] == plan["seconds"]["step"]
+    assert facts["predicted peak"] == plan["peak"]["bytes"]
+
+
 def packed(page: Path) -> list[dict[str, Any]]:
     """Return the data of each step on a report's page."""
     data = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page.read_text())

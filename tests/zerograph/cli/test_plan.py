@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from zerograph.__main__ import app
+from zerograph.base.sizes import show_seconds
 
 SCRIPT = """
 import torch
@@ -173,6 +174,11 @@ def test_a_plan_says_how_fast_a_device_is(script: str) -> None:
     assert re.search(r"each device: [\d,]+ tokens/s, [\d.e-]+ Tflop/s in products, MFU [\d.]+%", shown)
     assert re.search(r"together +[\d.]+ (us|ms)", shown)
     assert re.search(r"each device: [\d,]+ samples/s", run(f"{script}:planned", "--stage", "2")[1])
+
+
+def test_times_have_a_unit_that_is_read_easily() -> None:
+    shown = {2.0: "2,000 ms", 0.0123: "12.3 ms", 4.56e-5: "45.6 us", 3.04e-8: "< 0.1 us", 0.0: "0 us"}
+    assert {seconds: show_seconds(seconds) for seconds in shown} == shown
 
 
 def test_a_script_whose_loop_ran_says_so(tmp_path: Path) -> None:

@@ -156,6 +156,18 @@ def test_on_a_narrow_screen_a_tap_shows_what_was_tapped(narrow: Any) -> None:
     )
 
 
+def test_on_a_narrow_screen_the_row_of_the_peak_keeps_its_name(narrow: Any) -> None:
+    narrow.find_element(By.ID, "peak").click()
+    names = narrow.execute_script(
+        "return [...document.querySelectorAll('#tree .row .name')].filter((one) => {"
+        " const box = one.getBoundingClientRect(); return box.height > 6 && box.top >= 0 && box.bottom <= innerHeight;"
+        "}).map((one) => one.textContent)"
+    )
+    node = "report.graph.graph.nodes[report.charts.memory.peak]"
+    path = narrow.execute_script(f"return report.model.path({node}.row)")
+    assert any(path.endswith(name.lstrip("…")) for name in names), (path, names)
+
+
 def test_the_page_speaks_of_predictions(page: Any) -> None:
     text = page.find_element(By.TAG_NAME, "body").text
     page.find_element(By.ID, "pass").send_keys(Keys.HOME)

@@ -215,9 +215,9 @@ class Page {
     this.bring();
   }
 
-  /** On a narrow screen the panel is below the graph: scroll to what a tap selected. */
+  /** On a narrow screen the panel is below the graph: scroll to both, so that the names of the rows stay in sight. */
   bring() {
-    if (matchMedia("(max-width: 800px)").matches) byId("details").scrollIntoView({ block: "nearest" });
+    if (matchMedia("(max-width: 800px)").matches) document.querySelector("main").scrollIntoView({ block: "start" });
   }
 
   /** Show the contents of a module or a source line, lane by lane. */
