@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.compiler.members import Members
@@ -20,6 +20,7 @@ from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
+from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
 
 if TYPE_CHECKING:
@@ -261,6 +262,62 @@ class Stateful:
             with one_thread("the end of full_parameters()", collective=False):
                 for store in sharded:
                     reshard(store)
+
+    def stream(
+        self,
+        module: nn.Module | str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        original_names: bool = True,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the whole value of each tensor of a module, bucket by bucket, to hand to a serving engine.
+
+        Each bucket is gathered when it is reached, so at most two are whole at a time. A collective: every rank calls
+        this and consumes all of it, and every rank gets all tensors; ranks that do not need them may drop them. The
+        tensors are copies, with all names of tied parameters. No step may run before the end.
+
+        Args:
+            module: a module of the graph, or the name of its attribute; may be left out if only one has parameters.
+            dtype: cast floating-point tensors to this dtype. None: as they are.
+            original_names: of a model of transformers, yield the tensors that ``save_pretrained`` would write, with the
+                names that other programs know; experts, for instance, are joined in the model and apart in the files.
+                False: those of ``module.state_dict()``, as for other models.
+
+        Raises:
+            ConfigError: there is no such module, or there are several and ``module`` is left out.
+            InputError: a step ran before the end.
+            RankMismatchError: the other ranks call something else.
+        """
+        self._check_resharded()
+        members, problem = self._adopted(), None
+        plan: Stream | None = None
+        facts: dict[str, str] = {}
+        try:
+            name, chosen = chosen_module(members.root, module)
+            plan = Stream(chosen, original_names=original_names)
+            facts = {"the module": name, "dtype": str(dtype), "original_names": str(original_names)}
+        except BaseException as error:
+            problem = error
+        agree(self._join(), "streaming", digest(facts), lambda: facts, problem)
+        assert plan is not None
+        return self._streamed(plan, dtype)
+
+    def _streamed(self, plan: Stream, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        steps_done = self.steps_done
+
+        def buckets() -> Iterator[Iterator[tuple[str, Tensor]]]:
+            for number, store in enumerate(plan.stores):
+                with one_thread("stream()"):
+                    moved = store.is_released or store.is_unsharded or self.steps_done != steps_done
+                    problem = InputError("a step or full_parameters() ran before the end of stream()")
+                    agree(self._join(), f"streaming bucket {number}", 0, dict, problem if moved else None)
+                    bucket = list(plan.bucket(store))
+                yield iter(bucket)
+                del bucket
+            yield plan.plain()
+
+        for name, tensor in plan.converted(buckets()):
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
         """Check that all ranks are about to gather the buckets, if any is split."""
