@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerograph.runtime.state import stores_of
+
 # What a log has that depends on the clock.
 _CLOCK = ("runtime", "per_second", "time")
 
@@ -131,3 +133,47 @@ def logged(trainer: Any) -> list[dict[str, float]]:
         {name: value for name, value in log.items() if not any(part in name for part in _CLOCK)}
         for log in trainer.state.log_history
     ]
+
+
+def adapters(folder: Path, ranks: int, zero: int | None, kinds: list[str]) -> dict[str, list[dict[str, float]]]:
+    """Train adapters of PEFT on a frozen Llama, and save them alone."""
+    return {kind: adapter(folder / kind, ranks, zero, kind) for kind in kinds}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes, **tokens))
+
+
+def adapter(folder: Path, ranks: int, zero: int | None, kind: str) -> list[dict[str, float]]:
+    import peft
+
+    layers = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+    config = {
+        "lora": lambda: peft.LoraConfig(r=2, **layers),
+        "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **layers),
+        "ia3": lambda: peft.IA3Config(feedforward_modules=[], **layers),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }[kind]()
+    base = llama()
+    model = peft.get_peft_model(base, config)
+    trainer = trainer_class(zero)(
+        model=model,
+        args=arguments(folder, ranks, num_train_epochs=1),
+        train_dataset=texts(29),
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    if zero is not None:
+        stores = stores_of(model.parameters())
+        frozen = [one for one in stores if not any(parameter.requires_grad for parameter in one.parameters)]
+        # At stage 3 a rank holds its part of a frozen model.
+        whole = sum(parameter.numel() for one in frozen for parameter in one.parameters)
+        assert whole > 0.9 * sum(one.numel() for one in model.parameters())
+        assert sum(one.flat.numel() for one in frozen) <= whole / ranks + 64
+    return logged(trainer)

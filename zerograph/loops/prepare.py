@@ -254,7 +254,10 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         loops = {id(loop): loop for one in parameters if (loop := getattr(one, "_zerograph_loop", None)) is not None}
         if not loops or is_replaying() or building():
             return original(parameters, *args, **kwargs)
-        if len(loops) > 1 or len(parameters) != sum(hasattr(one, "_zerograph_loop") for one in parameters):
+        # Parameters that are frozen have no gradient.
+        others = [one for one in parameters if one.requires_grad and not hasattr(one, "_zerograph_loop")]
+        parameters = [one for one in parameters if hasattr(one, "_zerograph_loop")]
+        if len(loops) > 1 or others:
             raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
         (loop,) = loops.values()
         return loop.edit(original, parameters, args, kwargs)
