@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -16,6 +17,10 @@ from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.ir.zero import ZeroPolicy
+
+# A graph uses the gradients that it computes to "update", or it only adds them to sums ("accumulate"). Or it computes
+# none, and updates by sums ("accumulated") or edits sums ("edit").
+GradientUse = Literal["update", "accumulate", "accumulated", "edit"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ class Context:
         buckets: layout of the parameters that are in buckets, in order of first use.
         updates: how each bucket that this step updates is updated, by bucket name.
         batch: how the inputs are placed and cut.
+        gradients: the use of gradients.
         numerics: precision of reductions, loss scaling, checks.
         memory: limits of memory, and what may be done to keep them.
         backend: traits of the backend and the transport.
@@ -153,6 +159,7 @@ class Context:
     buckets: tuple[Bucket, ...]
     updates: Mapping[str, BucketUpdate]
     batch: BatchLayout
+    gradients: GradientUse = "update"
     numerics: Numerics = Numerics()
     memory: MemoryOptions = MemoryOptions()
     backend: BackendTraits = field(default_factory=BackendTraits)

@@ -24,7 +24,7 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.reduce_overhead import reduce_overhead
-from zerograph.runtime.state import Store, TensorOrExtent, in_memory
+from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory
 
 Lookup = Callable[[], Tensor]
 
@@ -206,6 +206,8 @@ def bind(
         elif role.kind == "state":
             bucket, name = role.name.split(".", 1)
             feeds.append(_feed_of(stores[bucket].state[name], node, copied))
+        elif role.kind == "accumulated":
+            feeds.append(functools.partial(accumulated, stores[role.name]))
         elif role.kind == "hyperparameter":
             numbers[role.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[role.name])

@@ -23,8 +23,8 @@ class GradientReader(Protocol):
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient, or None where the reader has none for this parameter."""
 
-    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Raise if setting or deleting the gradient would have no effect."""
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
+        """Set or delete the gradient; return True if the reader has it, and no tensor is to be stored."""
 
 
 # torch's own descriptor.
@@ -47,9 +47,8 @@ class _Grad:
         return next((value for value in values if value is not None), None)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        for reader in _readers_of(parameter):
-            reader.write(parameter, value)
-        _STORED.__set__(parameter, value)
+        taken = [reader.write(parameter, value) for reader in _readers_of(parameter)]
+        _STORED.__set__(parameter, None if any(taken) else value)
 
     def __delete__(self, parameter: nn.Parameter) -> None:
         self.__set__(parameter, None)

@@ -27,10 +27,12 @@ from zerograph.runtime.state import (
     ShardedState,
     Store,
     TensorOrExtent,
+    accumulated_gradients,
     bind_parameters,
     gather_parts,
     in_memory,
     initial_value,
+    load_accumulated,
     load_part,
     plain_states,
     store_of,
@@ -94,6 +96,9 @@ def create_store(
                 optimizer.state.pop(parameter, None)
         bind_parameters(store)
         for source in sources:
+            if source.accumulated is not None:
+                values = dict(zip(map(id, source.parameters), accumulated_gradients(source), strict=True))
+                load_accumulated(store, [values.get(id(parameter)) for parameter in parameters])
             _release_if_empty(source)
     return store
 
@@ -242,6 +247,8 @@ def move(store: Store, layout: Bucket, extents: Extents) -> Store:
     if layout.storage.state != before.state:
         for name in store.layouts:
             moved.state[name] = _stored(in_memory(store.state[name]), extents.get(name))
+    if store.accumulated is not None:
+        moved.accumulated = store.accumulated.to(layout.storage_device)
     store.sharded_state = ShardedState.RELEASED
     for parameter in store.parameters:
         parameter._zerograph_store = moved  # type: ignore[attr-defined]
@@ -271,7 +278,7 @@ def _release_if_empty(store: Store) -> None:
     """Release the store, and free its memory, if no parameter belongs to it any more."""
     if not any(store_of(parameter) is store for parameter in store.parameters):
         store.sharded_state = ShardedState.RELEASED
-        store.flat, store.gather_buffer, store.state = torch.empty(0), None, {}
+        store.flat, store.gather_buffer, store.accumulated, store.state = torch.empty(0), None, None, {}
 
 
 def _own_part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:

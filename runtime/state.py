@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zerograph.errors import InputError
 from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
-from zerograph.ir.mesh import local_part
+from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
@@ -83,6 +83,7 @@ class Store:
             of the same optimizer uses the others.
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
+        accumulated: the sum of gradients that the next update uses; None: none were added up.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
     """
 
@@ -98,6 +99,7 @@ class Store:
     optimizer: torch.optim.Optimizer | None = None
     keeps_unused: bool = False
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
+    accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -156,6 +158,28 @@ def in_memory(value: TensorOrExtent) -> Tensor:
         OffloadError: the file cannot be read.
     """
     return value if isinstance(value, Tensor) else read(value)
+
+
+def accumulated(store: Store) -> Tensor:
+    """Return this rank's part of the bucket's accumulated gradient; zeros where none was added yet."""
+    if store.accumulated is None:
+        layout = store.layout
+        shape = local_shape(layout.shape, layout.gradient_sbp, store.job.mesh)
+        store.accumulated = torch.zeros(shape, dtype=layout.dtype, device=layout.storage_device)
+    return store.accumulated
+
+
+def accumulated_gradients(store: Store) -> list[Tensor]:
+    """Return the whole accumulated gradient of each parameter, views of one bucket. A collective where split."""
+    layout = store.layout
+    whole = gather_whole(store.job, accumulated(store).to(layout.device), layout.gradient_sbp)
+    return [_slot_part(whole, slot) for slot in layout.slots]
+
+
+def load_accumulated(store: Store, gradients: Sequence[Tensor | None]) -> None:
+    """Overwrite accumulated gradients with whole values; None leaves one as it is. No collective."""
+    layout = replace(store.layout, sbp=store.layout.gradient_sbp)
+    load_part(store.job, layout, accumulated(store), gradients)
 
 
 def initial_value(spec: StateSpec) -> float:
@@ -291,6 +315,7 @@ def stored_bytes(stores: Iterable[Store]) -> int:
     for store in stores:
         # The shard is a view of the gather buffer.
         values += [store.flat if store.gather_buffer is None else store.gather_buffer, *store.state.values()]
+        values += [] if store.accumulated is None else [store.accumulated]
     return sum(nbytes(value) for value in values if isinstance(value, Tensor))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerograph.errors import PlacementError
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
@@ -28,13 +29,22 @@ _UPDATE = Origin("update")
 
 
 def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Make parameters views of buckets; reduce one flat gradient per bucket, which updates it in one call."""
+    """Make parameters views of buckets; reduce one flat gradient per bucket, which updates it in one call.
+
+    A graph that accumulates adds the flat gradient to the bucket's sum instead; another graph updates by these sums.
+    """
     graph = module.graph
     edited = edited_gradients(graph)
     _drop_gradient_outputs(graph)
     flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
     updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
-    gradients = [_flat_gradient(graph, bucket, flat[bucket.name], edited, context) for bucket in updated]
+    sums = {} if context.gradients == "update" else {bucket.name: _sum_input(graph, bucket) for bucket in updated}
+    gradients = [
+        _accumulated_gradient(graph, bucket, flat[bucket.name], sums[bucket.name], edited)
+        if context.gradients in ("accumulated", "edit")
+        else _flat_gradient(graph, bucket, flat[bucket.name], edited, context)
+        for bucket in updated
+    ]
     compute_total_norms(graph, gradients, context.mesh.dims)
     # In the order of the reductions: updates run while the last gradient is still being reduced.
     order = positions(graph)
@@ -42,12 +52,17 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with graph.inserting_before(graph.output_node()):
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
         bucket, update = gradient.bucket, context.updates[gradient.bucket.name]
+        if context.gradients in ("accumulate", "edit"):
+            _emit_sum(graph, sums[bucket.name], final, adds=context.gradients == "accumulate")
+            continue
         (_emit_owner_update if bucket.one_by_one else _emit_update)(graph, bucket, gradient.flat, final, update)
         _add_unused_state(graph, bucket, update)
     drop_unread_edits(graph)
     named = {node_role.name: node for node in placeholders(graph, "parameter") if (node_role := role(node))}
     for bucket in context.buckets:
         _view_parameters(graph, bucket, flat[bucket.name], named)
+    for node in placeholders(graph, "gradient"):
+        graph.erase_node(node)
     drop_unused(graph)
     return module
 
@@ -65,11 +80,17 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
     return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
 
 
+def _sum_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
+    """Add an input for the sum of the bucket's gradients."""
+    return _input(graph, Role("accumulated", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
+
+
 def _input(
     graph: fx.Graph, input_role: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(input_role.name.replace(".", "_").replace("[", "_").replace("]", ""))
+        name = input_role.name.replace(".", "_").replace("[", "_").replace("]", "")
+        node = graph.placeholder(f"{name}_gradient" if input_role.kind == "accumulated" else name)
     meta(node).update({"role": input_role, "val": fake(graph, shape, dtype, device)})
     return node
 
@@ -194,6 +215,34 @@ def _flat_gradient(
     return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, own_raw, ready), bucket_edits)
 
 
+def _accumulated_gradient(
+    graph: fx.Graph, bucket: Bucket, flat: fx.Node, total: fx.Node, edited: Mapping[str, Edited]
+) -> FlatGradient:
+    """Return the gradient that earlier graphs have accumulated for the bucket.
+
+    Raises:
+        PlacementError: the gradient of a parameter is edited as a whole, which the sum of a bucket does not allow.
+    """
+    edits = [edited[slot.name] for slot in bucket.slots]
+    if bucket.storage_device != bucket.device:
+        with graph.inserting_before(first_computed(graph)):
+            total = emit(graph, aten._to_copy.default, (total,), _UPDATE, device=bucket.device)
+    inputs = {node_role.name: node for node in placeholders(graph, "gradient") if (node_role := role(node))}
+    if all(edit.raw is inputs[slot.name] for slot, edit in zip(bucket.slots, edits, strict=True)):
+        return FlatGradient(bucket, flat, total, edits)
+    raise PlacementError(
+        "a gradient is edited after several calls of backward() in a way that is not the same for every element\n"
+        "Clip by torch.nn.utils.clip_grad_norm_() or clip_grad_value_(), or call backward() once for each step."
+    )
+
+
+def _emit_sum(graph: fx.Graph, total: fx.Node, gradient: fx.Node, *, adds: bool) -> None:
+    """Write a bucket's gradient to its sum, or add it, at the end of the graph."""
+    with graph.inserting_before(graph.output_node()):
+        new = emit(graph, aten.add.Tensor, (total, gradient), _UPDATE) if adds else gradient
+        emit(graph, aten.copy_.default, (total, new), _UPDATE)
+
+
 def _reduce_dtype(bucket: Bucket, context: Context) -> torch.dtype:
     """Return the dtype in which the bucket's gradient is reduced. Dtypes wider than fp32 stay."""
     wanted = context.numerics.reduce_dtype or bucket.compute_dtype
@@ -218,8 +267,7 @@ def _bucket_gradient(
     """Emit the gradients in the bucket's layout, reduced to its SBP, right after the last node of ``ready``."""
     last = max(ready)
     backward = replace(origin(last), phase="backward")
-    # A bucket with owners is reduced to them, whether or not all ranks keep the parameters.
-    target = bucket.split_sbp if bucket.one_by_one else bucket.sbp
+    target = bucket.gradient_sbp
     slots = sorted(bucket.slots, key=lambda slot: slot.offset)
     ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):

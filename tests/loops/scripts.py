@@ -241,3 +241,31 @@ def two_parts(prepare: Prepare) -> Seen:
         schedulers[1].step()
         printed.append(loss.item())
     return printed, [copy.deepcopy(encoder.state_dict()), copy.deepcopy(decoder.state_dict())]
+
+
+def windows(prepare: Prepare, accumulation: int = 3, clips: bool = True) -> Seen:
+    """Accumulate over windows, the last of them smaller, as Trainer and Accelerate do; clip by hand; log in between."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(samples(53, 8), batch_size=8)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    printed: list[float] = []
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for number, (x, y) in enumerate(loader):
+        window = min(accumulation, len(loader) - number // accumulation * accumulation)
+        loss = F.cross_entropy(model(x), y) / window
+        loss.backward()
+        total += loss.detach()
+        if number == 1:
+            printed += [total.item(), loss.item()]
+        if (number + 1) % accumulation == 0 or number + 1 == len(loader):
+            if clips:
+                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+                printed.append(norm.item())
+                for gradient in gradients:
+                    gradient.mul_(min(1.0, 0.3 / norm.item()))
+            optimizer.step()
+            optimizer.zero_grad()
+    printed.append(total.item())
+    return printed, [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())]

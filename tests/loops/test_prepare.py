@@ -247,7 +247,7 @@ def changed_input(model: nn.Module, optimizer: Any) -> None:
 
 def written_gradient(model: nn.Module, optimizer: Any) -> None:
     F.cross_entropy(model(X), Y).backward()
-    next(model.parameters()).grad = None
+    next(model.parameters()).grad = torch.zeros(3)
 
 
 def closure(model: nn.Module, optimizer: Any) -> None:
@@ -273,7 +273,7 @@ LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
     "one loss twice": (twice, "twice on one loss"),
     "an input that changed": (changed_input, "changed in place"),
-    "a gradient that is set": (written_gradient, r"parameter\.grad is set"),
+    "a gradient of another shape": (written_gradient, r"set to a tensor of shape \(3,\)"),
     "a loss from a submodule": (around_the_model, "computed without the prepared model"),
     "a closure": (closure, "closure"),
     "a result of an updated model": (updated_since, "was updated since"),

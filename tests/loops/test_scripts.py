@@ -30,6 +30,8 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         pytest.param("nanogpt", 3, {"accumulation": 4}, marks=pytest.mark.long),
         ("gan", 2, {}),
         pytest.param("gan", 3, {}, marks=pytest.mark.long),
+        ("windows", 3, {}),
+        ("windows", 1, {"clips": False}),
         ("distillation", 3, {}),
         ("two_parts", 2, {}),
     ],

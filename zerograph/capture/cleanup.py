@@ -63,6 +63,7 @@ def clean(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
         CaptureError: it draws random numbers that no graph can repeat, or changes a parameter in place.
     """
     refuse_others(graph)
+    _drop_gradient_writes(graph)
     _drop_restored(graph)
     _refuse_changed_parameters(graph)
     _strip_detaches(graph)
@@ -98,6 +99,13 @@ _SAME_VALUE: dict[Any, int] = {
     aten.alias.default: 0,
     aten.view.default: 0,
 }
+
+
+def _drop_gradient_writes(graph: fx.Graph) -> None:
+    """Erase writes to gradients that are inputs: the update reads their new values."""
+    for write, target, _ in list(writes(graph)):
+        if meta(target)["role"].kind == "gradient":
+            graph.erase_node(write)
 
 
 def _same_shape_and_dtype(node: fx.Node, other: fx.Node) -> bool:
@@ -198,7 +206,9 @@ def _clone_state_outputs(graph: fx.Graph) -> None:
     """Clone outputs that are views of a weight or buffer, which the step overwrites."""
     output = graph.output_node()
     for node in output.all_input_nodes:
-        if base_of(node).op == "placeholder":
+        base = base_of(node)
+        # Nothing overwrites an input gradient before it is read.
+        if base.op == "placeholder" and meta(base)["role"].kind != "gradient":
             with graph.inserting_before(output):
                 clone = graph.call_function(aten.clone.default, (node,))
             clone.meta.update({"val": node.meta["val"], "origin": origin(node)})

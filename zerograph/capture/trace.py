@@ -85,6 +85,7 @@ class Capture:
         amp_dtype: the dtype of ``torch.autocast`` around ``build()``; None for none.
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
         checked: also return whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
+        accumulated: names of parameters whose gradients are inputs: earlier graphs have computed them.
         guarded: places of Python state that are guards already: the caller captures again when one changes.
         sizes: global size of each dynamic dimension of ``inputs`` in the call.
     """
@@ -105,6 +106,7 @@ class Capture:
     amp_dtype: torch.dtype | None = None
     scaled: bool = False
     checked: bool = False
+    accumulated: Sequence[str] = ()
     guarded: Sequence[Place] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -208,6 +210,7 @@ class Capture:
         """Set the roles of inputs and outputs, and the origins of all nodes."""
         inputs = [Role("parameter", name) for name in self.parameters] + [Role("buffer", name) for name in self.buffers]
         inputs += [Role("seed", "seed"), *([Role("scaler", "scale")] if self.scaled else [])]
+        inputs += [Role("gradient", name) for name in self.accumulated]
         for index, node in enumerate(placeholders(graph)):
             meta(node)["role"] = inputs[index] if index < len(inputs) else Role("input", str(index - len(inputs)))
         last_outputs = [*(Role("gradient", name) for name in trace.gradients), *trace.checks]
@@ -297,7 +300,8 @@ class _Tracer:
             seed = torch.empty((), dtype=torch.int64)
             self._device = next((tensor.device for tensor in self.state.values()), torch.device("cpu"))
             scale = [torch.empty((), device=self._device)] if capture.scaled else []
-        self._inputs = [*self.state.values(), seed, *scale, *batch]
+            gradients = [capture.parameters[name].fake() for name in capture.accumulated]
+        self._inputs = [*self.state.values(), seed, *scale, *gradients, *batch]
         self._draws = random_operators.Draws()
         self._table = decompositions.table(capture.batch_norm_groups) | random_operators.table(self._draws)
         if dims:
@@ -363,6 +367,8 @@ class _Tracer:
         self._draws.seed, *inputs = tensors[len(state) :]
         parameters = {name: state[name] for name in capture.parameters}
         loss_scale = inputs.pop(0) if capture.scaled else None
+        for name in capture.accumulated:
+            parameters[name].grad = inputs.pop(0)
         backward = Backward(self._device.type, loss_scale, self._backward_calls, parameters, capture.trained)
         args, kwargs = capture.arrange(inputs)
         with self._inside_build(trace, state, backward):

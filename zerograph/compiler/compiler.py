@@ -45,6 +45,7 @@ from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
+from zerograph.passes.context import GradientUse
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.executor import Lookup, bind, with_low_overhead
@@ -67,6 +68,8 @@ class Compiler:
         observer: follows each compilation.
         reads_metric: a scheduler reads the first 0-d tensor that ``build()`` returns.
         accumulates: a graph without optimizer has micro-batches too.
+        gradients: the use of gradients in graphs with optimizers.
+        accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         updates: traces the updates of the optimizers.
     """
 
@@ -76,6 +79,8 @@ class Compiler:
     observer: Observer
     reads_metric: bool = False
     accumulates: bool = False
+    gradients: GradientUse = "update"
+    accumulated: tuple[str, ...] = ()
     updates: Updates = field(init=False)
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
     # Python state that build() changes, by key.
@@ -163,6 +168,7 @@ class Compiler:
             backend=self._resolve_backend(members)[1],
             micro_batches=self.micro_batches,
             trains=bool(self.optimizers),
+            gradients=self.gradients,
             warn=self._warn,
         )
         step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation), captured.sizes, batch)
@@ -314,10 +320,10 @@ class Compiler:
             key: equal for equal members and inputs. The options that the capture depends on are added to it.
         """
         clip = self.config.clip_grad_norm if self.optimizers else None
-        scaled = self.config.scaler is not None and bool(self.optimizers)
-        checked = self.config.on_nonfinite != "ignore"
+        scaled = self.config.scaler is not None and bool(self.optimizers) and self.gradients == "update"
+        checked = self.config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated")
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked)
+        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked, self.accumulated)
         cached = self._captures.get(key)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
@@ -347,6 +353,7 @@ class Compiler:
             amp_dtype=self.config.amp_dtype,
             scaled=scaled,
             checked=checked,
+            accumulated=self.accumulated,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         ).run()

@@ -28,6 +28,7 @@ from zerograph.passes.context import (
     BatchLayout,
     BucketUpdate,
     Context,
+    GradientUse,
     MemoryOptions,
     MissingRules,
     Numerics,
@@ -107,6 +108,7 @@ class Preparation:
         backend: compiles the emitted graph.
         micro_batches: number of micro-batches.
         trains: the graph has optimizers.
+        gradients: the use of gradients.
         warn: shows a message to the user.
     """
 
@@ -126,6 +128,7 @@ class Preparation:
     backend: backends.Backend
     micro_batches: int
     trains: bool
+    gradients: GradientUse
     warn: Callable[[str], None]
     # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
@@ -178,10 +181,11 @@ class Preparation:
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
             ),
+            gradients=self.gradients,
             numerics=Numerics(
                 reduce_dtype=config.reduce_dtype,
-                scaler=config.scaler if self.trains else None,
-                checked=config.on_nonfinite != "ignore",
+                scaler=config.scaler if self.trains and self.gradients == "update" else None,
+                checked=config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated"),
             ),
             memory=MemoryOptions(
                 budget=config.memory_bytes,

@@ -140,6 +140,11 @@ class Bucket:
         return tuple(split if dim == self.zero_dim else dim_sbp for dim, dim_sbp in enumerate(self.sbp))
 
     @property
+    def gradient_sbp(self) -> NdSbp:
+        """SBP that the gradient is reduced to. With owners it is reduced to them, even if all ranks keep the bucket."""
+        return self.split_sbp if self.one_by_one else self.sbp
+
+    @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """(start, end) of the padding between and after the slots, in elements of a row."""
         taken = sorted((slot.offset, slot.offset + slot.numel) for slot in self.slots if slot.numel)

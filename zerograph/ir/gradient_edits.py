@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.base import source
 from zerograph.errors import CaptureError
-from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure
-from zerograph.ir.step_graph import found_infs, output_nodes
+from zerograph.ir.step_graph import found_infs, output_nodes, placeholders
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ class Edited:
 
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     """Return the gradients of the captured graph with their edits, by the parameter's name."""
-    parameters = {r.name: node for node in graph.find_nodes(op="placeholder") if (r := role(node)) is not None}
+    parameters = {meta(node)["role"].name: node for node in placeholders(graph, "parameter")}
     finals = _final_gradients(graph)
     edits = _Edits()
     raws, keys = {}, {}
@@ -121,7 +121,9 @@ def mark_edits(graph: fx.Graph) -> None:
 
     Their phase becomes backward.
     """
-    after: set[fx.Node] = set()
+    # Gradients that an earlier graph has computed are inputs.
+    inputs = placeholders(graph, "gradient")
+    after: set[fx.Node] = set(inputs)
     before: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and (
@@ -131,7 +133,7 @@ def mark_edits(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if origin(node).phase == "backward" or any(user in before for user in node.users):
             before.add(node)
-    for node in after - before:
+    for node in after - before - set(inputs):
         meta(node)["edit"] = True
         meta(node)["origin"] = replace(origin(node), phase="backward")
 

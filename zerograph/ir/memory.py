@@ -42,6 +42,8 @@ _INPUT_KINDS: dict[str, MemoryKind] = {
     "gather_buffer": "gathered",
     "parameter": "parameters",
     "state": "optimizer state",
+    "accumulated": "gradients",
+    "gradient": "gradients",
     "hyperparameter": "optimizer state",
     "buffer": "buffers",
     "input": "inputs",

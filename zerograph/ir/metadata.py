@@ -28,6 +28,8 @@ RoleKind = Literal[
     # Memory that a bucket is gathered into; the shard is this rank's slice of it.
     "gather_buffer",
     "state",
+    # The sum of gradients that earlier graphs have added up for a bucket.
+    "accumulated",
     "hyperparameter",
     "seed",
     # A symbolic size, an integer.
@@ -53,8 +55,9 @@ class Role:
 
     @property
     def bucket(self) -> str | None:
-        """Name of the bucket whose shard, gather buffer or optimizer state this is; None for everything else."""
-        return self.name.partition(".")[0] if self.kind in ("bucket", "gather_buffer", "state") else None
+        """Name of the bucket whose shard, gather buffer, state or gradient this is; None for everything else."""
+        of_buckets = ("bucket", "gather_buffer", "state", "accumulated")
+        return self.name.partition(".")[0] if self.kind in of_buckets else None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

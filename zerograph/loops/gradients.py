@@ -1,14 +1,16 @@
-"""Answer ``parameter.grad`` between ``backward()`` and the step: reading works, writing is an error.
+"""Answer ``parameter.grad`` between ``backward()`` and the step: a copy of the whole gradient, which may be changed.
 
-The step computes, reduces and uses gradients in one graph. Code that reads them earlier gets the gradient of the whole
-batch from a separate graph. Code that writes to them would have no effect, so it is an error with its line.
+The ranks keep split sums of gradients, see :mod:`.accumulation`. A gradient is gathered when the loop reads it. What
+the loop writes to it, in place or by setting ``parameter.grad``, each rank writes to its part of the sum.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, InputError
 from zerograph.loops.words import Words, speak, words
 from zerograph.runtime.parameters import read_gradient_by
 
@@ -28,8 +30,21 @@ class Owner(Protocol):
 
     words: Words
 
-    def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
-        """Compute the gradients of all losses since the last update; None if there is no loss."""
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a new tensor with the whole gradient of the losses since the last update. A collective."""
+
+    def check_writable(self, what: str) -> None:
+        """Raise if the loop cannot change gradients before the step.
+
+        Args:
+            what: the beginning of the message.
+
+        Raises:
+            CaptureError: with the user's line.
+        """
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Replace a gradient before the step; None: the step leaves the parameter out."""
 
     def waits_for_step(self) -> bool:
         """Return whether there is a loss that no update has used yet."""
@@ -37,8 +52,28 @@ class Owner(Protocol):
     def zeroed_by(self, owner: object) -> bool:
         """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the loop's model or optimizer."""
 
+    def discarded(self, parameter: nn.Parameter) -> None:
+        """Note that ``parameter.grad`` was set to None where no loss waits for a step."""
+
     def warn_of_reading_late(self) -> None:
         """Warn that gradients were read after the last update has used them."""
+
+
+@dataclass(eq=False)
+class _Home:
+    """A gradient that was read.
+
+    Attributes:
+        owner: the loop.
+        parameter: the parameter.
+        whole: the whole gradient.
+        stale: it is not the gradient that the next step uses any more.
+    """
+
+    owner: Owner
+    parameter: nn.Parameter
+    whole: Tensor
+    stale: bool = False
 
 
 class Reader:
@@ -46,11 +81,19 @@ class Reader:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
+        # The gradients that the loop has read and still refers to.
+        self._homes: weakref.WeakValueDictionary[int, _Home] = weakref.WeakValueDictionary()
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Answer for these parameters from now on."""
         for parameter in parameters:
             read_gradient_by(parameter, self)
+
+    def forget(self) -> None:
+        """Note that gradients which were read are not those of the next step any more."""
+        for home in self._homes.values():
+            home.stale = True
+        self._homes.clear()
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of the whole batch, equal on all ranks. A collective."""
@@ -69,44 +112,90 @@ class Reader:
                 f"zero_grad() of some of the parameters of {words().model}, before {words().step}",
                 f"Call {words().zero_grad}, which discards all losses since the last {words().step}.",
             )
-        gradient = (self._owner.gradients() or {}).get(parameter)
-        return None if gradient is None else gradient.as_subclass(Gradient)
+        gradient = self._owner.gradient(parameter)
+        home = self._homes.get(id(parameter))
+        if gradient is None or home is None:
+            if gradient is None:
+                return None
+            home = self._homes[id(parameter)] = _Home(self._owner, parameter, gradient)
+        return _guarded(home.whole, home)
 
-    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Refuse to set or delete a gradient before the step has computed it.
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
+        """Set or delete a gradient; return whether the loop has it now.
 
         Raises:
-            CaptureError: the step would not see it.
+            CaptureError: the loop cannot change gradients.
+            InputError: the gradient has another shape than its parameter.
         """
         frame = _reader_frame()
-        if frame is not None and not _is_ours(frame) and self._owner.waits_for_step():
-            speak(self._owner.words)
-            _refuse(f"parameter.grad is set or deleted before {words().step}", _advice())
+        if frame is None or _is_ours(frame):
+            return False
+        speak(self._owner.words)
+        if not self._owner.waits_for_step():
+            if value is None:
+                self._owner.discarded(parameter)
+            return False
+        self._owner.check_writable("parameter.grad is set or deleted")
+        if value is not None and value.shape != parameter.shape:
+            raise InputError(
+                f"parameter.grad is set to a tensor of shape {tuple(value.shape)}; the parameter has the shape "
+                f"{tuple(parameter.shape)}"
+            )
+        home = self._homes.get(id(parameter))
+        if home is None or not isinstance(value, Gradient) or value.home is not home:
+            if home is not None:
+                home.stale = True
+                del self._homes[id(parameter)]
+            with _torch.without_torch_function():
+                self._owner.set_gradient(parameter, value)
+        return True
 
 
 class Gradient(Tensor):
-    """A gradient that was read before the step: an ordinary tensor, except that writing to it is an error."""
+    """A gradient that was read before the step, or a view of one. Writing to it changes the gradient of the step.
+
+    Attributes:
+        home: the gradient.
+    """
+
+    home: _Home
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        written = [kwargs["out"]] if "out" in kwargs else []
+        targets = [kwargs["out"]] if "out" in kwargs else []
         if _writes(name) and args:
-            written.append(args[0])
-        if any(isinstance(leaf, Gradient) for leaf in pytree.tree_leaves(written)):
-            _refuse(f"{name}() writes to a gradient that was read before {words().step}", _advice())
+            targets.append(args[0])
+        written = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Gradient)]
+        homes = {id(leaf.home): leaf.home for leaf in written}
+        for home in homes.values():
+            home.owner.check_writable(f"{name}() writes to a gradient that was read")
+            if home.stale:
+                _refuse(
+                    f"{name}() writes to a gradient that was read before another {words().backward}",
+                    "Read parameter.grad again.",
+                )
         with _torch.without_torch_function():
             result = func(*args, **kwargs)
+            for home in homes.values():
+                home.owner.set_gradient(home.parameter, home.whole)
         if func in (Tensor.numpy, Tensor.__array__):
             result.flags.writeable = False
             return result
-        places = {_place(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Gradient)}
+        places = {_place(leaf): leaf.home for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Gradient)}
 
         def guarded(value: Tensor) -> Tensor:
-            return value.as_subclass(cls) if _place(value) in places else value
+            home = places.get(_place(value))
+            return value if home is None or isinstance(value, Gradient) else _guarded(value, home)
 
         return pytree.tree_map_only(Tensor, guarded, result)
+
+
+def _guarded(value: Tensor, home: _Home) -> Gradient:
+    gradient = value.as_subclass(Gradient)
+    gradient.home = home
+    return gradient
 
 
 def _place(tensor: Tensor) -> int:
@@ -144,11 +233,13 @@ def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("zerograph.")
 
 
-def _advice() -> str:
-    return (
+def refuse_writing(what: str) -> NoReturn:
+    """Raise a CaptureError: the loop's steps compute and use gradients in one graph."""
+    _refuse(
+        f"{what} before {words().step}",
         "The step computes and uses gradients inside one graph: changes of parameter.grad would have no effect. "
         f"Clip by {words().clip}, change the loss, or write the step as a zg.ZeroGraph, whose build() may change "
-        "gradients after loss.backward()."
+        "gradients after loss.backward().",
     )
 
 

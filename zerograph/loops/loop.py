@@ -17,72 +17,20 @@ from zerograph.base import source
 from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import CaptureError, InputError
-from zerograph.ir.sbp import NdSbp, Split
+from zerograph.loops.accumulation import Accumulation
 from zerograph.loops.deferred import Deferred, Meta, Result
 from zerograph.loops.gradients import Reader
-from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
+from zerograph.loops.graphs import Recorded
+from zerograph.loops.loop_graphs import LoopForward, LoopPreview, LoopStep
 from zerograph.loops.loop_tape import LoopTape
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
 from zerograph.loops.program import Program, Texts, program_of
 from zerograph.loops.tape import Numbers
 from zerograph.loops.words import Words
-from zerograph.runtime.job.exchange import gather_whole
+from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import drop_stored_gradient, has_stored_gradient
-
-
-class OfLoop(Recorded):
-    """A graph of a loop: all graphs of a loop draw one sequence of random numbers, and take parts of any size."""
-
-    loop: Loop
-    rows: int = 0
-
-    def _seed_of_step(self) -> int:
-        seed = self._seed if self.config.seed is None else self.config.seed
-        return digest((seed, self._loop.graphs_done))
-
-    def _attributes(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._attributes().items() if name not in ("loop", "rows")}
-
-    @property
-    def _loop(self) -> Loop:
-        return self.loop
-
-    def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
-        dim = meta.batch_dim
-        if dim is None:
-            return gather_whole(self._join(), value, sbp)
-        if Split(dim) in sbp or self.parts() == 1:
-            return value
-        job = self._join()
-        whole = gather_whole(job, value, sbp)
-        sizes = [one[0] for one in agree(job, "returning a result", 0, dict, None, (self.rows,))]
-        start, count = sum(sizes[: job.rank]), sum(sizes)
-        factor = whole.shape[dim] // count if count else 1
-        return whole.narrow(dim, start * factor, self.rows * factor)
-
-    def run_loop(self, program: Program) -> list[Tensor]:
-        """Run a program; return this rank's part of each output."""
-        parts = (tensor for tensor, kind in zip(program.tensors, program.kinds, strict=True) if kind == "part")
-        self.rows = len(next(parts, ()))
-        return self.run(program, [program.tensors])[0]
-
-
-class LoopStep(OfLoop, Step):
-    """The steps of some of a loop's optimizers."""
-
-
-class LoopForward(OfLoop, Forward):
-    """Forward passes of a loop without an update."""
-
-
-class LoopPreview(OfLoop, Preview):
-    """Values that a step of the loop will compute."""
-
-
-class LoopGradients(OfLoop, Gradients):
-    """Gradients that a step of the loop will compute."""
 
 
 class Loop:
@@ -105,15 +53,13 @@ class Loop:
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
         self.graphs_done = 0
         self.busy = False
-        self._steps: dict[tuple[int, ...], LoopStep] = {}
+        self._steps: dict[tuple[tuple[int, ...], GradientUse], LoopStep] = {}
         self._forward: LoopForward = self._new(LoopForward(self.modules, config, self.words))
         self._preview: LoopPreview | None = None
-        self._gradients: LoopGradients | None = None
         if optimizers:
-            first = self._step_of((0,))
-            self._preview = self._new(LoopPreview(first, whole=False))
-            self._gradients = self._new(LoopGradients(first))
+            self._preview = self._new(LoopPreview(self.step_graph((0,), "update"), whole=False))
         self._texts = Texts({id(module): name for name, module in modules.items()})
+        self._accumulation = Accumulation(self, self._texts)
         self._outcomes = Outcomes(self._now, self._forward.parts, lambda: config.amp_dtype, self._warn)
         self._numbers = Numbers()
         self._warned: set[str] = set()
@@ -123,6 +69,10 @@ class Loop:
         # Optimizers whose gradients were used and not cleared since, and those that lost some; with the user's line.
         self._used: dict[int, tuple[str, str]] = {}
         self._lost: dict[int, tuple[str, str]] = {}
+        # Names and sums of the gradients that the loop has written since the last step.
+        self._written: list[tuple[str, float]] = []
+        # Parameters of these whose ``grad`` the loop has set to None since.
+        self._discarded: dict[int, set[int]] = {}
         self._updates = dict.fromkeys(range(len(self.optimizers)), 0)
         self._reader = Reader(self)
         self._members: Members | None = None
@@ -172,7 +122,7 @@ class Loop:
                 "Compute losses from what the model returns when it is called itself, not from its submodules, methods "
                 "or parameters; put a penalty on parameters into the model's forward."
             )
-        if not any(event.loss for event in events):
+        if not any(event.loss for event in events) and not self._accumulation.touched.get(number):
             raise InputError(
                 f"optimizer.step() without loss.backward() before{self._here()}\n"
                 "No loss since the last step or zero_grad() depends on its parameters."
@@ -189,13 +139,15 @@ class Loop:
     def zero_grad(self, numbers: Iterable[int]) -> None:
         """Clear the gradients of optimizers."""
         self._settle()
+        self._written.clear()
         for number in numbers:
             self._used.pop(number, None)
             self._lost.pop(number, None)
-            for group in self.optimizers[number].param_groups:
-                for parameter in group["params"]:
-                    drop_stored_gradient(parameter)
+            for parameter in self.parameters_trained_by(number):
+                drop_stored_gradient(parameter)
             self.tape.clear(number)
+            self._accumulation.clear(number)
+            self._reader.forget()
 
     def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         """Record an edit of gradients, such as clipping; return its result, a 0-d tensor.
@@ -205,7 +157,9 @@ class Loop:
         """
         self._settle()
         trained = self.trained_by(parameters)
-        if not any(event.loss and event.concerns(trained) for event in self.tape.events.values()):
+        if not any(event.loss and event.concerns(trained) for event in self.tape.events.values()) and not any(
+            self._accumulation.touched.get(number) for number in trained
+        ):
             raise InputError(
                 f"{function.__name__}() without loss.backward() before{self._here()}\n"
                 "Clip between backward() and optimizer.step()."
@@ -213,7 +167,11 @@ class Loop:
         return self.tape.edit(function, parameters, *args, **kwargs)
 
     def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
-        """Compute the value of a result before its step. A collective, and an extra forward in training."""
+        """Compute the value of a result before its step. A collective.
+
+        A result of a ``backward()`` gets it from the graph that adds the gradients up. Before ``backward()`` it takes
+        an extra forward.
+        """
         if tape is self.tape:
             self._settle()
         if (value := _value_of(deferred)) is not None:
@@ -225,6 +183,11 @@ class Loop:
                 "gradients were cleared: read it before."
             )
         tape.check_inputs()
+        ancestors = tape.with_ancestors({deferred.result.call}) - tape.done
+        if tape is self.tape and ancestors & tape.with_ancestors(tape.events.keys() - tape.done):
+            self._accumulate(deferred)
+            if (value := _value_of(deferred)) is not None:
+                return value
         if not tape.losses and not any(
             isinstance(leaf, Meta) and leaf.requires_grad for call in tape.calls for leaf in call.outcome.leaves
         ):
@@ -233,11 +196,13 @@ class Loop:
             assert value is not None
             return value
         assert self._preview is not None
-        self._hint(
-            "a value was read before optimizer.step() has computed it: this takes an extra forward; after "
-            "optimizer.step() it costs nothing"
-        )
+        tape.take_values()
         program = self._program(tape, [deferred.result], [])
+        if any(call.module for call in program.calls):
+            self._warn(
+                "a value was read before optimizer.step() has computed it: this takes an extra forward; after "
+                "loss.backward() it costs nothing"
+            )
         with tape.modes():
             (value,) = self._preview.run_loop(program)
         return value
@@ -275,22 +240,41 @@ class Loop:
         """Return the number of updates of each optimizer so far."""
         return dict(self._updates)
 
-    def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
-        """Compute the gradients of all losses that were not used yet. A collective; an extra forward and backward."""
-        if not self.waits_for_step() or self._gradients is None:
-            return None
-        self._hint(
-            "a gradient was read before optimizer.step() has computed it: this takes an extra forward and backward"
-        )
-        program = self._program(self.tape, [], range(len(self.optimizers)))
-        with self.tape.modes():
-            named = self._gradients.of(program, [program.tensors], None)
-        parameters = self.parameters_by_name()
-        return {parameters[name]: gradient for name, gradient in named.items()}
+    def parameters_trained_by(self, number: int) -> list[nn.Parameter]:
+        """Return the parameters of an optimizer."""
+        return [parameter for group in self.optimizers[number].param_groups for parameter in group["params"]]
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of the whole batch that the step will use, before clipping that follows. A collective."""
+        self._settle()
+        self._accumulate()
+        name = self._name(parameter)
+        return None if name is None else self._accumulation.gradient(name, parameter)
+
+    def check_writable(self, what: str) -> None:
+        """Gradients may be changed before the step."""
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Replace a gradient before the step. A collective if a ``backward()`` is still to be run."""
+        self._settle()
+        self._accumulate()
+        name, numbers = self._name(parameter), self.trained_by([parameter])
+        for number in numbers:
+            assert name is not None
+            self._written.append((name, 0.0 if gradient is None else float(gradient.double().sum())))
+            self._accumulation.write(number, name, parameter, gradient)
 
     def waits_for_step(self) -> bool:
-        """Return whether there is a loss that no update has used yet."""
-        return bool(self.tape.losses)
+        """Return whether there is a loss, or a gradient, that no update has used yet."""
+        return bool(self.tape.losses) or any(self._accumulation.touched.values())
+
+    def discarded(self, parameter: nn.Parameter) -> None:
+        """Note that the loop has set ``parameter.grad`` to None after the step, as zero_grad() does."""
+        for number in self.trained_by([parameter]):
+            if number in self._used or number in self._lost:
+                self._discarded.setdefault(number, set()).add(id(parameter))
+                if self._discarded[number] >= {id(p) for p in self.parameters_trained_by(number) if p.requires_grad}:
+                    self.zero_grad([number])
 
     def zeroed_by(self, owner: object) -> bool:
         """Clear the gradients of an optimizer or module that was not prepared itself; return whether that is known."""
@@ -308,7 +292,7 @@ class Loop:
         """Return the graph that updates these optimizers together, or without any the one of forward passes."""
         self._settle()
         self._write_buffers()
-        return self._step_of(tuple(sorted(map(self._number, optimizers)))) if optimizers else self._forward
+        return self.step_graph(tuple(sorted(map(self._number, optimizers))), "update") if optimizers else self._forward
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Answer for the gradients of these parameters."""
@@ -324,7 +308,7 @@ class Loop:
             self._run_step(numbers)
 
     def _run_step(self, numbers: tuple[int, ...]) -> None:
-        tape, graph = self.tape, self._step_of(numbers)
+        tape, graph = self.tape, self.step_graph(numbers, "update")
         tape.closed, tape.updates = True, self.updates()
         kept = {n: event for n, event in tape.events.items() if event.concerns(numbers)}
         if any(event.concerns(numbers) != event.touches & set(numbers) for event in kept.values()):
@@ -339,11 +323,18 @@ class Loop:
             except InputError as error:
                 problem = error
             (outputs,) = agreed_outputs(graph, [tape])
-            program = self._program(tape, outputs, numbers)
             if problem is not None:
+                program = self._program(tape, outputs, numbers)
                 graph.run(program, [program.tensors], problem)
-            with tape.modes():
-                values = graph.run_loop(program)
+            if self._accumulation.suits(tape, numbers):
+                self._accumulation.run(tape, numbers, outputs)
+                values = self._update(tape, numbers, outputs)
+                outputs = [result for result in outputs if result.call not in tape.done]
+                graph.steps_done += 1
+            else:
+                program = self._program(tape, outputs, numbers)
+                with tape.modes():
+                    values = graph.run_loop(program)
             self.graphs_done += 1
             for number in numbers:
                 self._updates[number] += 1
@@ -351,13 +342,39 @@ class Loop:
             self._remember_gradients(tape, numbers)
             tape.finish(dict(zip(outputs, values, strict=True)))
         finally:
+            for number in range(len(self.optimizers)):
+                self._accumulation.clear(number)
+            self._reader.forget()
             tape.finished = True
             self.tape = self._new_tape()
+
+    def _update(self, tape: LoopTape, numbers: tuple[int, ...], outputs: Sequence[Result]) -> list[Tensor]:
+        """Update by accumulated gradients; return the values of those outputs that no body has returned."""
+        tape.take_values()
+        program = self._program(tape, [result for result in outputs if result.call not in tape.done], numbers)
+        graph = self._accumulation.graph(numbers, "accumulated")
+        written, self._written = self._written, []
+        if written or tape.compared:
+            facts = {f"the sum of {name}.grad as the loop has written it": str(total) for name, total in written}
+            facts["numbers that are combined with losses"] = str(tape.compared)
+            agree(graph._join(), graph._doing(), digest((written, tape.compared)), lambda: facts)
+        return graph.run_loop(program)
+
+    def _accumulate(self, wanted: Deferred | None = None) -> None:
+        """Run every ``backward()`` and edit of gradients so far, and give results their values."""
+        tape, everything = self.tape, range(len(self.optimizers))
+        if any(event.concerns(everything) for number, event in tape.events.items() if number not in tape.done):
+            tape.check_inputs()
+            (outputs,) = agreed_outputs(self._forward, [tape])
+            self._accumulation.run(tape, everything, outputs if wanted is None else [*outputs, wanted.result])
+            self._accumulation.edit(tape, everything, self._accumulation.edits(tape, everything))
+            self._reader.forget()
 
     def _remember_gradients(self, tape: LoopTape, numbers: tuple[int, ...]) -> None:
         line = source.running_line()
         for number in numbers:
             self._used[number] = line
+            self._discarded.pop(number, None)
         for event in tape.events.values():
             for number in event.touches - event.cleared - set(numbers):
                 self._lost[number] = line
@@ -421,13 +438,14 @@ class Loop:
             for (group, _), values in zip(groups, now, strict=True):
                 group.update(values)
 
-    def _step_of(self, numbers: tuple[int, ...]) -> LoopStep:
-        if numbers not in self._steps:
-            self._steps[numbers] = self._new(
-                LoopStep(self.modules, [self.optimizers[number] for number in numbers], self.words)
-            )
-            self._steps[numbers].config = self.config
-        return self._steps[numbers]
+    def step_graph(self, numbers: tuple[int, ...], use: GradientUse) -> LoopStep:
+        """Return the graph of some optimizers that uses gradients in this way."""
+        key = numbers, use
+        if key not in self._steps:
+            optimizers = [self.optimizers[number] for number in numbers]
+            self._steps[key] = self._new(LoopStep(self.modules, optimizers, self.words)).use_gradients(use)
+            self._steps[key].config = self.config
+        return self._steps[key]
 
     def _new(self, graph: Any) -> Any:
         graph.loop = self
@@ -448,9 +466,6 @@ class Loop:
     def _here(self) -> str:
         line, code = source.running_line()
         return f"\n  {line}   {code}"
-
-    def _hint(self, message: str) -> None:
-        self._warn(message)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned and self._forward._join().rank == 0:

@@ -68,9 +68,9 @@ class Event:
         return (self.touches & set(optimizers)) - self.cleared
 
 
-def run_backward(loss: Tensor) -> None:
+def run_backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
     """Run ``backward()`` in the step."""
-    loss.backward()
+    loss.backward(retain_graph=retain_graph)
 
 
 @dataclass(eq=False)
@@ -81,6 +81,8 @@ class LoopTape(Tape):
         owner: the loop.
         events: ``backward()`` and edits of gradients among the calls, by number.
         updates: the number of updates of each optimizer when the tape was closed.
+        done: the numbers of the calls that ran before the step.
+        compared: numbers that ranks must agree on.
     """
 
     owner: Owner = None  # type: ignore[assignment]
@@ -91,6 +93,10 @@ class LoopTape(Tape):
     _originals: list[Tensor] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _values: dict[int, Kind] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    compared: list[float] = field(default_factory=list)
+    # Values that calls which are done have returned.
+    _returned: dict[Result, Tensor] = field(default_factory=dict)
 
     takes_backward = True
 
@@ -195,7 +201,8 @@ class LoopTape(Tape):
         touches = self.owner.trained_by(tape._parameters(tape.with_gradient(loss.result)))
         if not touches:
             raise InputError(f"loss.backward(): no prepared optimizer trains what the loss depends on{_here()}")
-        tape._record(run_backward, [loss.result], Event(touches, loss.result))
+        retained = {"retain_graph": True} if kwargs.get("retain_graph") else {}
+        tape._record(run_backward, [loss.result], Event(touches, loss.result), retained)
         tape.losses.append(loss.result)
 
     def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +229,87 @@ class LoopTape(Tape):
 
     def program_calls(self, wanted: Iterable[Result], optimizers: Iterable[int]) -> list[int]:
         """Return the calls of a program, in order: those of ``wanted``, gradients of optimizers, and side effects."""
-        used = {number for number, event in self.events.items() if event.concerns(optimizers)}
+        used = {number for number, event in self.events.items() if event.concerns(optimizers)} - self.done
         needed = self.with_ancestors({result.call for result in wanted} | used)
-        effects = {
-            n for n, call in enumerate(self.calls) if (call.outcome.writes and not call.again) or call.outcome.draws
-        }
-        return sorted(self.with_ancestors(needed | effects))
+        return sorted(self.with_ancestors(needed | self.effects()))
+
+    def effects(self) -> set[int]:
+        """Return the calls that write to buffers or draw random numbers, and are still to be run."""
+        calls = ((n, call) for n, call in enumerate(self.calls) if n not in self.done)
+        return {n for n, call in calls if (call.outcome.writes and not call.again) or call.outcome.draws}
+
+    def mark_done(self, calls: Iterable[int], values: Mapping[Result, Tensor]) -> None:
+        """Note that calls ran before the step, and the values that they returned."""
+        for number in calls:
+            self.done.add(number)
+            self.calls[number] = replace(self.calls[number], again=True)
+        self._returned |= values
+        for tensor in self.alive():
+            tensor.value = values.get(tensor.result, tensor.value)
+
+    def take_values(self) -> None:
+        """Let calls take values of calls that are done, except where ``backward()`` is to go through these."""
+        if not self.done:
+            return
+        losses = [e.loss for n, e in self.events.items() if e.loss and n not in self.done]
+        backward = set().union(*map(self.with_gradient, losses))
+        for number, call in enumerate(self.calls):
+            if number in self.done or not any(source in self.done for source in call.sources()):
+                continue
+            if number not in backward | self.events.keys() and self._combines_numbers(call):
+                self.mark_done([number], self._computed(call, number))
+                continue
+            arguments = tuple(
+                self._as_input(argument)
+                if isinstance(argument, Result)
+                and argument in self._returned
+                and not (number in backward and self.meta(argument).requires_grad)
+                else argument
+                for argument in call.arguments
+            )
+            self.calls[number] = replace(call, arguments=arguments)
+
+    def _computed(self, call: Call, number: int) -> dict[Result, Tensor]:
+        """Compute a call on numbers; note those from outside the step."""
+        inputs = {a: self.tensors[a.number] for a in call.arguments if isinstance(a, RealTensor)}
+        self.compared += map(float, inputs.values())
+        known: dict[Any, Tensor] = {**self._returned, **inputs}
+        values = [known[a] if isinstance(a, (Result, RealTensor)) else a for a in call.arguments]
+        args, kwargs = pytree.tree_unflatten(values, call.tree)
+        with torch.no_grad():
+            leaves = pytree.tree_leaves(call.function(*args, **kwargs))
+        return {Result(number, n): leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    def _combines_numbers(self, call: Call) -> bool:
+        """Return whether a call only computes with numbers that are known, as a sum of losses does."""
+        metas = [leaf for leaf in call.outcome.leaves if isinstance(leaf, Meta)]
+        for argument in call.arguments:
+            if isinstance(argument, Result):
+                metas.append(self.meta(argument))
+            elif isinstance(argument, RealTensor) and self.tensors[argument.number].dim():
+                return False
+        known = all(argument in self._returned for argument in call.arguments if isinstance(argument, Result))
+        plain = not call.module and not any(isinstance(argument, Named) for argument in call.arguments)
+        return known and plain and not any(meta.shape for meta in metas)
+
+    def _as_input(self, result: Result) -> RealTensor:
+        """Add the value of a result to the real tensors."""
+        self._add(self._returned[result], "whole" if self.meta(result).batch_dim is None else "part")
+        return RealTensor(len(self.tensors) - 1)
+
+    def with_gradient_ancestors(self, calls: Iterable[int]) -> list[int]:
+        """Return calls, and those before that ``backward()`` goes through again, in order.
+
+        Raises:
+            CaptureError: the latter draw random numbers.
+        """
+        ancestors = self.with_ancestors(calls)
+        if any(self.calls[number].outcome.draws for number in ancestors & self.done):
+            raise CaptureError(
+                f"backward() goes through a result that draws random numbers and was computed before{_here()}\n"
+                "A value or a gradient was read between two calls of backward() on it: read it after the second."
+            )
+        return sorted(ancestors)
 
     def has_effects(self) -> bool:
         """Return whether a call writes to buffers, as batch norm in training does."""
@@ -239,7 +321,8 @@ class LoopTape(Tape):
         edits = [number for number in calls if number in self.events and self.events[number].loss is None]
         if edits:
             touched = self.events[max(edits)]
-            calls |= {n for n, event in self.events.items() if n < max(edits) and event.concerns(touched.touches)}
+            earlier = {n for n, event in self.events.items() if n < max(edits) and event.concerns(touched.touches)}
+            calls |= earlier - self.done
         return super().with_ancestors(calls)
 
     def with_gradient(self, result: Result) -> set[int]:

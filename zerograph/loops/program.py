@@ -107,6 +107,7 @@ def program_of(
             [texts.of(argument) for argument in call.arguments],
             str(call.tree),
             call.with_gradients,
+            call.again,
         )
         for call in calls
     ]

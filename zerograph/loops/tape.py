@@ -6,8 +6,9 @@ the step), parameters, and results of earlier calls.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -103,24 +104,30 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", 
 
 
 class Numbers:
-    """Floats in the arithmetic of recorded calls. A float becomes a 0-d tensor the first time it changes.
+    """Numbers in the arithmetic of recorded calls. A number becomes a 0-d tensor the first time it changes.
 
     From then on it is an input of the step: one more compilation, then none.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], float] = {}
-        self._changing: set[tuple[int, str]] = set()
+        self._seen: dict[tuple[Hashable, str], float] = {}
+        self._changing: set[tuple[Hashable, str]] = set()
 
-    def lifted(self, place: int, function: Callable[..., Any], args: Any) -> Any:
-        """Return the arguments of call number ``place`` of a tape, with a 0-d tensor for a float that changes."""
+    def lifted(self, place: Hashable, function: Callable[..., Any], args: Any) -> Any:
+        """Return the arguments of a call, with a 0-d tensor for a number that changes.
+
+        Args:
+            place: equal for calls by the same code: the user's line, and the number of calls on it before.
+            function: the function that is called.
+            args: its arguments.
+        """
         name = getattr(function, "__name__", "")
         if name not in _ARITHMETIC or len(args) != 2:
             return args
         tensor, number = args
         # A narrower dtype would round the number; fp32 and fp64 compute with it as with a constant.
         wide = isinstance(tensor, Deferred) and tensor.dtype in (torch.float32, torch.float64)
-        if not wide or not isinstance(number, float):
+        if not wide or not isinstance(number, (int, float)) or isinstance(number, bool):
             return args
         key = place, name
         if self._seen.setdefault(key, number) != number:
@@ -142,7 +149,7 @@ class Tape:
         outcome_of: finds the metadata of a call's results.
         names: returns a parameter's name in the graph.
         reader: computes values before the step.
-        numbers: floats of earlier tapes.
+        numbers: numbers of earlier tapes.
         calls: the recorded calls.
         tensors: the real tensors among their arguments.
         kinds: how each real tensor enters the step; None if that is not known yet.
@@ -186,7 +193,9 @@ class Tape:
             raise CaptureError(
                 f"torch.autocast is entered around {words().model}\n  {line}   {code}\n{words().precision}"
             )
-        plain, args = args, self.numbers.lifted(len(self.calls), function, args)
+        at = source.running_line()
+        place = at[0], sum(1 for _ in itertools.takewhile(lambda call: call.line == at, reversed(self.calls)))
+        plain, args = args, self.numbers.lifted(place, function, args)
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         if any(isinstance(leaf, Deferred) and leaf.tape is not self for leaf in leaves):
             leaves = [self._taken_over(leaf) for leaf in leaves]
@@ -199,7 +208,7 @@ class Tape:
         outcome = self.outcome_of(function, operands, tree, with_gradients, module)
         for tensor, kind in zip((a for a in arguments if isinstance(a, RealTensor)), outcome.kinds, strict=True):
             self.kinds[tensor.number] = kind
-        call = Call(function, module, arguments, tree, with_gradients, outcome, source.running_line())
+        call = Call(function, module, arguments, tree, with_gradients, outcome, at)
         self.calls.append(call)
         results = [
             Deferred(leaf, self, Result(number, n)) if isinstance(leaf, Meta) else leaf

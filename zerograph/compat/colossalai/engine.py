@@ -16,7 +16,7 @@ from zerograph.base import source
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.loops.deferred import Deferred, Result, deferred_in
-from zerograph.loops.gradients import Reader
+from zerograph.loops.gradients import Reader, refuse_writing
 from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
@@ -236,6 +236,21 @@ class Engine:
         """Unshard the model for eager use; see :meth:`zerograph.ZeroGraph.full_parameters`."""
         with self.graph.full_parameters():
             yield
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of a parameter as :meth:`gradients` does."""
+        return (self.gradients() or {}).get(parameter)
+
+    def check_writable(self, what: str) -> None:
+        """Raise a CaptureError: the update computes and uses gradients in one graph."""
+        refuse_writing(what)
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Raise a CaptureError as :meth:`check_writable` does."""
+        refuse_writing("parameter.grad is set")
+
+    def discarded(self, parameter: nn.Parameter) -> None:
+        """Ignore a gradient that is set to None after the update."""
 
     def gradients(self) -> Mapping[nn.Parameter, Tensor] | None:
         """Compute the gradients of all losses since the last update, over the whole batch. A collective.

@@ -1,0 +1,156 @@
+"""Several calls of ``backward()`` before a step, and gradients that a loop reads or changes, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerograph as zg
+from tests.loops.test_prepare import X, Y, loop_of, network
+
+Edit = Callable[[list[nn.Parameter]], Iterable[float]]
+
+
+def train(prepared: bool, windows: Iterable[int], edit: Edit | None = None, stage: int = 3) -> Any:
+    """Return the printed numbers, the states and the model of a loop with a window of backwards for each step."""
+    model = network(nn.BatchNorm1d(16))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if prepared:
+        model, optimizer = zg.prepare(model, optimizer, stage=stage)
+    printed = []
+    for count in windows:
+        running: Any = torch.zeros(())
+        for number in range(count):
+            rows = 8 if number < 2 else 6
+            loss = F.cross_entropy(model(X[:rows] * (number + 1)), Y[:rows]) / count
+            loss.backward()
+            running = running + loss.detach()
+        printed += edit(list(model.parameters())) if edit else []
+        optimizer.step()
+        optimizer.zero_grad()
+        printed += [loss.item(), running.item()]
+    return printed, [model.state_dict(), optimizer.state_dict()], model
+
+
+def assert_same(windows: Iterable[int], edit: Edit | None = None, stage: int = 3) -> nn.Module:
+    printed, states, _ = train(False, windows, edit)
+    mine, my_states, model = train(True, windows, edit, stage)
+    assert mine == pytest.approx(printed, rel=1e-9)
+    torch.testing.assert_close(my_states, states, rtol=1e-9, atol=1e-12)
+    return model
+
+
+def compilations(model: nn.Module) -> dict[str, int]:
+    return {use: graph._steps.compilations for (_, use), graph in loop_of(model)._steps.items()}
+
+
+def test_another_number_of_backwards_compiles_nothing() -> None:
+    # Again for a divisor that changes, and for another size of the batch.
+    model = assert_same([2, 3, 4, 1, 3, 2])
+    counts = compilations(model)
+    assert counts.pop("accumulate") <= 3
+    assert counts == {"update": 0, "accumulated": 1}
+
+
+def hand_written_clipping(parameters: list[nn.Parameter]) -> list[float]:
+    total = torch.sqrt(sum((gradient_of(p).square().sum() for p in parameters), torch.zeros(())))
+    for parameter in parameters:
+        gradient_of(parameter).mul_(min(1.0, 0.1 / total.item()))
+    return [total.item(), gradient_of(parameters[0]).norm().item()]
+
+
+def several_at_once(parameters: list[nn.Parameter]) -> list[float]:
+    torch._foreach_mul_([gradient_of(parameter) for parameter in parameters], 0.5)
+    for parameter in parameters:
+        parameter.grad += 0.01
+        gradient_of(parameter).view(-1)[0] = 0.25
+    return []
+
+
+def setting(parameters: list[nn.Parameter]) -> list[float]:
+    for parameter in parameters:
+        parameter.grad = gradient_of(parameter) * 0.5
+    parameters[0].grad = None
+    return []
+
+
+def reading_after_clipping(parameters: list[nn.Parameter]) -> list[float]:
+    norm = clip_grad_norm_(parameters, 0.1)
+    return [norm.item(), *(gradient_of(parameter).norm().item() for parameter in parameters)]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("edit", [hand_written_clipping, several_at_once, setting, reading_after_clipping])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_can_be_read_and_changed_before_the_step(edit: Edit, count: int) -> None:
+    assert_same([count, count], edit, stage=count)
+
+
+def test_a_value_read_after_backward_needs_no_second_forward(recwarn: pytest.WarningsRecorder) -> None:
+    model = network(nn.Dropout(0.5))
+    calls = []
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    for _ in range(2):
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        early = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.append(early == loss.item())
+    assert calls == [True, True]
+    assert compilations(model) == {"update": 0, "accumulate": 1, "accumulated": 1}
+    assert not [warning for warning in recwarn if "extra forward" in str(warning.message)]
+
+
+def test_a_step_that_is_given_up_leaves_no_gradient() -> None:
+    def loop(model: nn.Module, optimizer: Any) -> None:
+        for number in range(3):
+            loss = F.cross_entropy(model(X * (number + 1)), Y)
+            loss.backward()
+            if number == 1 and next(model.parameters()).grad is not None:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    model, twin = network(), network()
+    loop(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    loop(*zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2))
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_two_losses_of_one_forward_are_one_body() -> None:
+    def loop(model: nn.Module, optimizer: Any) -> float:
+        out = model(X)
+        F.cross_entropy(out, Y).backward(retain_graph=True)
+        out.square().mean().backward()
+        norm = sum(float(gradient_of(parameter).norm()) for parameter in model.parameters())
+        optimizer.step()
+        return norm
+
+    model, twin = network(), network()
+    plain = loop(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    assert loop(*zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))) == pytest.approx(plain, rel=1e-9)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_gradient_from_before_another_backward_cannot_be_changed() -> None:
+    model, optimizer = zg.prepare(model := network(), torch.optim.SGD(model.parameters(), lr=0.1))
+    F.cross_entropy(model(X), Y).backward()
+    gradient = gradient_of(next(model.parameters()))
+    F.cross_entropy(model(X), Y).backward()
+    assert gradient_of(next(model.parameters())).norm() > gradient.norm()
+    with pytest.raises(zg.CaptureError, match="read before another"):
+        gradient.mul_(2)
+    optimizer.step()

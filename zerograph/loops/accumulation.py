@@ -1,0 +1,265 @@
+"""Accumulated gradients of a loop: a graph for each ``backward()`` that adds to them, and one that updates by them.
+
+A step of one ``backward()`` is one graph. Several calls of ``backward()`` that do the same, as in gradient
+accumulation, run one graph each, the *body*: forward, backward, and an addition to the sums that the ranks keep, split
+as the ZeRO stage splits gradients. The update is a graph of its own. Neither depends on the number of calls. The same
+graphs run where the loop reads or changes gradients, or reads a result of a ``backward()``, before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.errors import CaptureError
+from zerograph.loops.batchwise import here
+from zerograph.loops.deferred import Result
+from zerograph.loops.loop_graphs import LoopStep
+from zerograph.loops.loop_tape import LoopTape
+from zerograph.loops.program import Texts, program_of
+from zerograph.loops.tape import RealTensor
+from zerograph.loops.words import words
+from zerograph.passes.context import GradientUse
+from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
+
+
+class Owner(Protocol):
+    """The loop whose gradients are accumulated."""
+
+    graphs_done: int
+
+    def step_graph(self, numbers: tuple[int, ...], use: GradientUse) -> LoopStep:
+        """Return the graph of these optimizers that uses gradients in this way."""
+
+    def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
+        """Return the prepared parameters by their name in the graphs."""
+
+    def parameters_trained_by(self, number: int) -> list[nn.Parameter]:
+        """Return the parameters of an optimizer."""
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A ``backward()`` on a tape, or several through the same calls, with all calls that it needs.
+
+    Attributes:
+        events: the numbers of the calls of ``backward()``.
+        calls: the numbers of all calls, in order.
+        text: equal for bodies that do the same.
+        optimizers: the optimizers whose gradients it adds to.
+    """
+
+    events: tuple[int, ...]
+    calls: tuple[int, ...]
+    text: str
+    optimizers: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Accumulation:
+    """The accumulated gradients of a loop.
+
+    Attributes:
+        owner: the loop.
+        texts: of functions and constants.
+        touched: names of the parameters that have an accumulated gradient, by optimizer.
+    """
+
+    owner: Owner
+    texts: Texts
+    touched: dict[int, set[str]] = field(default_factory=dict)
+    # Results that any body of a text had to return, as (place among its calls, leaf).
+    _returned: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    # Texts of bodies that ran by themselves, and of those that ran as part of a whole step.
+    _alone: set[str] = field(default_factory=set)
+    _whole: set[str] = field(default_factory=set)
+    # The gradients of the store that was read last.
+    _gathered: tuple[Store, list[Tensor]] | None = None
+
+    def suits(self, tape: LoopTape, optimizers: Iterable[int]) -> bool:
+        """Return whether bodies and an update are to run, rather than one graph of the whole step."""
+        optimizers = set(optimizers)
+        if any(self.touched.get(number) for number in optimizers):
+            return True
+        bodies = self._bodies(tape, optimizers)
+        edits = [n for n, event in tape.events.items() if event.loss is None and event.concerns(optimizers)]
+        writes = [n for body in bodies for n in body.calls if tape.calls[n].outcome.writes]
+        if writes != sorted(writes) or any(edit < bodies[-1].events[-1] for edit in edits):
+            return False
+        texts = [body.text for body in bodies]
+        if len(set(texts)) < len(texts):
+            return True
+        if self._alone.issuperset(texts) and not self._whole.issuperset(texts):
+            return True
+        self._whole.update(texts)
+        return False
+
+    def run(self, tape: LoopTape, optimizers: Iterable[int], wanted: Sequence[Result]) -> None:
+        """Run every ``backward()`` on the tape that changes gradients of these optimizers, and edits among them.
+
+        Edits after the last ``backward()`` are left to the update.
+
+        Args:
+            tape: the recorded calls.
+            optimizers: the numbers of the optimizers.
+            wanted: the results that must have values.
+
+        Raises:
+            CaptureError: gradients are edited between two calls of ``backward()`` through the same calls.
+        """
+        optimizers = set(optimizers)
+        bodies = self._bodies(tape, optimizers)
+        edits = [n for n in self.edits(tape, optimizers) if bodies and n < bodies[-1].events[-1]]
+        if any(body.events[0] < edit < body.events[-1] for body in bodies for edit in edits):
+            raise CaptureError(
+                f"gradients are changed between two calls of backward() through the same results{here()}\n"
+                f"Call {words().model.removeprefix('a ')} again for the second loss, or clip after the last backward()."
+            )
+        for body in bodies:
+            self._note_returned(tape, body, wanted)
+        for body in bodies:
+            self.edit(tape, optimizers, [n for n in edits if n < body.events[0] and n not in tape.done])
+            self._run_body(tape, body)
+
+    def edits(self, tape: LoopTape, optimizers: Iterable[int]) -> list[int]:
+        """Return the numbers of the edits of these optimizers' gradients that are still to be run."""
+        return [
+            number
+            for number, event in tape.events.items()
+            if event.loss is None and number not in tape.done and event.concerns(optimizers)
+        ]
+
+    def edit(self, tape: LoopTape, optimizers: Iterable[int], edits: Sequence[int]) -> None:
+        """Run edits of accumulated gradients before the update."""
+        if not edits:
+            return
+        self._gathered = None
+        numbers = tuple(sorted(set().union(*(tape.events[number].concerns(optimizers) for number in edits))))
+        tape.take_values()
+        outputs = sorted(tensor.result for tensor in tape.alive() if tensor.result.call in edits)
+        calls = sorted(tape.with_ancestors(edits))
+        program = program_of(tape, [], outputs, self.texts, calls, any_size=True)
+        values = self.graph(numbers, "edit").run_loop(program)
+        tape.mark_done(calls, dict(zip(outputs, values, strict=True)))
+
+    def graph(self, optimizers: tuple[int, ...], use: GradientUse) -> LoopStep:
+        """Return the graph that updates by accumulated gradients, or edits them."""
+        graph = self.owner.step_graph(optimizers, use)
+        names = set().union(*(self.touched.get(number, ()) for number in optimizers))
+        graph.accumulated = tuple(name for name in self.owner.parameters_by_name() if name in names)
+        return graph
+
+    def clear(self, number: int) -> None:
+        """Discard the accumulated gradients of an optimizer."""
+        self._gathered = None
+        if self.touched.pop(number, None) is not None:
+            for store in stores_of(self.owner.parameters_trained_by(number)):
+                store.accumulated = None
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """Return a copy of a parameter's accumulated gradient, whole; None if it has none. A collective."""
+        store = store_of(parameter)
+        if store is None or not any(name in names for names in self.touched.values()):
+            return None
+        if self._gathered is None or self._gathered[0] is not store:
+            self._gathered = None
+            self._gathered = store, accumulated_gradients(store)
+        index = next(index for index, other in enumerate(store.parameters) if other is parameter)
+        return self._gathered[1][index].clone()
+
+    def write(self, number: int, name: str, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Replace the accumulated gradient of a parameter of optimizer ``number``.
+
+        Args:
+            gradient: equal on all ranks, of the parameter's shape. None: the update leaves the parameter out.
+        """
+        store, names = store_of(parameter), self.touched.setdefault(number, set())
+        assert store is not None
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype) if gradient is None else gradient.detach()
+        load_accumulated(store, [whole if other is parameter else None for other in store.parameters])
+        if self._gathered is not None and self._gathered[0] is store:
+            index = next(index for index, other in enumerate(store.parameters) if other is parameter)
+            self._gathered[1][index].copy_(whole)
+        (names.discard if gradient is None else names.add)(name)
+
+    def _bodies(self, tape: LoopTape, optimizers: Set[int]) -> list[_Body]:
+        """Return the bodies of the calls of ``backward()`` that are still to be run, in order."""
+        # Groups of calls of backward(), each with the calls that gradients go through.
+        groups: list[tuple[list[int], set[int]]] = []
+        for number, event in tape.events.items():
+            if event.loss is None or number in tape.done or not event.concerns(optimizers):
+                continue
+            calls = tape.with_gradient(event.loss) - tape.done
+            first = next((index for index, (_, others) in enumerate(groups) if others & calls), len(groups))
+            # Those in between join too: the order stays.
+            events = [event for before, _ in groups[first:] for event in before]
+            calls = calls.union(*(others for _, others in groups[first:]))
+            groups[first:] = [([*events, number], calls)]
+        done = set(tape.done)
+        bodies = []
+        for events, _ in groups:
+            effects = {number for number in tape.effects() if number < events[-1]}
+            calls = tape.with_ancestors({*events, *(effects - done)}) - done
+            concerned = set().union(*(tape.events[number].concerns(optimizers) for number in events))
+            ordered = tuple(sorted(calls))
+            bodies.append(_Body(tuple(events), ordered, self._text(tape, ordered), tuple(sorted(concerned))))
+            done |= calls
+        return bodies
+
+    def _text(self, tape: LoopTape, calls: Sequence[int]) -> str:
+        place = {call: index for index, call in enumerate(calls)}
+        numbers: dict[Any, int] = {}
+
+        def text(argument: Any) -> Any:
+            if isinstance(argument, Result) and argument.call in place:
+                return place[argument.call], argument.leaf
+            if not isinstance(argument, (Result, RealTensor)):
+                return self.texts.of(argument)
+            return numbers.setdefault(argument, len(numbers))
+
+        return str(
+            [
+                (
+                    self.texts.of(call.function),
+                    [text(argument) for argument in call.arguments],
+                    str(call.tree),
+                    call.with_gradients,
+                    call.again,
+                )
+                for call in (tape.calls[number] for number in calls)
+            ]
+        )
+
+    def _note_returned(self, tape: LoopTape, body: _Body, wanted: Sequence[Result]) -> None:
+        """Note the results that a body must return: those wanted, and those that later calls take."""
+        place = {call: index for index, call in enumerate(body.calls)}
+        needed = tape.with_ancestors({result.call for result in wanted} | (tape.events.keys() - tape.done))
+        taken = {
+            argument
+            for number in needed - place.keys()
+            for argument in tape.calls[number].arguments
+            if isinstance(argument, Result)
+        }
+        results = {result for result in taken | set(wanted) if result.call in place}
+        self._returned.setdefault(body.text, set()).update((place[result.call], result.leaf) for result in results)
+
+    def _run_body(self, tape: LoopTape, body: _Body) -> None:
+        tape.take_values()
+        self._gathered = None
+        outputs = [Result(body.calls[place], leaf) for place, leaf in sorted(self._returned[body.text])]
+        graph = self.owner.step_graph(body.optimizers, "accumulate")
+        program = program_of(tape, [], outputs, self.texts, tape.with_gradient_ancestors(body.calls), any_size=True)
+        with tape.modes():
+            values = graph.run_loop(program)
+        self.owner.graphs_done += 1
+        self._alone.add(body.text)
+        gradients, named = set(graph.gradients()), self.owner.parameters_by_name()
+        for number in body.optimizers:
+            mine = {id(parameter) for parameter in self.owner.parameters_trained_by(number)}
+            names = {name for name in gradients if id(named[name]) in mine}
+            self.touched.setdefault(number, set()).update(names)
+        tape.mark_done(body.calls, dict(zip(outputs, values, strict=True)))
