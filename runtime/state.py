@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
-from zerograph.runtime.job.exchange import gather_whole
+from zerograph.runtime.job.exchange import gather_whole, start_gather
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
@@ -189,18 +189,31 @@ def initial_value(spec: StateSpec) -> float:
 
 def unshard(store: Store) -> None:
     """Give split parameters their whole values, for the user to read or change. A collective."""
-    if store.layout.is_whole:
-        return
-    for parameter, part in zip(store.parameters, _gather_all(store), strict=True):
-        show(parameter, part)
-    provisional = store.is_provisional
-    store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
+    start_unshard(store)()
 
 
-def reshard(store: Store) -> None:
+def start_unshard(store: Store) -> Callable[[], None]:
+    """Start :func:`unshard`, and return the function that ends it. No other gather may start before that."""
+    layout = store.layout
+    if layout.is_whole:
+        return lambda: None
+    finish = start_gather(store.job, in_memory(store.flat).to(layout.device), layout.sbp)
+
+    def show_parameters() -> None:
+        whole = finish()
+        for parameter, slot in store.slots():
+            show(parameter, _slot_part(whole, slot))
+        provisional = store.is_provisional
+        store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
+
+    return show_parameters
+
+
+def reshard(store: Store, *, keep_changes: bool = True) -> None:
     """Undo :func:`unshard`: each rank keeps its own part, with the user's changes. No collective."""
     if store.is_unsharded:
-        load_parameters(store, [parameter.detach() for parameter in store.parameters])
+        if keep_changes:
+            load_parameters(store, [parameter.detach() for parameter in store.parameters])
         bind_parameters(store)
         store.sharded_state = ShardedState.PROVISIONAL if store.is_provisional else ShardedState.SHARDED
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,33 @@ def gather_whole(job: Job, part: Tensor, sbp: NdSbp) -> Tensor:
                 _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.groups[dim])
             whole = parts.flatten(0, 1) if placement.dim == 0 else torch.cat(list(parts), placement.dim)
     return part.clone() if whole is part else whole
+
+
+def start_gather(job: Job, part: Tensor, sbp: NdSbp) -> Callable[[], Tensor]:
+    """Start :func:`gather_whole`, and return the function that waits for its result.
+
+    Over gloo no other gather may start before that.
+    """
+    split = [
+        dim
+        for dim, (placement, ranks) in enumerate(zip(sbp, job.mesh.shape, strict=True))
+        if isinstance(placement, Split) and ranks > 1
+    ]
+    if len(split) != 1 or sbp[split[0]] != Split(0):
+        return lambda: gather_whole(job, part, sbp)
+    ranks, shard = job.mesh.shape[split[0]], part.contiguous()
+    whole = torch.empty((ranks * shard.shape[0], *shard.shape[1:]), dtype=part.dtype, device=part.device)
+    with explaining_failures(job, "gathering state outside a step"):
+        work = _torch.all_gather(whole.view(-1), shard.view(-1), job.groups[split[0]], async_op=True)
+
+    def finish() -> Tensor:
+        with explaining_failures(job, "gathering state outside a step"):
+            work.wait()
+        # The shard must live as long as the collective.
+        assert shard.numel() * ranks == whole.numel()
+        return whole
+
+    return finish
 
 
 def broadcast_from_first(job: Job, tensors: list[Tensor]) -> None:

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
-def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """Gather shards into ``whole``, one after the other: torch 2.13 renamed the function and warns of the old name.
 
     Args:
         whole: receives the shards [ranks * numel].
         shard: this rank's part [numel].
+        async_op: return a ``Work`` to wait for.
     """
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(whole, shard, group=group)
+    return gather(whole, shard, group=group, async_op=async_op)
 
 
 def replaced_object_collectives(refuse: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:

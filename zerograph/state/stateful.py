@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
+from zerograph.state.generate import Generation, check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
 
@@ -67,6 +68,8 @@ class Stateful:
     # The seed of random numbers if config.seed is None, and the number of forward passes and skipped steps.
     _seed: int | None
     _passes_done: int
+    # The step that was compiled or run last.
+    _latest: Any
     # Created by the first save.
     _saver: Saver | None
 
@@ -318,6 +321,53 @@ class Stateful:
 
         for name, tensor in plan.converted(buckets()):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    @one_thread("generate()")
+    @interruptible("generating")
+    def generate(self, model: Any, ids: Tensor | Sequence[Any], **options: Any) -> Any:
+        """Generate tokens with a model of the graph, between steps. A collective: every rank calls it, with its rows.
+
+        This calls ``model.generate(ids, **options)`` of transformers on each rank, on gathered parameters and in
+        evaluation mode. Ranks may have any number of rows, prompts of any length, and end at different times.
+        If ``config.memory_budget`` has room for all parameters of the model beside the state, they are gathered once,
+        and ranks generate without communication. Otherwise they are gathered block by block in each forward, with the
+        next block's bucket on its way meanwhile: slow, but in little memory. Caches of keys and values do not count.
+
+        Args:
+            model: a module of the graph, such as ``step.model``.
+            ids: the prompts of this rank's rows, as for ``model.generate()``. A list of rows of unequal lengths is
+                padded, on the left for decoders, with ``pad_token_id``.
+            options: further arguments of ``model.generate()``, such as ``max_new_tokens=``, ``attention_mask=``,
+                ``generation_config=`` and ``cache_implementation="static"``. Those that are not tensors must be equal
+                on all ranks.
+
+        Returns:
+            What ``model.generate()`` returns for this rank's rows; ``ids`` itself where there are none. Random draws
+            are from the rank's default generator.
+
+        Raises:
+            ConfigError: on every rank, before anything changes: the model is not in the graph, has no ``generate()``,
+                or nothing is compiled yet and the model was not loaded or constructed in shards.
+            RankMismatchError: ranks have different arguments, or another rank has failed.
+        """
+        self._check_resharded()
+        job, members = self._join(), self._adopted()
+        problem: BaseException | None = None
+        call: Generation | None = None
+        facts: dict[str, str] = {}
+        needed = 0
+        try:
+            call = check_call(members.root, model, ids, options, compiled=self._latest is not None)
+            name = next(name for name, module in members.root.named_modules() if module is model)
+            facts = facts_of(name, options)
+            needed = self.state_bytes() + call.whole_bytes
+        except BaseException as error:
+            problem = error
+        sizes = agree(job, "generate()", digest(facts), lambda: facts, problem, [needed])
+        assert call is not None
+        budget = self.config.memory_bytes
+        whole = budget is None or max(size for (size,) in sizes) <= budget
+        return generate(job, call, whole=whole)
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
         """Check that all ranks are about to gather the buckets, if any is split."""
