@@ -1,0 +1,107 @@
+"""A script of Accelerate on two ranks prints what it does in one process on the whole batch, and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.integrations.frameworks import on_ranks
+from tests.pool import Pool
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerograph[accelerate]'")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+
+
+def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume: bool) -> list[float]:
+    """Train, evaluate after each epoch, and save the state before the last; or resume the last epoch."""
+    if zero is None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    else:
+        from zerograph.integrations.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, zero=zero)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = DataLoader(samples(44), batch_size=8 // ranks, shuffle=True)
+    val = DataLoader(samples(13), batch_size=8 // ranks)
+    # Accelerate's schedules step once for each process, and so do not continue at another number of them.
+    gamma = 0.9 if accumulation == 1 else 1.0
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=ranks, gamma=gamma)
+    model, optimizer, train, val, scheduler = accelerator.prepare(model, optimizer, train, val, scheduler)
+    criterion, printed = nn.CrossEntropyLoss(), []
+    if resume:
+        accelerator.load_state(str(folder))
+    for epoch in range(2 if resume else 0, 3):
+        if epoch == 2 and not resume:
+            accelerator.save_state(str(folder))
+        if hasattr(train, "set_epoch"):
+            train.set_epoch(epoch)
+        model.train()
+        for x, y in train:
+            with accelerator.accumulate(model):
+                loss = criterion(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                printed.append(loss.item())
+        model.eval()
+        right = []
+        for x, y in val:
+            with torch.no_grad():
+                guess = model(x).argmax(-1)
+            guess, y = accelerator.gather_for_metrics((guess, y))
+            right.append(guess == y)
+        printed += [float(torch.cat(right).sum()), float(len(torch.cat(right)))]
+    state = accelerator.get_state_dict(model)
+    return [*printed, *(float(value.double().sum()) for value in state.values())]
+
+
+def run(folder: Path, ranks: int, zero: int | None, accumulation: int = 1, resume: bool = False) -> list[float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    printed: list[float] = on_ranks(script, folder, ranks, zero, accumulation, resume)
+    return printed
+
+
+@pytest.mark.filterwarnings("ignore:a value was read before")
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (2, 4)])
+def test_two_ranks_print_what_one_process_does(pool: Pool, tmp_path: Path, stage: int, accumulation: int) -> None:
+    expected = run(tmp_path / "plain", 1, None, accumulation)
+    for printed in pool.run(2, run, tmp_path / "zero", 2, stage, accumulation):
+        assert printed == pytest.approx(expected, abs=1e-5)
+    if accumulation == 1:
+        return
+    resumed: list[Any] = run(tmp_path / "zero", 1, 1, accumulation, resume=True)
+    assert resumed == pytest.approx(expected[-len(resumed) :], abs=1e-5)
+
+
+def test_fp16_is_an_error() -> None:
+    from zerograph.errors import ConfigError
+    from zerograph.integrations.accelerate import Accelerator
+
+    def make() -> Any:
+        return Accelerator(cpu=True, mixed_precision="fp16")
+
+    with pytest.raises((ConfigError, ValueError), match="fp16"):
+        on_ranks(make)
