@@ -21,7 +21,7 @@ The packages, lowest layer first (``tests/test_layers.py`` holds the order):
 ``data``         batches until all ranks are done, outputs of all ranks
 ``loops``        training loops recorded as graphs
 ``compat``       the front doors of OneFlow, ColossalAI and DeepSpeed
-``integrations`` the front doors of Accelerate and transformers' Trainer
+``integrations`` the front doors of transformers' Trainer, Accelerate and Lightning
 ``cli``          the commands
 """
 

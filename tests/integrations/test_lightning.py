@@ -1,0 +1,121 @@
+"""``ZeroStrategy`` on two ranks logs what Lightning does in one process on the whole batch, and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.integrations.frameworks import on_ranks
+from tests.pool import Pool
+
+pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'zerograph[lightning]'")
+pytest.importorskip("accelerate", reason="needs accelerate, whose state the tests reset")
+
+
+class Net(pl.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self.net(x)
+        self.log("val_loss", F.cross_entropy(output, y), sync_dist=True)
+        self.log("val_accuracy", (output.argmax(1) == y).float().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class UsesIndex(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + batch_idx)
+
+
+class Seen(pl.Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.numbers.append(float(trainer.callback_metrics["train_loss_step"]))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.numbers += [float(trainer.callback_metrics[name]) for name in ("val_loss", "val_accuracy")]
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.numbers.append(float(trainer.callback_metrics["train_loss_epoch"]))
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+
+
+def fit(folder: Path, ranks: int, stage: int | None, accumulation: int, resume: str | None, kind: Any) -> list[float]:
+    strategy: Any = "auto"
+    if stage is not None:
+        from zerograph.integrations.lightning import ZeroStrategy
+
+        strategy = ZeroStrategy(stage)
+    torch.manual_seed(0)
+    module, seen = kind(), Seen()
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
+    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks if stage is not None else 1,
+        strategy=strategy,
+        max_epochs=2,
+        callbacks=[seen, checkpoint],
+        accumulate_grad_batches=accumulation,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        **shown,
+    )
+    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(7)}
+    train = DataLoader(samples(28), batch_size=8 // ranks, **shuffled)
+    trainer.fit(module, train, DataLoader(samples(13), batch_size=8 // ranks), ckpt_path=resume)
+    return seen.numbers
+
+
+def run(
+    folder: Path, ranks: int, stage: int | None, accumulation: int = 1, resume: str | None = None, kind: Any = Net
+) -> list[float]:
+    torch.set_num_threads(1)
+    numbers: list[float] = on_ranks(fit, folder, ranks, stage, accumulation, resume, kind)
+    return numbers
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (2, 2)])
+def test_two_ranks_log_what_one_process_does(pool: Pool, tmp_path: Path, stage: int, accumulation: int) -> None:
+    expected = run(tmp_path / "plain", 1, None, accumulation)
+    for numbers in pool.run(2, run, tmp_path / "zero", 2, stage, accumulation):
+        assert numbers == pytest.approx(expected, abs=1e-5)
+    checkpoint = str(tmp_path / "zero" / "epoch=0.ckpt")
+    resumed = run(tmp_path / "one", 1, 1, accumulation, checkpoint)
+    # Lightning itself loads the checkpoint too.
+    assert resumed == pytest.approx(run(tmp_path / "again", 1, None, accumulation, checkpoint), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_number_of_a_batch_is_an_error_in_a_step(tmp_path: Path) -> None:
+    from zerograph.errors import CaptureError
+
+    with pytest.raises(CaptureError, match="batch_idx"):
+        run(tmp_path, 1, 1, kind=UsesIndex)
