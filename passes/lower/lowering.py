@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,8 @@ from zerograph.ir.dims import Size
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rewrite import emit_like
-from zerograph.ir.rows import gather_rows
-from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast
+from zerograph.ir.rows import exchange_rows, gather_rows
+from zerograph.ir.sbp import Broadcast, Sbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
 from zerograph.passes.context import Context
 
@@ -70,6 +72,22 @@ class Lowering:
             return source
         return self.emit(aten.clone.default, source, memory_format=torch.contiguous_format)
 
+    def first(self, source: fx.Node, dim: int) -> fx.Node:
+        """Exchange dimensions 0 and ``dim``."""
+        return self.emit(aten.transpose.int, source, 0, dim) if dim else source
+
+    def part(self, dim: int) -> Size:
+        """Return the size of this rank's part of a dimension."""
+        size = self.together[dim]
+        return size // self.ranks if isinstance(size, int) else sizes_of(size).part(size, self.ranks, self.change.dim)
+
+    def parts(self, dim: int) -> list[Size]:
+        """Return the size of each rank's part of a dimension."""
+        size = self.together[dim]
+        if isinstance(size, int):
+            return [size // self.ranks] * self.ranks
+        return sizes_of(size).parts(size, self.ranks, self.change.dim)
+
     def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
         """Cut ``source`` along ``cut`` into one equal part per rank; concatenate the parts along ``join``."""
         if cut == join:
@@ -107,36 +125,68 @@ def is_symbolic(size: Size) -> bool:
 
 
 def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    """Return the tensor in the SBP ``after``, where either SBP splits a row dimension.
-
-    A sum that is to be split is summed whole; what is split along another dimension is gathered first.
-    """
-    shape, whole = lower.together, source
-    if isinstance(before, PartialSum):
-        whole = lower.all_reduced(source)
-    elif isinstance(before, Split):
-        dim, size = before.dim, shape[before.dim]
-        whole = lower.gathered(source, dim) if isinstance(size, int) else _gather_rows(lower, source, dim, size)
+    """Return the tensor in the SBP ``after``, where either SBP splits a dimension of symbolic size."""
+    if isinstance(before, Broadcast):
+        return _own_rows(lower, source, split_dim(after))
     if isinstance(after, Broadcast):
-        return whole
-    dim = split_dim(after)
-    size = shape[dim]
-    return lower.own_part(whole, dim) if isinstance(size, int) else _own_rows(lower, whole, dim, size)
+        return _gather_rows(lower, source, split_dim(before))
+    return _exchanged(lower, source, before, split_dim(after))
 
 
-def _gather_rows(lower: Lowering, source: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
-    """Gather a tensor that is split along ``dim``, in parts that may be unequal, to the global ``size``."""
-    first = source if dim == 0 else lower.emit(aten.transpose.int, source, 0, dim)
-    rows = sizes_of(size).parts(size, lower.ranks, lower.change.dim)
-    whole = lower.collective(gather_rows, lower.contiguous(first), rows, size)
-    return whole if dim == 0 else lower.contiguous(lower.emit(aten.transpose.int, whole, 0, dim))
+def _exchanged(lower: Lowering, source: fx.Node, before: Sbp, dim: int) -> fx.Node:
+    """Send each rank its part along ``dim`` of what this rank holds; sum the parts that arrive, or join them."""
+    if not isinstance(before, Split):
+        shape = list(source.meta["val"].shape)
+        shape[dim] = lower.part(dim)
+        parts = _sent(lower, source, dim, lower.parts(dim), [1] * lower.ranks, [lower.ranks, *shape])
+        if lower.ranks > 2:
+            return lower.emit(aten.sum.dim_IntList, parts, [0], dtype=parts.meta["val"].dtype)
+        return lower.emit(aten.add.Tensor, *(lower.emit(aten.select.int, parts, 0, rank) for rank in (0, 1)))
+    # Each rank sends a range of rows of the result if the dimension that is joined comes first.
+    joined = before.dim
+    held, cut = lower.first(source, joined), joined if dim == 0 else dim
+    shape = list(held.meta["val"].shape)
+    shape[0], shape[cut] = lower.together[joined], lower.part(dim)
+    whole = _sent(lower, held, cut, lower.parts(dim), lower.parts(joined), shape)
+    return lower.contiguous(lower.first(whole, joined))
 
 
-def _own_rows(lower: Lowering, whole: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
-    """Take this rank's part along ``dim``, of the global ``size``; parts may be unequal."""
-    sizes = sizes_of(size)
-    place = size, lower.ranks, lower.change.dim
-    return lower.cut(aten.narrow.default, whole, dim, sizes.start(*place), sizes.part(*place), rank_arguments=(2,))
+def _sent(
+    lower: Lowering, source: fx.Node, cut: int, sizes: list[Size], received: list[Size], shape: list[Size]
+) -> fx.Node:
+    """Send the pieces of ``source``, of these sizes along ``cut``, one to each rank.
+
+    Args:
+        received: number of rows of the result that each rank sends here.
+        shape: shape of the result.
+    """
+    others = math.prod(size for dim, size in enumerate(source.meta["val"].shape) if dim != cut)
+    if not cut:
+        flat = lower.contiguous(source)
+    else:
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = [lower.emit(aten.narrow.default, source, cut, *place) for place in zip(starts, sizes, strict=False)]
+        flat = lower.emit(aten.cat.default, [lower.emit(aten.reshape.default, piece, [-1]) for piece in pieces])
+    return lower.collective(exchange_rows, flat, [others * size for size in sizes], received, shape)
+
+
+def _gather_rows(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
+    """Gather a tensor that is split along ``dim``, maybe in unequal parts."""
+    size = lower.together[dim]
+    if isinstance(size, int):
+        return lower.gathered(source, dim)
+    first = lower.contiguous(lower.first(source, dim))
+    whole = lower.collective(gather_rows, first, lower.parts(dim), size)
+    return lower.contiguous(lower.first(whole, dim))
+
+
+def _own_rows(lower: Lowering, whole: fx.Node, dim: int) -> fx.Node:
+    """Take this rank's part along ``dim``; parts may be unequal."""
+    size = lower.together[dim]
+    if isinstance(size, int):
+        return lower.own_part(whole, dim)
+    start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
+    return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments=(2,))
 
 
 def split_dim(sbp: Sbp) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload
+from zerograph._torch import OpOverload, size_key
+from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Signature, Split
@@ -50,9 +51,14 @@ class _Order:
     """Dimension ``dim`` runs over ``(batch, front, inner)``; in the program it runs over ``(front, batch, inner)``."""
 
     dim: int
-    front: int
-    batch: int
-    inner: int
+    front: Size
+    batch: Size
+    inner: Size
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The factors in a form that can be compared without a guard."""
+        return tuple(map(size_key, (self.front, self.batch, self.inner)))
 
 
 @dataclass
@@ -95,7 +101,7 @@ class _Walk:
     def _view(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        shape, target = _shape(source), _shape(node)
+        shape, target = hints(source.meta["val"].shape), hints(node.meta["val"].shape)
         order = self.order.get(source)
         dim = order.dim if order else self.batch.get(source)
         if dim is None:
@@ -112,46 +118,47 @@ class _Walk:
         if order:
             with node.graph.inserting_before(node):
                 sizes = (order.batch, order.front, order.inner)
-                node.target, node.args = aten.reshape.default, (_factored(node, source, dim, sizes), list(target))
-            self.batch[node] = _batch_dim(target, math.prod(shape[:dim]) * order.front, self.ranks)
+                node.target, node.args = aten.reshape.default, (_factored(node, source, dim, sizes), _shape(node))
+            self.batch[node] = _batch_dim(target, math.prod(hints((*shape[:dim], order.front))), self.ranks)
             return
-        merged = None if _is_symbolic(node) else _merged(shape, target, dim)
+        merged = _merged(shape, target, dim)
         if merged is None:
             self.batch[node] = _batch_dim(target, math.prod(shape[:dim]), self.ranks)
             return
-        start, into = merged
-        front, inner = math.prod(shape[start:dim]), target[into] // math.prod(shape[start : dim + 1])
+        start, end, into = merged
+        sizes = _shape(source)
+        front, inner = math.prod(sizes[start:dim]), math.prod(sizes[dim + 1 : end])
         dims = [d for d in range(len(shape)) if d != dim]
         dims.insert(start, dim)
         with node.graph.inserting_before(node):
             moved = emit(node.graph, aten.permute.default, (source, dims), origin(node))
-        node.target, node.args = aten.reshape.default, (moved, list(target))
-        self.batch[node], self.order[node] = into, _Order(into, front, shape[dim], inner)
+        node.target, node.args = aten.reshape.default, (moved, _shape(node))
+        self.batch[node], self.order[node] = into, _Order(into, front, sizes[dim], inner)
 
     def _compute(self, node: fx.Node) -> None:
         inputs = rules.tensor_arguments(node)
-        orders = {(o.front, o.batch, o.inner) for tensor in inputs if (o := self.order.get(tensor))}
+        orders = {o.key: o for tensor in inputs if (o := self.order.get(tensor))}
         if not any(self.batch.get(tensor) is not None for tensor in inputs):
             return
         if len(orders) > 1:
             self._restore_inputs(node)
             inputs = rules.tensor_arguments(node)
-            orders = set()
+            orders = {}
         signature = self._signature(node, inputs)
         if signature is None:
             if orders:
                 self._restore_inputs(node)
                 signature = self._signature(node, rules.tensor_arguments(node))
-            orders = set()
+            orders = {}
         if signature is None:
             return
         batch_dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.outputs]
         if orders:
-            sizes = next(iter(orders))
+            (order,) = orders.values()
             for tensor, sbp in zip(inputs, signature.inputs, strict=True):
                 if isinstance(sbp, Split) and tensor not in self.order:
-                    self._permute_input(node, tensor, _Order(sbp.dim, *sizes))
-            permuted = [None if dim is None else _Order(dim, *sizes) for dim in batch_dims]
+                    self._permute_input(node, tensor, replace(order, dim=sbp.dim))
+            permuted = [None if dim is None else replace(order, dim=dim) for dim in batch_dims]
             _store(self.order, node, permuted)
         _store(self.batch, node, batch_dims)
 
@@ -199,27 +206,23 @@ def _is_described(node: fx.Node) -> bool:
     return not random or rules.arguments(node).get("dropout_p") == 0
 
 
-def _exchanged(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
+def _exchanged(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[Size, Size, Size]) -> fx.Node:
     """Emit ``source`` with the first two of ``sizes``, the factors of dimension ``dim``, exchanged."""
     factors = _factored(reader, source, dim, sizes)
-    return emit(source.graph, aten.reshape.default, (factors, list(_shape(source))), origin(reader))
+    return emit(source.graph, aten.reshape.default, (factors, _shape(source)), origin(reader))
 
 
-def _factored(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[int, int, int]) -> fx.Node:
+def _factored(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[Size, Size, Size]) -> fx.Node:
     """Emit the same, with one dimension per factor."""
-    shape, node_origin = list(_shape(source)), origin(reader)
+    shape, node_origin = _shape(source), origin(reader)
     factors = emit(source.graph, aten.reshape.default, (source, [*shape[:dim], *sizes, *shape[dim + 1 :]]), node_origin)
     dims = list(range(len(shape) + 2))
     dims[dim], dims[dim + 1] = dim + 1, dim
     return emit(source.graph, aten.permute.default, (factors, dims), node_origin)
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return hints(node.meta["val"].shape)
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    return not all(isinstance(size, int) for size in node.meta["val"].shape)
+def _shape(node: fx.Node) -> list[Size]:
+    return list(node.meta["val"].shape)
 
 
 def _same_dimension(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:
@@ -240,11 +243,12 @@ def _batch_dim(target: Sequence[int], before: int, ranks: int) -> int | None:
     return next((index for index, size in starts if size % ranks == 0), None)
 
 
-def _merged(source: Sequence[int], target: Sequence[int], dim: int) -> tuple[int, int] | None:
+def _merged(source: Sequence[int], target: Sequence[int], dim: int) -> tuple[int, int, int] | None:
     """Return which dimensions a view flattens together with ``dim``, if any precede it.
 
     Returns:
-        The first of these dimensions, and the dimension of the result; None if none precede ``dim``.
+        The first of these dimensions, the one after the last, and the dimension of the result; None if none precede
+        ``dim``.
     """
     for into, size in enumerate(target):
         before = math.prod(target[:into])
@@ -252,5 +256,5 @@ def _merged(source: Sequence[int], target: Sequence[int], dim: int) -> tuple[int
             for end in range(dim, len(source)):
                 whole = math.prod(source[start : end + 1])
                 if math.prod(source[:start]) == before and whole == size and math.prod(source[start:dim]) > 1:
-                    return start, into
+                    return start, end + 1, into
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph._torch import size_key
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import drop_unused, emit
@@ -17,8 +18,12 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Replace copies over unread memory by their source, and lookups of all positions in order by views."""
+    """Drop copies over unread memory and slices of everything; replace lookups of all positions in order by views."""
     graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        _replace(node, _whole(node, 0))
+    for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        _replace(node, _whole(node, 1))
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _replace(node, _copy_source(node))
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
@@ -31,6 +36,18 @@ def _replace(node: fx.Node, plain: fx.Node | None) -> None:
     if plain is not None:
         node.replace_all_uses_with(plain)
         node.graph.erase_node(node)
+
+
+def _whole(node: fx.Node, part: int) -> fx.Node | None:
+    """Return the argument ``part`` of a slice, or of its transpose, that takes everything.
+
+    Torch leaves such slices out where it knows all sizes.
+    """
+    source = node.args[part]
+    assert isinstance(source, fx.Node)
+    values = source.meta["val"], node.meta["val"]
+    before, after = ([tuple(map(size_key, sizes)) for sizes in (value.shape, value.stride())] for value in values)
+    return source if before == after and values[0].dtype == values[1].dtype else None
 
 
 def _copy_source(node: fx.Node) -> fx.Node | None:

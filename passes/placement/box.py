@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin, role
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import NdSbp, Split, broadcast, show
-from zerograph.ir.sizes import hints
+from zerograph.ir.sizes import hints, largest
 from zerograph.passes.accumulation.time_boxing import pack_output, packed_sbp, route_with_time
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
@@ -113,7 +113,7 @@ def _describe(node: fx.Node, tensor: TensorRef, context: Context) -> None:
     after: NdSbp = meta(node)["sbp"]
     value: Tensor = node.meta["val"]
     dim = next(index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
-    held = held_bytes(before, dim, hints(value.shape), value.element_size(), context.mesh)
+    held = held_bytes(before, dim, largest(value.shape), value.element_size(), context.mesh)
     meta(node)["boxing"] = Boxing(before, after, dim, context.mesh.shape[dim], tensor, held, origin(node).phase)
 
 

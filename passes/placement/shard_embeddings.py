@@ -9,6 +9,7 @@ are added, and gradients are summed in the same order, each rank's batch first.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
-from zerograph.ir.sizes import has_symbolic_inputs
+from zerograph.ir.sizes import sizes_of
 from zerograph.ir.step_graph import nbytes, placeholders, source_bucket
 from zerograph.passes import rules
 from zerograph.passes.context import Context
@@ -35,8 +36,7 @@ def shard_embeddings(module: fx.GraphModule, context: Context) -> fx.GraphModule
     """Keep a large embedding table split by rows; move indices and rows instead."""
     graph = module.graph
     # With several micro-batches the rows would travel in each, the table once for all (at stage 3 as often).
-    # The exchange of rows is laid out for equal parts of a static batch.
-    if context.mesh.dims > 1 or context.ranks == 1 or has_symbolic_inputs(graph):
+    if context.mesh.dims > 1 or context.ranks == 1:
         return module
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
     for node in placeholders(graph, "bucket"):
@@ -175,16 +175,20 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     rows = options["num_weights"] // context.ranks
     padding = options["padding_idx"] - context.mesh.position[0] * rows
     dim = meta(node)["indices_split_dim"]
-    size = indices.meta["val"].shape[dim] // context.ranks
+    # Both are whole here.
+    whole = indices.meta["val"].shape[dim]
+    if isinstance(whole, int):
+        parts = [whole // context.ranks] * context.ranks
+    else:
+        parts = sizes_of(whole).parts(whole, context.ranks, 0)
     with node.graph.inserting_before(node):
         op = functools.partial(emit_like, node)
         place, elsewhere = _places(node, indices, rows, context)
         own_gradient = op(aten.masked_fill.Scalar, gradient, op(aten.unsqueeze.default, elsewhere, -1), 0)
         total: fx.Node | None = None
-        for part in range(context.ranks):
-            span = dim, part * size, (part + 1) * size
-            part_gradient = op(aten.slice.Tensor, own_gradient, *span)
-            part_place = op(aten.slice.Tensor, place, *span)
+        for start, size in zip(itertools.accumulate(parts, initial=0), parts, strict=False):
+            part_gradient = op(aten.narrow.default, own_gradient, dim, start, size)
+            part_place = op(aten.narrow.default, place, dim, start, size)
             summed = op(GRADIENT, part_gradient, part_place, rows, padding if 0 <= padding < rows else -1, False)
             meta(summed)["rank_arguments"] = (3,)
             if "sum_dtype" in node.meta:

@@ -67,6 +67,31 @@ def _gather_rows(part: Tensor, rows: Sequence[int], total: int, group_name: str)
     return whole
 
 
+def _exchange_rows(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], shape: Sequence[int], group_name: str
+) -> Tensor:
+    """Start an all-to-all of pieces of unequal size.
+
+    Args:
+        x: the pieces for all ranks one after the other, in contiguous memory.
+        sent: number of elements for each rank.
+        received: number of rows from each rank, along dimension 0 of the result.
+        shape: shape of the result.
+    """
+    result = x.new_empty(shape)
+    incoming, outgoing = result.split(list(received)), x.view(-1).split(list(sent))
+    group = _torch.process_group(group_name)
+    if group.name() == "gloo":
+        incoming[group.rank()].view(-1).copy_(outgoing[group.rank()])
+        _exchange(result, outgoing, [piece.view(-1) for piece in incoming], group_name)
+    else:
+        counts = [piece.numel() for piece in incoming]
+        work = dist.all_to_all_single(result.view(-1), x.view(-1), counts, list(sent), group=group, async_op=True)
+        assert work is not None
+        _torch.register_works(result, [work])
+    return result
+
+
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-to-all of pieces along dimension 0, without the reduction of a reduce-scatter.
 
@@ -239,6 +264,7 @@ def _define(
 
 for _device in ("CPU", "CUDA"):
     rows_library.impl("gather_rows", _gather_rows, _device)
+    rows_library.impl("exchange_rows", _exchange_rows, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"

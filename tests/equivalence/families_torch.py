@@ -108,7 +108,7 @@ class GraphNet(nn.Module):
             received = torch.zeros_like(hidden).index_add(0, targets, sent)
             received = received.scatter_add(0, targets[:, None].expand_as(sent), sent.square())
             hidden = self.update(received, hidden)
-        pooled = hidden.new_zeros(len(label), 8).index_add(0, graph, hidden)
+        pooled = hidden.new_zeros(label.shape[0], 8).index_add(0, graph, hidden)
         return F.cross_entropy(self.head(pooled), label)
 
 

@@ -23,7 +23,7 @@ from zerograph.ir.dims import Dim
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.random import uniform
-from zerograph.ir.rows import gather_rows
+from zerograph.ir.rows import exchange_rows, gather_rows
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.ir.sizes import Sizes
 from zerograph.ir.zero import OFF
@@ -41,21 +41,7 @@ STATIC_ONLY = {
     aten._fft_c2c.default,
     aten._fft_c2r.default,
     aten._fft_r2c.default,
-    aten._trilinear.default,
-    aten.diagonal_copy.default,
     aten.linalg_solve_triangular.default,
-    aten.unsafe_chunk.default,
-    aten._upsample_bicubic2d_aa_backward.default,
-    aten._upsample_nearest_exact1d_backward.default,
-    aten._upsample_nearest_exact3d_backward.default,
-    aten.col2im.default,
-    aten.im2col.default,
-    aten.upsample_bicubic2d_backward.default,
-    aten.upsample_bilinear2d_backward.default,
-    aten.upsample_linear1d_backward.default,
-    aten.upsample_nearest1d_backward.default,
-    aten.upsample_nearest3d_backward.default,
-    aten.upsample_trilinear3d_backward.default,
 }
 
 
@@ -211,8 +197,20 @@ def _gather(calls: Sequence[Any]) -> list[Tensor]:
     return [torch.cat(own) for _ in calls]
 
 
+def _exchange(calls: Sequence[Any]) -> list[Tensor]:
+    sent = [args[0].reshape(-1).split(list(args[1])) for args in calls]
+    results = []
+    for rank, (_, _, received, shape, _) in enumerate(calls):
+        result = torch.empty(shape, dtype=calls[0][0].dtype)
+        for piece, source in zip(result.split(list(received)), sent, strict=True):
+            piece.copy_(source[rank].view(piece.shape))
+        results.append(result)
+    return results
+
+
 TOGETHER: dict[Any, Callable[[Sequence[Any]], list[Any]]] = {
     gather_rows: _gather,
+    exchange_rows: _exchange,
     c10d.all_gather_into_tensor.default: lambda calls: [torch.cat([args[0] for args in calls])] * len(calls),
     c10d.all_reduce.default: lambda calls: [sum(args[0] for args in calls)] * len(calls),
     c10d.wait_tensor.default: lambda calls: [args[0] for args in calls],

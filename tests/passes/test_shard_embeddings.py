@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import prepare
+import zerograph as zg
+from tests.harness import prepare, update_plainly
 from tests.models import TrainStep, part
+from tests.passes.test_traffic import sent
 from tests.pool import Pool
 from zerograph import Collective
+from zerograph.runtime.wire import collectives as wire
+from zerograph.runtime.wire import selection
 
 ROWS, WIDTH, CLASSES = 2048, 16, 3
 PADDING = 300
@@ -90,6 +96,51 @@ def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
     for tied, amp in ((False, None), (True, None), (False, torch.bfloat16)):
         off, *others = pool.run(2, train, [0, 1, 2, 3], tied, 8, torch.float32, amp)[0]
         assert all(torch.equal(other[name], value) for other in others for name, value in off.items())
+
+
+ROWS_OF_RANKS = [(4, 4), (3, 5), (0, 8), (7, 2)]
+
+
+def train_unequal(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int, int]:
+    """Return losses, parameters, and the bytes that an equal batch sends in a symbolic and in a static step."""
+    exchanges = {"all-gather": wire.gather_pieces, "reduce-scatter": wire.exchange_pieces}
+    with patch.object(selection, "select_exchanges", lambda job: exchanges):
+        step = step_of(make(dtype=torch.float64), stage)
+        losses = [step(own(rows, x), own(rows, y)) for rows, (x, y) in unequal_batches()]
+        state = step.state_dict()["modules"]["model"]
+        x, y = batches(8)[0]
+        static = step_of(make(dtype=torch.float64), stage)
+        static.config.dynamic_shapes = False
+        static(part(x), part(y))
+        bytes_sent = []
+        for one in (step, static):
+            with sent() as messages:
+                one(part(x), part(y))
+            bytes_sent.append(sum(messages))
+    return losses, state, bytes_sent[0], bytes_sent[1]
+
+
+def unequal_batches() -> list[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
+    return [(rows, batches(sum(rows))[0]) for rows in ROWS_OF_RANKS]
+
+
+def own(rows: tuple[int, int], whole: Tensor) -> Tensor:
+    return whole.split(list(rows))[zg.rank()]
+
+
+def test_unequal_parts_look_rows_up_in_pieces_too(pool: Pool) -> None:
+    model = make(dtype=torch.float64)
+    update = adam(model)
+    expected = [
+        update_plainly(model, update, lambda model, x, y: nn.functional.cross_entropy(model(x), y), *batch)
+        for _, batch in unequal_batches()
+    ]
+    for losses, state, symbolic, static in pool.run(2, train_unequal, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
+        assert symbolic == static
+        # Less than half of the table.
+        assert symbolic < ROWS * WIDTH * 8 / 2
 
 
 def collectives(stage: int, tied: bool, length: int, amp: torch.dtype | None = None) -> list[Collective]:

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.13. When torch moves, this is the only package to cha
 ``attention``    FlexAttention
 ``autograd``     backward, checkpointing, hooks on gradients
 ``sizes``        symbolic sizes
+``shapes``       shapes of operators with symbolic sizes
 ``tensors``      tensors, storages, subclasses
 ``modules``      modules, their hooks, functions of ``torch.nn``
 ``operators``    schemas and overloads of operators
@@ -85,6 +86,7 @@ from zerograph._torch.optimizers import (
     step_pre_hook_tables,
     unhooked_step,
 )
+from zerograph._torch.shapes import has_symbols
 from zerograph._torch.sizes import (
     SizeEnv,
     coefficient,
@@ -134,6 +136,7 @@ from zerograph._torch.tracing import (
     inductor,
     no_modes,
     preserved_metadata,
+    python_decompositions,
     replaced_generator,
     size_env,
     trace,
@@ -184,6 +187,7 @@ __all__ = [
     "graph_module",
     "has_closed_form_rates",
     "has_gradient_hooks",
+    "has_symbols",
     "hook_tables",
     "in_place_overload",
     "indexed_by_tensors",
@@ -207,6 +211,7 @@ __all__ = [
     "plain_tensors",
     "preserved_metadata",
     "process_group",
+    "python_decompositions",
     "pytree",
     "raw_sizes",
     "recomputing_modules",

@@ -14,12 +14,14 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerograph._torch.shapes import SYMBOLIC_SHAPES, has_symbols
 from zerograph._torch.sizes import SizeEnv, in_env
 
 
@@ -43,7 +45,7 @@ _fused_updates = _register_fused_updates()
 
 
 class CachingFakeMode(FakeTensorMode):
-    """A fake mode with a cache.
+    """A fake mode with a cache, and with the shapes of :mod:`zerograph._torch.shapes`.
 
     Attributes:
         results: fake results by operator and arguments.
@@ -52,6 +54,12 @@ class CachingFakeMode(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.results: dict[Any, Any] = {}
+
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in SYMBOLIC_SHAPES and has_symbols((args, kwargs)):
+            with self:
+                return SYMBOLIC_SHAPES[func](*args, **kwargs)
+        return super()._dispatch_impl(func, types, args, kwargs)
 
 
 def fake_mode(symbolic: bool = False) -> CachingFakeMode:
@@ -112,6 +120,16 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     with _use_lazy_graph_module(True):
         module: fx.GraphModule = _make_graph_module(root, graph)
     return module
+
+
+@contextlib.contextmanager
+def python_decompositions() -> Iterator[None]:
+    """Run composite operators through torch's decompositions in Python, which keep symbolic sizes.
+
+    Those of recurrent layers in C++ read sizes as integers. The dispatcher is private; ``make_fx`` uses it likewise.
+    """
+    with enable_python_dispatcher():
+        yield
 
 
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

@@ -81,6 +81,11 @@ def symbolic_table() -> dict[Any, Callable[..., Any]]:
     """Return further decompositions, for captures with symbolic sizes: of operators that torch gives static shapes."""
     return {
         **decompositions(_STATIC_SHAPES),
+        aten.unsafe_chunk.default: lambda x, chunks, dim=0: aten.unsafe_split.Tensor(
+            x, -(-x.shape[dim] // chunks), dim
+        ),
+        aten.diagonal_copy.default: lambda x, *dims, **named: x.diagonal(*dims, **named).clone(),
+        aten._trilinear.default: _trilinear,
         aten.addcmul.default: lambda x, a, b, *, value=1: x + value * (a * b),
         aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * torch.bmm(a, b),
         aten.lerp.Tensor: lambda x, y, w: torch.where(w.abs() < 0.5, x + w * (y - x), y - (y - x) * (1 - w)),
@@ -88,6 +93,26 @@ def symbolic_table() -> dict[Any, Callable[..., Any]]:
         aten.hardshrink_backward.default: _shrink_backward,
         aten.softshrink_backward.default: _shrink_backward,
     }
+
+
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    summed: Sequence[int],
+    unroll: int = 1,
+) -> Tensor:
+    """Multiply three tensors with further dimensions of size one, and sum the product."""
+    for dim in expand_a:
+        a = a.unsqueeze(dim)
+    for dim in expand_b:
+        b = b.unsqueeze(dim)
+    for dim in expand_c:
+        c = c.unsqueeze(dim)
+    return (a * b * c).sum(list(summed))
 
 
 def _shrink_backward(gradient: Tensor, x: Tensor, limit: float) -> Tensor:

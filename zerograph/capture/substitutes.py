@@ -41,6 +41,10 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "bincount", _counting(torch.bincount)))
         stack.enter_context(patch.object(Tensor, "bincount", _counting(Tensor.bincount)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
+        for name in _RESAMPLING:
+            stack.enter_context(patch.object(torch._C._nn, name, _resampling(name)))
+        for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+            stack.enter_context(patch.object(layer, "forward", _for_any_size(layer.forward)))
         for name in ("scale", "unscale_", "step", "update"):
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
@@ -53,6 +57,52 @@ def substituted() -> Iterator[None]:
             preparing = _warning_of_caches(masks._preprocess_mask_arguments)
             stack.enter_context(patch.object(masks, "_preprocess_mask_arguments", preparing))
         yield
+
+
+# The operators of F.interpolate() that take scales as a list.
+_RESAMPLING = (
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
+
+
+def _resampling(name: str) -> Any:
+    """Return a function of ``torch._C._nn`` that computes the size of its result in Python if sizes are symbolic."""
+    function, operator = getattr(torch._C._nn, name), getattr(torch.ops.aten, name).default
+
+    def run(input: Tensor, output_size: Any, *rest: Any) -> Any:
+        if not _torch.has_symbols(input):
+            return function(input, output_size, *rest)
+        *flags, scales = rest
+        sizes = input.shape[2:]
+        if output_size is None:
+            output_size = [torch.sym_int(size * scale) for size, scale in zip(sizes, scales, strict=True)]
+        return operator(input, output_size, *flags, *([None] * len(sizes) if scales is None else scales))
+
+    return run
+
+
+def _for_any_size(forward: Any) -> Any:
+    """Return the ``forward`` of a recurrent layer that keeps symbolic sizes."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _torch.has_symbols(input):
+            return forward(self, input, *args, **kwargs)
+        with _torch.python_decompositions():
+            return forward(self, input, *args, **kwargs)
+
+    return run
 
 
 def _unless_enabled(method: Any) -> Any:

@@ -15,6 +15,13 @@ library.define(
 # and ``total`` their sum.
 gather_rows = torch.ops.zerograph.gather_rows.default
 
+library.define(
+    "exchange_rows(Tensor x, SymInt[] sent, SymInt[] received, SymInt[] shape, str group_name) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# Start an all-to-all of unequal pieces; ``wait_tensor`` waits for it. ``x`` is flat: ``sent[r]`` elements go to rank r.
+# The result has the size ``shape``. ``received[r]`` of its rows come from rank r.
+exchange_rows = torch.ops.zerograph.exchange_rows.default
 
 library.define(
     "shift_offsets(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
@@ -43,3 +50,6 @@ def _gather_rows_fake(x: Tensor, rows: Sequence[int], total: int, group_name: st
 
 
 torch.library.register_fake("zerograph::gather_rows", _gather_rows_fake, lib=library)
+torch.library.register_fake(
+    "zerograph::exchange_rows", lambda x, sent, received, shape, group_name: x.new_empty(shape), lib=library
+)
