@@ -126,14 +126,14 @@ class _Walk:
             self.batch[node] = _batch_dim(target, math.prod(shape[:dim]), self.ranks)
             return
         start, end, into = merged
-        sizes = _shape(source)
-        front, inner = math.prod(sizes[start:dim]), math.prod(sizes[dim + 1 : end])
+        symbolic = _shape(source)
+        front, inner = math.prod(symbolic[start:dim]), math.prod(symbolic[dim + 1 : end])
         dims = [d for d in range(len(shape)) if d != dim]
         dims.insert(start, dim)
         with node.graph.inserting_before(node):
             moved = emit(node.graph, aten.permute.default, (source, dims), origin(node))
         node.target, node.args = aten.reshape.default, (moved, _shape(node))
-        self.batch[node], self.order[node] = into, _Order(into, front, sizes[dim], inner)
+        self.batch[node], self.order[node] = into, _Order(into, front, symbolic[dim], inner)
 
     def _compute(self, node: fx.Node) -> None:
         inputs = rules.tensor_arguments(node)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from zerograph.ir.buckets import Bucket
+from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
@@ -177,6 +178,7 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     dim = meta(node)["indices_split_dim"]
     # Both are whole here.
     whole = indices.meta["val"].shape[dim]
+    parts: list[Size]
     if isinstance(whole, int):
         parts = [whole // context.ranks] * context.ranks
     else:

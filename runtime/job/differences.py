@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from zerograph.runtime.job.liveness import name_ranks
 
+# Ends the key of a text that is shown with a fact of the same key, and may differ.
+SHOWN_WITH = " is shown with"
 DOING = "what they are about to do"
 BROKE_OFF = "where the step before broke off"
 _ADVICE = {
@@ -23,14 +25,16 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
     positions: dict[str, int] = {}
     for rank_facts in facts:
         for index, key in enumerate(rank_facts):
-            positions[key] = min(index, positions.get(key, index))
+            if not key.endswith(SHOWN_WITH):
+                positions[key] = min(index, positions.get(key, index))
     # At one position, facts that a rank lacks come first: other differences follow from that.
     for key in sorted(positions, key=lambda key: (positions[key], all(key in rank_facts for rank_facts in facts))):
-        values: dict[str, list[int]] = {}
-        for rank, rank_facts in enumerate(facts):
-            values.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
-        if len(values) > 1:
-            lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in values.items())
+        values = [rank_facts.get(key, "nothing") for rank_facts in facts]
+        if len(set(values)) > 1:
+            shown: dict[str, list[int]] = {}
+            for rank, (value, rank_facts) in enumerate(zip(values, facts, strict=True)):
+                shown.setdefault(value + rank_facts.get(key + SHOWN_WITH, ""), []).append(rank)
+            lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in shown.items())
             advice = _ADVICE.get(key, "All ranks must run the same step.")
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."

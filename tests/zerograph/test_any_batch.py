@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,15 +151,23 @@ def each_row(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([model(x[row]).sum() for row in range(x.shape[0])]).sum()
 
 
-def test_a_loop_over_a_size_compiles_each_size_with_a_warning_and_stays_right() -> None:
+def test_a_loop_over_a_size_compiles_each_size_and_is_named_at_the_third_and_the_eighth() -> None:
     model = nn.Linear(3, 2)
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, each_row)
-    step(torch.randn(3, 3))
-    with pytest.warns(UserWarning, match="each size is compiled by itself"):
-        step(torch.randn(4, 3))
-    for rows in (5, 4):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(step(x), each_row(model, x).detach())
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in range(3, 14):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(step(x), each_row(model, x).detach())
+        messages = [str(warning.message) for warning in caught if "cannot be symbolic" in str(warning.message)]
+    third, eighth = messages
+    assert "each of the last 3 new sizes" in third
+    assert "for the 8th time because of sizes alone" in eighth
+    for message in messages:
+        assert "dimension 0 of args[0] (s0) cannot be symbolic, because build() needs it as a Python number" in message
+        assert "test_any_batch.py" in message
+        assert "for row in range(x.shape[0])" in message
 
 
 class Predict(zg.ZeroGraph):
@@ -372,31 +381,41 @@ def test_random_draws_do_not_depend_on_how_rows_are_spread(pool: Pool) -> None:
 
 def refusals() -> list[str]:
     """Return the messages of calls that all ranks refuse, and train on afterwards."""
-    model = make("mlp")
+    model, rank = make("mlp"), zg.rank()
     messages = []
 
-    def refused(step: zg.ZeroGraph, *batch: Tensor) -> None:
-        with pytest.raises(zg.InputError) as caught:
+    def refused(*batch: Tensor) -> None:
+        with pytest.raises((zg.InputError, zg.RankMismatchError)) as caught:
             step(*batch)
         messages.append(str(caught.value))
 
     step = TrainStep(model, adamw(model), 2)
     targets = torch.zeros(3, dtype=torch.long)
     step(torch.ones(3, 7), targets)
-    refused(step, torch.ones(0, 7), targets[:0])
-    refused(step, torch.ones(3, 7 + zg.rank()), targets)
+    refused(torch.ones(3, 7, dtype=(torch.float32, torch.float64)[rank]), targets)
+    refused(torch.ones((3, 7), dtype=torch.float32) if rank else torch.ones(2, 3, 7), targets)
+    refused(torch.ones(0, 7), targets[:0])
+    refused(torch.ones(3, 7 + rank), targets)
+    refused(torch.ones(3, 0), targets)
     marked = torch.ones(3, 7)
     zg.mark_dynamic(marked, 0, max=2)
-    refused(step, marked, targets)
-    step(torch.ones(1 + zg.rank(), 7), targets[: 1 + zg.rank()])
+    refused(marked, targets)
+    refused(zg.replicated(marked), targets)
+    step(torch.ones(1 + rank, 7), targets[: 1 + rank])
     return messages
 
 
 def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(pool: Pool) -> None:
-    for nothing, widths, limit in pool.run(2, refusals):
+    for dtypes, dims, nothing, widths, empty, limit, whole in pool.run(2, refusals):
+        assert "first in input args[0]" in dtypes
+        assert "rank 0: 2 dimensions, torch.float32, S(0), of shape (3, 7)" in dtypes
+        assert "rank 1: 2 dimensions, torch.float64, S(0), of shape (3, 7)" in dtypes
+        assert "rank 0: 3 dimensions, torch.float32, S(0), of shape (2, 3, 7)" in dims
         assert "has no rows on any rank" in nothing
         assert "has shape (3, 7) on rank 0 and (3, 8) on rank 1" in widths
+        assert "These inputs have no elements:\n  args[0]: (6, 0)" in empty
         assert "args[0] has size 3 in dimension 0 on rank 0, outside of the limits" in limit
+        assert "args[0] is replicated, and dimension 0 of it is marked as dynamic" in whole
 
 
 def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_maximum() -> None:

@@ -177,6 +177,11 @@ def differs_from_one(size: Any) -> Any:
     return sympy.Ne(_expression(size), 1)
 
 
+def is_equality(condition: Any) -> bool:
+    """Return whether a condition says that two sizes are equal."""
+    return isinstance(_expression(condition), sympy.Eq)
+
+
 def negated(condition: Any) -> Any:
     """Return the condition that holds where this one does not."""
     return sympy.Not(_expression(condition))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,13 +19,14 @@ from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
 from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.guards import build_guards
+from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import NoDataAssignment, Recorder, explained, module_paths
 from zerograph.capture.python_state import Place, PythonState
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
-from zerograph.errors import CaptureError, InputError
+from zerograph.errors import CaptureError, InputError, ZeroGraphError
 from zerograph.ir import finite_check
 from zerograph.ir.dims import Dim, SizeGuard
 from zerograph.ir.functionalize import without_mutation
@@ -121,18 +121,37 @@ class Capture:
         """
         hints = {dim.name: dim.hint for dim in self._dims()}
         for _ in range(_MOST_TRACES):
-            captured = self._captured(hints)
+            try:
+                captured = self._captured(hints)
+            except ZeroGraphError:
+                raise
+            except Exception as error:
+                hints = self._fixed(hints, error)
+                continue
             refuted = [guard for guard in captured.guards if not guard.holds(self.sizes)]
             if not refuted:
                 return captured
             self._refuse_one_row(refuted)
-            hints = _other_hints(self._dims(), hints, captured.guards, self.sizes)
+            hints = other_hints(self._dims(), hints, captured.guards, self.sizes)
         raise CaptureError(
             "build() needs a size of its inputs as a Python number, so no graph serves several sizes "
             f"({refuted[0].condition})\n  {refuted[0].line}   {refuted[0].code}\n"
             "Use x.shape[0] for len(x), and operators on the whole tensor for a loop over its rows; or set "
             "config.dynamic_shapes = False: each size is then compiled by itself, and ranks hold equally many rows."
         )
+
+    def _fixed(self, hints: Mapping[str, int], error: Exception) -> dict[str, int]:
+        """Return hints with those sizes of the call that ``build()`` fixes, after a trace with other hints failed.
+
+        Raises:
+            Exception: ``build()`` fails for the sizes of the call too, or the ``error`` has another cause.
+        """
+        sizes = {dim.name: self.sizes[dim.name] for dim in self._dims() if self.sizes[dim.name] % dim.pieces == 0}
+        fixed = {name for guard in self._captured({**hints, **sizes}).guards if guard.fixes for name in guard.symbols}
+        found = {**hints, **{name: sizes[name] for name in fixed}}
+        if found == hints:
+            raise error
+        return found
 
     def _refuse_one_row(self, refuted: Sequence[SizeGuard]) -> None:
         """Raise if the ranks hold one row together and ``build()`` computes something else for one than for several.
@@ -223,33 +242,6 @@ class Capture:
 _MOST_TRACES = 6
 
 
-def _other_hints(
-    dims: Sequence[Dim], hints: Mapping[str, int], guards: Sequence[SizeGuard], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return hints for which all guards decide as for the sizes of the call."""
-    hints = dict(hints)
-    for dim in dims:
-        mine = [guard for guard in guards if dim.name in guard.symbols]
-        if all(guard.holds(hints) == guard.holds(sizes) for guard in mine):
-            continue
-        size, pieces = sizes[dim.name], dim.pieces
-        near = [prime * factor * pieces for factor in (1, 2, 4, 8, 16) for prime in _primes_near(size, factor * pieces)]
-        for hint in [*near, size]:
-            if hint % pieces == 0 and all(
-                guard.holds({**hints, dim.name: hint}) == guard.holds(sizes) for guard in mine
-            ):
-                hints[dim.name] = hint
-                break
-    return hints
-
-
-def _primes_near(size: int, factor: int) -> list[int]:
-    """Return primes whose product with ``factor`` is about ``size``, nearest first."""
-    around = sorted(range(3, 2 * size // factor + 16), key=lambda number: abs(number * factor - size))
-    primes = (number for number in around if all(number % low for low in range(2, math.isqrt(number) + 1)))
-    return list(itertools.islice(primes, 8))
-
-
 @dataclass
 class _Trace:
     """The results of one trace of ``build()`` besides its graph.
@@ -336,6 +328,7 @@ class _Tracer:
             refused_calls(),
             _torch.compiling(),
             _torch.preserved_metadata(),
+            _torch.errors_unlogged(),
             explained(),
         ):
             yield
@@ -377,7 +370,9 @@ class _Tracer:
             if capture.clip_grad_norm is not None and any(tensor.grad is not None for tensor in parameters.values()):
                 nn.utils.clip_grad_norm_(list(parameters.values()), capture.clip_grad_norm)
             module_attributes.keep_assigned(capture.root, capture.parameters, capture.buffers, capture.aliases, state)
-        trace.attributes = self.attributes.traced_tensors()
+        # Recurrent layers list their parameters in an attribute.
+        own = set(map(id, tensors))
+        trace.attributes = {path: x for path, x in self.attributes.traced_tensors().items() if id(x) not in own}
         trace.backward_calls = backward.calls
         trace.returned = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         gradients = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}

@@ -19,6 +19,7 @@ from zerograph.ir.dims import Dim
 from zerograph.ir.marks import Marks, marks_of
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, is_dtensor, show, to_dtensor
+from zerograph.runtime.job.differences import SHOWN_WITH
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -122,6 +123,14 @@ class Batch:
         vars(batch).update(vars(self), tensors=tensors)
         return batch
 
+    def shapes(self) -> dict[str, str]:
+        """Return the shapes of plain inputs as texts that are shown with their facts; ranks may differ in rows."""
+        return {
+            f"input {name}{SHOWN_WITH}": f", of shape {tuple(tensor.shape)}"
+            for name, tensor, plain, whole in zip(self.names, self.tensors, self.plain, self.whole, strict=True)
+            if plain and not whole
+        }
+
     def facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text by name."""
         inputs = {
@@ -160,8 +169,8 @@ def read_batch(
         meta: the device that tensors on the meta device stand for.
 
     Raises:
-        InputError: an argument is neither tensor nor constant, requires a gradient, or cannot be cut into
-            micro-batches.
+        InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
+            or is global or replicated and has a dimension that is marked as dynamic.
         PlacementError: a DTensor is on other ranks than the graph's, or split unevenly.
     """
     named, tree = _flattened((args, kwargs))
@@ -192,8 +201,20 @@ def read_batch(
         plain_tensors,
         tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
-        tuple(marks_of(leaf) for _, leaf in inputs),
+        tuple(_marks(leaf, name) for name, leaf in inputs),
     )
+
+
+def _marks(leaf: Tensor, name: str) -> Marks:
+    marks = marks_of(leaf)
+    if marks and (is_dtensor(leaf) or is_replicated(leaf)):
+        kind = "a global tensor" if is_dtensor(leaf) else "replicated"
+        raise InputError(
+            f"{name} is {kind}, and dimension {marks[0][0]} of it is marked as dynamic, as only dimensions of plain "
+            "inputs can be that are split with the batch\nRemove the mark (each size of it then compiles a step of its "
+            "own), or pass this rank's rows as a plain tensor."
+        )
+    return marks
 
 
 def _without_rows(tensor: Tensor, shape: Sequence[int | Dim], sizes: Mapping[str, tuple[int, ...]]) -> Tensor:

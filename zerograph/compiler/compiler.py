@@ -31,7 +31,7 @@ from zerograph.compiler.plain_inputs import (
     Comparison,
     check_inputs,
     compare_inputs,
-    explain_unequal_rows,
+    explain_failure,
 )
 from zerograph.compiler.preparation import Observer, Preparation, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
@@ -147,7 +147,7 @@ class Compiler:
         """
         self.observer.started()
         self._check(members)
-        with explain_unequal_rows(batch, comparison):
+        with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
         self._check_captured(captured, mesh, batch, comparison)
         updates, update_seconds = self._trace_updates(members, captured)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
+from zerograph.compiler.size_variants import Shapes, SizeChange, Variant, Where, size_change
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
 from zerograph.ir.mesh import Mesh
@@ -30,8 +31,6 @@ _NO_LIMITS = (0, None)
 # Smaller primes are likely sizes that a program computes or has as constants.
 _SMALLEST_HINT = 11
 Mode = Literal["auto"] | bool
-# Number of an input, and one of its dimensions.
-Where = tuple[int, int]
 
 
 def local_sizes(batch: Batch) -> list[int]:
@@ -48,66 +47,15 @@ def part_numbers(batch: Batch) -> list[int]:
     ]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One form of the sizes of a kind of inputs, for which one step is compiled.
-
-    Attributes:
-        shapes: global shape of each input, with :class:`Dim` for dynamic dimensions.
-        number: its number among those of the kind.
-        guards: conditions on sizes that the captured graph relies on.
-    """
-
-    shapes: tuple[tuple[int | Dim, ...], ...]
-    number: int
-    guards: tuple[SizeGuard, ...] = ()
-
-    def sizes(
-        self, rows: Mapping[Where, tuple[int, ...]], shapes: _Shapes, uneven: Collection[Where]
-    ) -> dict[str, tuple[int, ...]] | None:
-        """Return the sizes of each dynamic dimension along the ranks, or None if these shapes have another form.
-
-        Args:
-            rows: the rows of each part.
-            shapes: the global shapes.
-            uneven: dimensions whose rows ranks or micro-batches split unequally.
-        """
-        found: dict[str, tuple[int, ...]] = {}
-        for number, (wanted, actual) in enumerate(zip(self.shapes, shapes, strict=True)):
-            for dim, (want, size) in enumerate(zip(wanted, actual, strict=True)):
-                if not isinstance(want, Dim):
-                    if want != size or (number, dim) in uneven:
-                        return None
-                    continue
-                each = rows[number, dim] if want.rows else (size,)
-                small = size < SMALLEST_DYNAMIC and (number, dim) not in uneven
-                if small or found.setdefault(want.name, each) != each:
-                    return None
-        totals = {name: sum(each) for name, each in found.items()}
-        return found if all(guard.holds(totals) for guard in self.guards) else None
-
-    def grown(self, sizes: Mapping[str, tuple[int, ...]]) -> Variant:
-        """Return this variant with the largest sizes after a call of these sizes."""
-        dims = {size for shape in self.shapes for size in shape if isinstance(size, Dim)}
-        if all(dim.holds(sizes[dim.name]) for dim in dims):
-            return self
-
-        def grown(size: int | Dim) -> int | Dim:
-            return size.grown(sizes[size.name]) if isinstance(size, Dim) else size
-
-        return replace(self, shapes=tuple(tuple(map(grown, shape)) for shape in self.shapes))
-
-
 # Inputs without their sizes and marks (``Batch.pattern()``), and ``config.dynamic_shapes``.
 Kind = tuple[Hashable, Mode]
-_Shapes = Sequence[Sequence[int]]
 
 
 @dataclass
 class _History:
     """The sizes of inputs of one kind so far, and the variants of their step."""
 
-    first: _Shapes | None = None
+    first: Shapes | None = None
     dynamic: set[Where] = field(default_factory=set)
     limits: dict[Where, tuple[int, int | None]] = field(default_factory=dict)
     largest: dict[Where, int] = field(default_factory=dict)
@@ -115,6 +63,8 @@ class _History:
     largest_part: dict[Where, int] = field(default_factory=dict)
     variants: list[Variant] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    # Why a variant beyond those before it is needed, by number.
+    changes: dict[int, SizeChange] = field(default_factory=dict)
     # Why no step with dynamic dimensions can be compiled.
     refused: str | None = None
     # What calls with the same sizes on all ranks, and the same marks, selected before.
@@ -132,7 +82,7 @@ class _History:
     def note(
         self,
         batch: Batch,
-        shapes: _Shapes,
+        shapes: Shapes,
         parts: Mapping[int, tuple[int, ...]],
         uneven: Collection[Where],
         mode: Mode,
@@ -211,6 +161,10 @@ class Dimensions:
             history.variants[at] = replace(history.variants[at], guards=tuple(guards))
             history.selected.clear()
 
+    def change(self, kind: Kind, variant: int) -> SizeChange | None:
+        """Return what about its sizes called for a variant beyond those before it; None if nothing that will go on."""
+        return self._kinds[kind].changes.get(variant)
+
     def refuse(self, kind: Kind, reason: str) -> None:
         """Select static sizes only from now on, since a step with dynamic dimensions could not be compiled."""
         history = self._kinds[kind]
@@ -244,6 +198,9 @@ class Dimensions:
                 return history.variants[at], sizes
         symbolic = _symbolic(history, batch, shapes, rows, uneven, mesh, taken)
         variant = Variant(symbolic, next(history.numbers))
+        change = size_change(history.variants, batch.names, rows, shapes, uneven, reason)
+        if change is not None:
+            history.changes[variant.number] = change
         history.variants.append(variant)
         sizes = variant.sizes(rows, shapes, uneven)
         assert sizes is not None
@@ -373,7 +330,7 @@ def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collectio
 def _symbolic(
     history: _History,
     batch: Batch,
-    shapes: _Shapes,
+    shapes: Shapes,
     rows: Mapping[Where, tuple[int, ...]],
     uneven: Collection[Where],
     mesh: Mesh,

@@ -203,19 +203,35 @@ def _replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def explain_unequal_rows(batch: Batch, comparison: Comparison) -> Iterator[None]:
-    """Explain an error that tracing ``build()`` raises inside, if the inputs have unequal numbers of rows.
+def explain_failure(batch: Batch, comparison: Comparison) -> Iterator[None]:
+    """Explain an error that tracing ``build()`` raises inside, if inputs have unequal numbers of rows or are empty.
 
     Raises:
-        InputError: the numbers of rows are unequal, and the error inside is not a :class:`ZeroGraphError`.
+        InputError: that is so, and the error inside is not a :class:`ZeroGraphError`.
     """
     try:
         yield
     except ZeroGraphError:
         raise
     except Exception as error:
+        _raise_empty(error, batch)
         _raise_unequal_rows(error, batch, comparison)
         raise
+
+
+def _raise_empty(error: Exception, batch: Batch) -> None:
+    empty = [
+        f"  {name}: {spec.shape}"
+        for name, spec in zip(batch.names, batch.specs, strict=True)
+        if any(size == 0 for size in spec.shape)
+    ]
+    if empty:
+        line, code = raising_line(error.__traceback__)
+        shapes = "\n".join(empty)
+        raise InputError(
+            f"build() failed: {type(error).__name__}: {error}\n  {line}   {code}\n"
+            f"These inputs have no elements:\n{shapes}\nLeave such a batch out on all ranks, or pad it to one element."
+        ) from error
 
 
 def _raise_unequal_rows(error: Exception, batch: Batch, comparison: Comparison) -> None:

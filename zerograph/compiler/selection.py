@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerograph.base.source import levels_to_user
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.dimensions import Kind, Mode
 from zerograph.compiler.members import Members, first_updates
+from zerograph.compiler.size_variants import SizeChange
 
 # torch.compile compiles a function at most this often.
 RECOMPILE_LIMIT = 8
+# Compilations in a row, all because of the same line, that are worth a warning.
+_SAME_LINE_LIMIT = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +136,7 @@ class Recompiles:
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()
         self._latest_facts: dict[Hashable, Mapping[str, str]] = {}
+        self._size_changes: defaultdict[Hashable, list[SizeChange]] = defaultdict(list)
 
     def count(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
         """Count a compilation. At the eighth for inputs of one kind, warn once and name the ``facts`` that changed.
@@ -154,3 +159,30 @@ class Recompiles:
                 "buffer. Keep a value that build() does not need in an object that is not a module.",
                 stacklevel=2,
             )
+
+    def count_sizes(self, kind: Hashable, change: SizeChange | None, doing: str) -> None:
+        """Count a compilation for sizes. Warn once of a line that each of the last ones failed at, and at the eighth.
+
+        Args:
+            kind: the kind of the inputs, without their sizes.
+            change: why no earlier step serves the sizes; None where a further dimension has become dynamic.
+            doing: names the step in messages.
+        """
+        if change is None:
+            return
+        changes = self._size_changes[kind]
+        changes.append(change)
+        last = changes[-_SAME_LINE_LIMIT:]
+        if len(changes) == RECOMPILE_LIMIT:
+            problem = f"{doing} is compiled for the {RECOMPILE_LIMIT}th time because of sizes alone"
+        elif len(changes) == _SAME_LINE_LIMIT and change.place and len({(one.dims, one.place) for one in last}) == 1:
+            problem = f"each of the last {_SAME_LINE_LIMIT} new sizes had {doing} compiled again"
+        else:
+            return
+        place = f"\n  {change.place}" if change.place else ""
+        warnings.warn(
+            f"{problem}: {change.dims} cannot be symbolic, because {change.reason}{place}\n"
+            "Use operators on whole tensors for a loop over a dimension, torch.where for a branch on a size, "
+            "x.shape[0] for len(x); or pad to few different sizes.",
+            stacklevel=levels_to_user(),
+        )

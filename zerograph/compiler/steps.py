@@ -217,7 +217,7 @@ class Steps:
             assert selection is not None
             shown = show_facts(selection.facts or self._facts(self.members()), call.config.shown())
             compilations = {"the number of compiled steps": str(self.compilations)}
-            return {**selection.batch.facts(), **shown, **compilations, **counts()}
+            return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
         return agree(call.job, doing, number, texts, problem, sizes)
 
@@ -257,6 +257,8 @@ class Steps:
         facts = selection.facts or self._facts(members)
         texts = {**dict(batch.constants), **show_facts(facts, config.shown())}
         self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
+        kind = selection.situation.kind
+        self._recompiles.count_sizes((kind, config.key()), self._dimensions.change(kind, batch.variant), doing)
         step = self._compiler.compile(job, members, batch, key[0], doing)
         self.compilations += 1
         self._dimensions.add_guards(selection.situation.kind, batch.variant, step.captured.guards)

@@ -149,12 +149,14 @@ class SizeGuard:
         condition: the condition in Python, over names of dimensions.
         symbols: the names in it.
         line, code: the user's line that depends on it.
+        fixes: it is an equality that one size only fulfils: the program needs that size as a number.
     """
 
     condition: str
     symbols: frozenset[str]
     line: str
     code: str
+    fixes: bool = False
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether the condition holds for sizes by name."""

@@ -57,7 +57,8 @@ class Sizes:
         self._add(condition, running_line(optimizers=True))
 
     def _add(self, condition: Any, line: tuple[str, str]) -> None:
-        guard = SizeGuard(_torch.condition_text(condition), frozenset(_torch.symbols_of(condition)), *line)
+        text, symbols = _torch.condition_text(condition), frozenset(_torch.symbols_of(condition))
+        guard = SizeGuard(text, symbols, *line, fixes=_torch.is_equality(condition) and len(symbols) == 1)
         if guard.symbols <= self.dims.keys() and all(guard.condition != one.condition for one in self.guards):
             self.guards = (*self.guards, guard)
 
