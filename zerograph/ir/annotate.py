@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from zerograph.errors import PlacementError
+from zerograph.ir.marks import copy_marks
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, from_dtensor, is_dtensor, nd_sbp, show
 
@@ -101,7 +102,8 @@ def replicated(x: Tensor) -> Tensor:
         raise PlacementError(f"replicated() takes a tensor, not {type(x).__name__}")
     if is_dtensor(x):
         raise PlacementError("replicated() takes a plain tensor: a DTensor has a placement, change it with to_global()")
-    marked = x.view_as(x)
+    # Dimensions that are marked as dynamic stay so: the graph refuses them.
+    marked = copy_marks(x, x.view_as(x))
     setattr(marked, _REPLICATED, True)
     return marked
 
