@@ -1,5 +1,6 @@
 """Rules and boxings of symbolic steps: ranks hold unequal parts of a split dimension, and some hold nothing of it.
 
+Where a rule may split another dimension too, that one has a symbolic size as well.
 Each signature that splits a dimension is lowered as a symbolic step lowers it, and run on ranks that this process runs
 side by side. The parts must be those of the whole operator's result.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator as python
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -59,45 +60,51 @@ def split_signatures(operator: Any, args: Any, kwargs: Any) -> Iterator[Signatur
 
 
 class SymbolicSample:
-    """A sample whose dimensions that a signature splits have a symbolic size.
+    """A sample whose dimensions that a signature splits have a symbolic size, and those that another one splits too.
 
     Attributes:
         rows: the size in the sample that becomes the symbol; split dimensions are multiples of it.
+        columns: the same for the other signature; 0 without one.
         guards: conditions that the operator's shape function relied on.
         signatures: those that the rule yields for symbolic sizes.
     """
 
-    def __init__(self, operator: Any, args: Any, kwargs: Any, signature: Signature) -> None:
+    def __init__(
+        self, operator: Any, args: Any, kwargs: Any, signature: Signature, other: Signature | None = None
+    ) -> None:
         _, static, self._tensors = graph_of(operator, args, kwargs)
         self._signature = signature
         values = (*(one.meta["val"] for one in rules.tensor_arguments(static)), *rules.output_values(static))
-        split = zip(values, (*signature.inputs, *signature.outputs), strict=True)
-        self.rows = math.gcd(*(value.shape[sbp.dim] for value, sbp in split if isinstance(sbp, Split)))
+        self.rows, self.columns = split_size(values, signature), 0 if other is None else split_size(values, other)
         self._graph, mode = fx.Graph(), fake_mode()
-        sizes = Sizes(size_env(mode), [Dim("s0", 11 * RANKS, rows=True, pieces=RANKS, along=(0,))])
-        self._symbol = sizes.all("s0")
-        sbps = iter(signature.inputs)
+        dims = [Dim("s0", 11 * RANKS, rows=True, pieces=RANKS, along=(0,)), Dim("s1", 17)]
+        sizes = Sizes(size_env(mode), dims)
+        self._symbol, self._column_symbol = sizes.all("s0"), sizes.all("s1")
+        others = [None] * len(values) if other is None else [*other.inputs, *other.outputs]
+        sbps = iter(list(zip(signature.inputs, others, strict=False)))
         with mode, raw_sizes():
             args, kwargs = pytree.tree_map(lambda value: self._enter(value, sbps), (args, kwargs))
-            outputs = zip(rules.output_values(static), signature.outputs, strict=True)
-            args = _resized(operator, list(args), [self._shape(value, sbp) for value, sbp in outputs])
+            outputs = zip(rules.output_values(static), signature.outputs, others[len(signature.inputs) :], strict=True)
+            args = _resized(operator, list(args), [self._shape(*output) for output in outputs])
             self.node = self._graph.call_function(operator, tuple(args), kwargs)
             fakes = fx.map_arg((self.node.args, self.node.kwargs), lambda node: node.meta["val"])
             self.node.meta["val"] = operator(*fakes[0], **fakes[1])
             sizes.close()
             self.guards, self.signatures = sizes.guards, rules.signatures_of(self.node, RANKS)
 
-    def _shape(self, value: Any, sbp: Sbp) -> list[Any]:
+    def _shape(self, value: Any, sbp: Sbp, other: Sbp | None) -> list[Any]:
         shape: list[Any] = list(value.shape)
+        if isinstance(other, Split):
+            shape[other.dim] = shape[other.dim] // self.columns * self._column_symbol
         if isinstance(sbp, Split):
             shape[sbp.dim] = shape[sbp.dim] // self.rows * self._symbol
         return shape
 
-    def _enter(self, value: Any, sbps: Iterator[Sbp]) -> Any:
+    def _enter(self, value: Any, sbps: Iterator[tuple[Sbp, Sbp | None]]) -> Any:
         if not isinstance(value, (Tensor, Zeros)):
             return value
-        sbp = next(sbps)
-        shape = self._shape(value, sbp)
+        sbp, other = next(sbps)
+        shape = self._shape(value, sbp, other)
         if isinstance(value, Zeros):
             node = self._graph.call_function(aten.full.default, (shape, 0), {"dtype": torch.float64})
             node.meta |= {"val": torch.zeros(shape, dtype=torch.float64), "sbp": (sbp,)}
@@ -126,9 +133,30 @@ class SymbolicSample:
         """Return the outputs, joined; ``rows`` are those of each rank."""
         torch.default_generator.manual_seed(0)
         tensors = iter(self._tensors)
-        each = run_together(self._graph, rows, lambda node: parts(next(tensors), meta(node)["sbp"][0], rows, self.rows))
+        each = run_together(
+            self._graph,
+            rows,
+            lambda node: parts(next(tensors), meta(node)["sbp"][0], rows, self.rows),
+            {"s1": self.columns},
+        )
         results = zip(zip(*each, strict=True), self._signature.outputs, strict=True)
         return [joined(list(parts), sbp) for parts, sbp in results]
+
+
+def split_size(values: Sequence[Any], signature: Signature) -> int:
+    """Return the number that all dimensions that a signature splits are multiples of."""
+    split = zip(values, (*signature.inputs, *signature.outputs), strict=True)
+    return math.gcd(*(value.shape[sbp.dim] for value, sbp in split if isinstance(sbp, Split)))
+
+
+def beside(signature: Signature, others: Sequence[Signature]) -> Signature | None:
+    """Return one of the signatures that splits other dimensions only, or None."""
+
+    def apart(other: Signature) -> bool:
+        pairs = zip((*signature.inputs, *signature.outputs), (*other.inputs, *other.outputs), strict=True)
+        return all(a != b or not isinstance(a, Split) for a, b in pairs)
+
+    return next(filter(apart, others), None)
 
 
 def _resized(operator: Any, args: list[Any], outputs: Sequence[list[Any]]) -> list[Any]:
@@ -165,17 +193,25 @@ def lower(graph: fx.Graph) -> None:
             run(module, context)
 
 
-def run_together(graph: fx.Graph, rows: Sequence[int], feed: Callable[[fx.Node], list[Any]]) -> list[list[Tensor]]:
+def run_together(
+    graph: fx.Graph,
+    rows: Sequence[int],
+    feed: Callable[[fx.Node], list[Any]],
+    others: Mapping[str, int] | None = None,
+) -> list[list[Tensor]]:
     """Run a graph on several ranks, node by node, and return the outputs of each rank.
 
     Args:
         feed: returns the tensors of the ranks for an input.
+        others: the sizes of further dynamic dimensions, by name.
     """
     values: list[dict[fx.Node, Any]] = [{} for _ in rows]
     for node in graph.nodes:
         calls = [fx.map_arg((node.args, node.kwargs), own.__getitem__) for own in values]
         if node.op == "placeholder" and meta(node)["role"].kind == "size":
-            results = [meta(node)["size"].value(rows, (len(rows),), (rank,)) for rank in range(len(rows))]
+            size = meta(node)["size"]
+            each = [others[size.dim]] if others and size.dim in others else rows
+            results = [size.value(each, (len(rows),), (rank,)) for rank in range(len(rows))]
         elif node.op == "placeholder":
             results = feed(node)
         elif node.op == "output":
@@ -222,9 +258,10 @@ def test_unequal_parts_compute_what_the_whole_operator_computes(operator: Any) -
     for args, kwargs in SAMPLES[operator]:
         given = pytree.tree_map(real, (args, kwargs))
         whole = [one for one in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(one, Tensor)]
-        for signature in split_signatures(operator, args, kwargs):
-            sample = SymbolicSample(operator, args, kwargs, signature)
-            assert all(guard.holds({"s0": sample.rows}) for guard in sample.guards)
+        signatures = list(split_signatures(operator, args, kwargs))
+        for signature in signatures:
+            sample = SymbolicSample(operator, args, kwargs, signature, beside(signature, signatures))
+            assert all(guard.holds({"s0": sample.rows, "s1": sample.columns}) for guard in sample.guards)
             assert sample.signatures is not None
             if signature not in sample.signatures:
                 # The kernel takes no empty tensor but an empty batch.
