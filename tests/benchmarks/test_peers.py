@@ -3,17 +3,68 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
+import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.tasks import TASKS
+from benchmarks.measure import pair, worker
 from benchmarks.measure.pair import measure
 from tests.benchmarks import run_script
 
 
+class Forked:
+    """A process of the worker, as ``subprocess.Popen`` would start it, but forked off one that has imported everything.
+
+    One test below starts real ones.
+    """
+
+    def __init__(self, command: list[Any], cwd: Path, env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
+        assert command[:3] == [sys.executable, "-m", "benchmarks.measure.worker"]
+        assert stdout is stderr
+        context = mp.get_context("forkserver")
+        self._process = context.Process(target=_work, args=(list(map(str, command[3:])), str(cwd), env, stdout.name))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+
+def _work(arguments: list[str], folder: str, environment: dict[str, str], log: str) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["worker", *arguments]
+    worker.main()
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "subprocess", SimpleNamespace(Popen=Forked))
+
+
+@pytest.mark.usefixtures("_forked")
 def test_front_door_measures_and_reports(tmp_path: Path) -> None:
     asked = ["--sizes", "tiny", "--contenders", "alone-2", "--contenders", "zerograph-2"]
     asked += ["--rounds", "1", "--steps", "2", "--no-memory", "--out", str(tmp_path / "run")]
@@ -37,6 +88,7 @@ def test_memory_and_traffic_of_ddp_are_what_it_is_known_to_take(tmp_path: Path) 
         assert rank["sent"] == pytest.approx(weight, rel=0.02)
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
     found = measure(CONTENDERS["ddp"], "no such task", "time", steps=1, cache=tmp_path / "cache", patience=600.0)
     assert re.match("rank [01] ended with status 2", found["failed"])

@@ -27,6 +27,7 @@ from zerograph.runtime.wire import collectives, selection
 aten = torch.ops.aten
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
+GPT = "gpt_of_one_block"
 SMALL = {"bucket_size": 8192}
 STEPS = 3
 
@@ -98,11 +99,11 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
 @pytest.mark.parametrize(
     ("name", "stage", "options"),
     [
-        ("gpt", 1, {}),
+        (GPT, 1, {}),
         ("conv", 2, {"clip_grad_norm": 0.5}),
-        pytest.param("gpt", 2, {"backend": "inductor"}, marks=needs_compiler),
+        pytest.param(GPT, 2, {"backend": "inductor"}, marks=needs_compiler),
         ("gpt_tied", 1, {"gradient_accumulation_steps": 2}),
-        ("gpt", 2, {"gradient_accumulation_steps": 2}),
+        (GPT, 2, {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: di
 
 
 def test_nor_do_several_on_a_grid(pool: Pool) -> None:
-    same, with_rooms, without = pool.run(4, both_ways, "gpt", 2, [[0, 1], [2, 3]], {})[0]
+    same, with_rooms, without = pool.run(4, both_ways, GPT, 2, [[0, 1], [2, 3]], {})[0]
     assert same
     assert with_rooms > 0
     assert without == 0
@@ -121,11 +122,11 @@ def test_nor_do_several_on_a_grid(pool: Pool) -> None:
 
 def gathered_by_torch() -> tuple[bool, int]:
     """(whether torch's collectives into rooms yield the numbers of exchanges, how many fill one)."""
-    model, other = make("gpt"), make("gpt")
-    exchanging = trained(TrainStep(other, adamw(other), 2, **SMALL), "gpt")
+    model, other = make(GPT), make(GPT)
+    exchanging = trained(TrainStep(other, adamw(other), 2, **SMALL), GPT)
     step = TrainStep(model, adamw(model), 2, **SMALL)
     with by_torch():
-        found = trained(step, "gpt")
+        found = trained(step, GPT)
     target = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     return equal(found, exchanging), len(step.graph().graph.find_nodes(op="call_function", target=target))
 
@@ -141,10 +142,10 @@ def test_collectives_of_torch_fill_rooms_as_well(pool: Pool) -> None:
 
 def returned() -> tuple[bool, int]:
     """(whether what was returned is what it was, rooms)."""
-    model = make("gpt")
+    model = make(GPT)
     step = Returning(model, adamw(model), 2, **SMALL)
     kept, copies = [], []
-    for x, y in batches("gpt", STEPS):
+    for x, y in batches(GPT, STEPS):
         _, *values = step(part(x), part(y))
         kept.append(values)
         copies.append([value.clone() for value in values])
@@ -160,7 +161,7 @@ def test_a_returned_parameter_stays_as_it_was(pool: Pool) -> None:
 
 def rooms_beside(change: Callable[[fx.Graph, fx.Node], None]) -> tuple[int, int]:
     """Rooms in one rank's graph as it is, and where one gathered bucket is read by what ``change`` adds."""
-    found = Case("gpt", 2, **SMALL).prepared()
+    found = Case(GPT, 2, **SMALL).prepared()
     module = found.graph_after("offload")
     (start, *_) = module.graph.find_nodes(op="call_function", target=GATHER)
     change(module.graph, next(iter(start.users)))
@@ -198,17 +199,17 @@ def test_what_is_read_behind_its_update_has_no_gather_buffer(change: Callable[[f
 
 def predicted_between() -> tuple[bool, bool, int, float]:
     """(training as without predictions, predictions as plain, rooms, share of the predicted bytes that are alive)."""
-    model, alone, plain = make("gpt"), make("gpt"), make("gpt")
+    model, alone, plain = make(GPT), make(GPT), make(GPT)
     step, other = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(alone, adamw(alone), 2, **SMALL)
     predict = Predict(model)
     same = right = True
-    for x, y in batches("gpt", STEPS):
+    for x, y in batches(GPT, STEPS):
         same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
         plain.load_state_dict(step.state_dict()["modules"]["model"])
         right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
     filled = len(placeholders(predict.graph().graph, "gather_buffer"))
     predicted = predict.memory.peak
-    return same, right, filled, most_alive_bytes(predict, part(batches("gpt", 1)[0][0])) / predicted
+    return same, right, filled, most_alive_bytes(predict, part(batches(GPT, 1)[0][0])) / predicted
 
 
 def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
@@ -224,9 +225,9 @@ def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
 
 def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     """Return True if each shard is inside its gather buffer and no buffer has moved since the last step; bytes."""
-    model = make("gpt")
+    model = make(GPT)
     step = TrainStep(model, adamw(model), stage, **SMALL)
-    (x, y), (x2, y2) = batches("gpt", 2)
+    (x, y), (x2, y2) = batches(GPT, 2)
     step(part(x), part(y))
     before = {store: store.gather_buffer.data_ptr() for store in rooms(step) if store.gather_buffer is not None}
     step(part(x2), part(y2))
@@ -288,7 +289,7 @@ def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> N
 
 def buffers_with(stage: int, **options: Any) -> int:
     """Count the gather buffers of a prepared step."""
-    return len(placeholders(Case("gpt", stage, **SMALL, **options).prepared().graph.graph, "gather_buffer"))
+    return len(placeholders(Case(GPT, stage, **SMALL, **options).prepared().graph.graph, "gather_buffer"))
 
 
 @pytest.mark.parametrize(

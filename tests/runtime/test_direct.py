@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -112,28 +113,41 @@ def test_more_may_be_in_flight_than_a_mailbox_holds(pool: Pool, ranks: int) -> N
 
 
 @patch.object(collectives, "_SMALL", 0)
-def trained(stage: int, sockets: bool, backend: Any = "eager") -> tuple[list[Tensor], int, int, int]:
-    """(losses and parameters, bytes that were planned, bytes read out of others' memory, tensors still kept)."""
+def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tuple[list[Tensor], int, int, int]]:
+    """Train at each stage; one graph, so captured once.
+
+    Returns:
+        For each: losses and parameters, planned bytes, bytes read out of others' memory, number of tensors still kept.
+    """
     environment = {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}
-    model = make("gpt_tied")
+    model, results = make("gpt_of_one_block"), []
     with patch.dict(os.environ, environment):
         # A timeout of its own makes a job of its own.
         timeout = 50.0 + sockets
-        step = TrainStep(model, adamw(model), stage, bucket_size=8192, timeout=timeout, backend=backend)
-        before = bytes_read()
-        losses = [step(part(x), part(y)) for x, y in batches("gpt_tied", 3, 12)]
-        job = join(timeout)
-        assert (direct.host_groups(job) == (None,)) == sockets
-    planned = sum(one.bytes for one in step.collectives())
-    state = step.state_dict()["modules"]["model"]
-    return [*losses, *state.values()], 3 * planned, bytes_read() - before, 0 if sockets else kept(job)
+        step = TrainStep(model, adamw(model), bucket_size=8192, timeout=timeout, backend=backend)
+        initial = step.state_dict()
+        for stage in stages:
+            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+            step.load_state_dict(initial)
+            before = bytes_read()
+            losses = [step(part(x), part(y)) for x, y in batches("gpt_of_one_block", 3, 12)]
+            read = bytes_read() - before
+            job = join(timeout)
+            assert (direct.host_groups(job) == (None,)) == sockets
+            planned = sum(one.bytes for one in step.collectives())
+            state = step.state_dict()["modules"]["model"]
+            results.append(([*losses, *state.values()], 3 * planned, read, 0 if sockets else kept(job)))
+    return results
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (3, 2), (3, 3)])
-def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(("stages", "ranks"), [([0, 1, 3], 2), ([3], 3)])
+def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stages: list[int], ranks: int) -> None:
     # Three numbers have several orders in which to be added, and gloo has its own.
     tolerance = 0.0 if ranks == 2 else 1e-6
-    for near, far in zip(pool.run(ranks, trained, stage, False), pool.run(ranks, trained, stage, True), strict=True):
+    over_memory, over_sockets = (
+        itertools.chain(*pool.run(ranks, trained, stages, sockets)) for sockets in (False, True)
+    )
+    for near, far in zip(over_memory, over_sockets, strict=True):
         torch.testing.assert_close(near[0], far[0], rtol=tolerance, atol=tolerance)
         # A new job tries once whether it can read each of the others: a word. A scalar is no whole number of pieces.
         assert 0 < near[1] <= near[2] <= near[1] + 50 * (ranks - 1)
@@ -162,7 +176,8 @@ def writes_over(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
 
 
 def test_a_backend_may_reuse_what_a_collective_has_read(pool: Pool) -> None:
-    for own, users in zip(pool.run(3, trained, 2, False), pool.run(3, trained, 2, False, writes_over), strict=True):
+    both = pool.run(3, trained, [2], False), pool.run(3, trained, [2], False, writes_over)
+    for (own,), (users,) in zip(*both, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(own[0], users[0], strict=True))
 
 

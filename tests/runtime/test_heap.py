@@ -35,12 +35,12 @@ x = torch.ones(2**22)
 for option in sys.argv[1:]:
     step = Step()
     step.config.keep_freed_memory = option == "keep"
-    for _ in range(16):
+    for _ in range(6):
         step(x)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(8):
+    for _ in range(4):
         step(x)
-    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 8
+    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4
     # More blocks, larger than any that was freed, than the freed ones have room for: a heap left alone maps some apart.
     mappings = libc.mallinfo2().hblks
     for _ in range(16):

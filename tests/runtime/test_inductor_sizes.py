@@ -49,7 +49,7 @@ def trained(name: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], lis
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("gpt", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (("conv", 2), ("mlp", 0)))],
+    [("gpt_of_one_block", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (("conv", 2), ("mlp", 0)))],
 )
 def test_pieces_compiled_for_all_sizes_train_as_one_device(pool: Pool, name: str, stage: int) -> None:
     model = make(name, torch.float64)
@@ -152,10 +152,10 @@ def has_log_softmax(graph: fx.GraphModule) -> bool:
 
 
 def losses_of(backend: str) -> list[Tensor]:
-    model = make("gpt", torch.float64)
+    model = make("gpt_of_one_block", torch.float64)
     step = TrainStep(model, adamw(model), 0, backend=backend)
     with every_size:
-        return [step(x, y) for _, x, y in data("gpt", ROWS[1][:3], torch.float64)]
+        return [step(x, y) for _, x, y in data("gpt_of_one_block", ROWS[1][:3], torch.float64)]
 
 
 def test_a_piece_that_does_not_compile_for_all_sizes_runs_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,8 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "stage"), [("gpt", 1, 0), ("gpt", 2, 3), ("conv", 2, 2), ("mlp", 3, 1), ("gpt_tied", 3, 3)]
+    ("name", "ranks", "stage"),
+    [("gpt_of_one_block", 1, 0), ("gpt", 2, 3), ("conv", 2, 2), ("mlp", 3, 1), ("gpt_tied", 3, 3)],
 )
 def test_ragged_batches_train_as_one_device_on_the_concatenation(pool: Pool, name: str, ranks: int, stage: int) -> None:
     dtype = torch.float64
@@ -86,7 +87,7 @@ def test_ragged_batches_train_as_one_device_on_the_concatenation(pool: Pool, nam
         assert compilations <= 3
 
 
-@pytest.mark.parametrize("name", ["gpt", "conv"])
+@pytest.mark.parametrize("name", ["gpt_of_one_block", "conv"])
 def test_stages_agree_bitwise_on_ragged_batches(pool: Pool, name: str) -> None:
     first, *others = pool.run(2, trained, name, range(4), torch.float32)[0]
     for other in others:
@@ -94,7 +95,7 @@ def test_stages_agree_bitwise_on_ragged_batches(pool: Pool, name: str) -> None:
 
 
 def sizes_compiled(sizes: list[int], mode: Any) -> int:
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     step = TrainStep(model, adamw(model), dynamic_shapes=mode)
     for size in sizes:
         x = torch.randint(0, 61, (4, size + 1))
@@ -420,7 +421,7 @@ def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(poo
 
 def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_maximum() -> None:
     def prepared(limit: int) -> Any:
-        model = make("gpt")
+        model = make("gpt_of_one_block")
         x, y = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
         for tensor in (x, y):
             zg.mark_dynamic(tensor, 0, max=limit)
@@ -440,7 +441,7 @@ def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_max
 
 def test_a_plan_is_for_the_declared_maximum() -> None:
     def planned(size: int, *, mark: bool) -> zg.Plan:
-        model = make("gpt")
+        model = make("gpt_of_one_block")
         x, y = torch.zeros(size, 8, dtype=torch.long), torch.zeros(size, 8, dtype=torch.long)
         for tensor in (x, y) if mark else ():
             zg.mark_dynamic(tensor, 0, max=12)
@@ -478,7 +479,7 @@ def test_the_search_for_a_number_that_is_not_finite_knows_the_sizes() -> None:
 
 def test_token_loss_of_padded_batches_counts_valid_targets_only() -> None:
     """A mean over targets other than -100 divides by their number, whatever the sizes."""
-    model, loss = make("gpt"), TokenLoss()
+    model, loss = make("gpt_of_one_block"), TokenLoss()
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x, y: loss(model(x), y))
     for rows, length in ((3, 9), (4, 5), (2, 12)):
         x = torch.randint(0, 61, (rows, length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ def trained(optimizer: Make, steps: int = 2, backwards: bool = False) -> TrainSt
     for x, y in DATA[:steps]:
         step(x, y)
     return step
+
+
+# Steps that are only read: nobody may train these further.
+source_of = functools.cache(trained)
 
 
 def load(step: TrainStep, source: TrainStep, way: str, folder: Path) -> None:
@@ -82,7 +87,7 @@ def test_a_state_of_another_optimizer_changes_nothing(
     tmp_path: Path, way: str, start: str, source: Make, kind: Make, words: str
 ) -> None:
     step = trained(kind, STARTS.index(start))
-    refused(step, lambda: load(step, trained(source), way, tmp_path), words)
+    refused(step, lambda: load(step, source_of(source), way, tmp_path), words)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,7 +99,7 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
     step = trained(kind, STARTS.index(start), backwards=True)
     refused(
         step,
-        lambda: load(step, trained(kind), way, tmp_path),
+        lambda: load(step, source_of(kind), way, tmp_path),
         "\nIt is the state of another .*, or of parameters in another",
     )
 
@@ -118,7 +123,7 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
     ],
 )
 def test_what_torch_takes_goes_on_as_in_torch(tmp_path: Path, way: str, start: str, source: Make, kind: Make) -> None:
-    saved, step = trained(source), trained(kind, STARTS.index(start))
+    saved, step = source_of(source), trained(kind, STARTS.index(start))
     state = copy.deepcopy(saved.state_dict())
     load(step, saved, way, tmp_path)
     model = make("mlp")
@@ -132,7 +137,7 @@ def test_what_torch_takes_goes_on_as_in_torch(tmp_path: Path, way: str, start: s
 
 def test_a_state_older_than_a_hyperparameter_loads() -> None:
     step = trained(lambda p: optim.AdamW(p, amsgrad=True))
-    state = trained(adamw).state_dict()
+    state = copy.deepcopy(source_of(adamw).state_dict())
     for key in ("amsgrad", "foreach", "capturable", "decoupled_weight_decay"):
         del state["optimizers"][0]["param_groups"][0][key]
     for one in state["optimizers"][0]["state"].values():
@@ -247,6 +252,12 @@ def test_an_entry_that_could_not_be_one_changes_nothing(
     step(torch.ones(4, 3))
 
 
+@pytest.fixture(scope="module")
+def both() -> tuple[TrainStep, TrainStep]:
+    """Two steps of AdamW, of which what is refused changes nothing."""
+    return trained(adamw), trained(adamw)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("key", "value"),
@@ -256,9 +267,11 @@ def test_an_entry_that_could_not_be_one_changes_nothing(
         *(("initial_lr", float("nan")), ("amsgrad", 7), ("lr", torch.tensor(float("nan")))),
     ],
 )
-def test_a_hyperparameter_that_is_no_possible_one_is_refused(tmp_path: Path, way: str, key: str, value: Any) -> None:
-    source, step = trained(adamw), trained(adamw)
-    source._optimizers[0].param_groups[0][key] = value
+def test_a_hyperparameter_that_is_no_possible_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, both: tuple[TrainStep, TrainStep], tmp_path: Path, way: str, key: str, value: Any
+) -> None:
+    source, step = both
+    monkeypatch.setitem(source._optimizers[0].param_groups[0], key, value)
     if way == "a state":
         state = source.state_dict()
         refused(step, lambda: step.load_state_dict(state), f"says {key} = ")
@@ -271,9 +284,11 @@ def test_a_hyperparameter_that_is_no_possible_one_is_refused(tmp_path: Path, way
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr", -1e-12), ("lr", 0.0), ("betas", (0.0, 0.5)), ("weight_decay", 3)])
-def test_hyperparameters_at_the_edge_are_taken(key: str, value: Any) -> None:
-    source, step = trained(adamw), trained(adamw)
-    source._optimizers[0].param_groups[0][key] = value
+def test_hyperparameters_at_the_edge_are_taken(
+    monkeypatch: pytest.MonkeyPatch, both: tuple[TrainStep, TrainStep], key: str, value: Any
+) -> None:
+    source, step = both
+    monkeypatch.setitem(source._optimizers[0].param_groups[0], key, value)
     step.load_state_dict(source.state_dict())
     assert step._optimizers[0].param_groups[0][key] == value
 

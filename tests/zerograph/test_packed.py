@@ -84,10 +84,10 @@ def transformer(name: str) -> nn.Module:
     kind, implementation = name.split("-")
     options: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
     if kind == "gpt2":
-        options |= {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        options |= {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
         options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
     else:
-        options |= {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4}
+        options |= {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4}
         options |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     family = {"gpt2": "GPT2", "llama": "Llama", "qwen3": "Qwen3"}[kind]
     config = getattr(transformers, f"{family}Config")(**options)
