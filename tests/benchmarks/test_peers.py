@@ -21,7 +21,7 @@ from tests.benchmarks import run_script
 
 
 class Forked:
-    """A process of the worker, as ``subprocess.Popen`` would start it, but forked off one that has imported everything.
+    """Process of the worker, as ``subprocess.Popen`` would start it, but forked off one that has imported everything.
 
     One test below starts real ones.
     """

@@ -128,7 +128,7 @@ def everything(cases: Sequence[tuple[int, int]], grid: bool = False) -> list[Res
 
 @pytest.fixture(scope="module")
 def whole() -> Results:
-    """Of one rank, which computes each batch at once."""
+    """Results of one rank, which computes each batch at once."""
     return everything([(0, 1)])[0]
 
 
