@@ -207,7 +207,8 @@ def bind(
             bucket, name = role.name.split(".", 1)
             feeds.append(_feed_of(stores[bucket].state[name], node, copied))
         elif role.kind == "accumulated":
-            feeds.append(functools.partial(accumulated, stores[role.name]))
+            assert role.bucket is not None
+            feeds.append(functools.partial(accumulated, stores[role.bucket]))
         elif role.kind == "hyperparameter":
             numbers[role.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[role.name])

@@ -82,15 +82,15 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
 
 def _sum_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
     """Add an input for the sum of the bucket's gradients."""
-    return _input(graph, Role("accumulated", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
+    sum_role = Role("accumulated", f"{bucket.name}.accumulated_gradient")
+    return _input(graph, sum_role, bucket.shape, bucket.dtype, bucket.storage_device)
 
 
 def _input(
     graph: fx.Graph, input_role: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
-        name = input_role.name.replace(".", "_").replace("[", "_").replace("]", "")
-        node = graph.placeholder(f"{name}_gradient" if input_role.kind == "accumulated" else name)
+        node = graph.placeholder(input_role.name.replace(".", "_").replace("[", "_").replace("]", ""))
     meta(node).update({"role": input_role, "val": fake(graph, shape, dtype, device)})
     return node
 

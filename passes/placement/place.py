@@ -183,7 +183,7 @@ def _input_sbp(node: fx.Node, context: Context) -> NdSbp:
             return (update.layouts.get(state) or update.unused[state]).sbp
         return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
     if node_role.kind == "accumulated":
-        return next(bucket.gradient_sbp for bucket in context.buckets if bucket.name == node_role.name)
+        return next(bucket.gradient_sbp for bucket in context.buckets if bucket.name == node_role.bucket)
     return all_broadcast(context.mesh.dims)
 
 

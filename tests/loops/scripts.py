@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -269,3 +270,25 @@ def windows(prepare: Prepare, accumulation: int = 3, clips: bool = True) -> Seen
             optimizer.zero_grad()
     printed.append(total.item())
     return printed, [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())]
+
+
+def scaled(prepare: Prepare, fused: bool = False) -> Seen:
+    """Scale the loss, unscale and clip gradients, skip an update that overflows."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=fused)
+    loader = DataLoader(samples(32, 8), batch_size=8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    printed: list[float] = []
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss * float("inf") if number == 2 else loss).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+            printed.append(norm if math.isfinite(norm) else -1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        printed += [loss.item(), scaler.get_scale()]
+    return printed, [copy.deepcopy(model.state_dict())]

@@ -32,6 +32,8 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         pytest.param("gan", 3, {}, marks=pytest.mark.long),
         ("windows", 3, {}),
         ("windows", 1, {"clips": False}),
+        ("scaled", 3, {}),
+        pytest.param("scaled", 2, {"fused": True}, marks=pytest.mark.long),
         ("distillation", 3, {}),
         ("two_parts", 2, {}),
     ],

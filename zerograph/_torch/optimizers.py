@@ -55,6 +55,20 @@ def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Op
     return plain
 
 
+def replace_unscaling(unscale: Callable[[torch.optim.Optimizer, Tensor], Tensor | None]) -> None:
+    """Let ``GradScaler`` unscale gradients by ``unscale(optimizer, inverse_scale)``, where that returns a flag.
+
+    ``unscale_()`` and ``step()`` share this method. Its public callers read every gradient, whole, on every rank.
+    """
+    original = torch.amp.GradScaler._unscale_grads_
+
+    def unscale_grads(self: Any, optimizer: Any, inverse: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        flag = unscale(optimizer, inverse)
+        return original(self, optimizer, inverse, found_inf, allow_fp16) if flag is None else {flag.device: flag}
+
+    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[assignment, method-assign]
+
+
 def has_closed_form_rates(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
     """Return True if :func:`closed_form_rates` supports the scheduler."""
     return isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or hasattr(scheduler, "_get_closed_form_lr")

@@ -229,6 +229,7 @@ class Accumulation:
                     str(call.tree),
                     call.with_gradients,
                     call.again,
+                    str(call.autocast),
                 )
                 for call in (tape.calls[number] for number in calls)
             ]

@@ -26,7 +26,7 @@ from zerograph.loops.loop_tape import LoopTape
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
 from zerograph.loops.program import Program, Texts, program_of
-from zerograph.loops.tape import Numbers
+from zerograph.loops.tape import Numbers, autocast_now
 from zerograph.loops.words import Words
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
@@ -60,7 +60,9 @@ class Loop:
             self._preview = self._new(LoopPreview(self.step_graph((0,), "update"), whole=False))
         self._texts = Texts({id(module): name for name, module in modules.items()})
         self._accumulation = Accumulation(self, self._texts)
-        self._outcomes = Outcomes(self._now, self._forward.parts, lambda: config.amp_dtype, self._warn)
+        self._outcomes = Outcomes(
+            self._now, self._forward.parts, lambda: autocast_now() or config.amp_dtype, self._warn
+        )
         self._numbers = Numbers()
         self._warned: set[str] = set()
         self._trainer: dict[int, int] | None = None
@@ -139,6 +141,10 @@ class Loop:
     def zero_grad(self, numbers: Iterable[int]) -> None:
         """Clear the gradients of optimizers."""
         self._settle()
+        numbers = list(numbers)
+        if self._accumulation.edits(self.tape, numbers) and any(map(self._accumulation.touched.get, numbers)):
+            # Norms that clipping returned, for instance, get their values.
+            self._accumulate()
         self._written.clear()
         for number in numbers:
             self._used.pop(number, None)

@@ -16,6 +16,8 @@ from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
 from zerograph.loops.deferred import Deferred, Meta, Result, values_of
+from zerograph.loops.events import Event, run_backward
+from zerograph.loops.program import autocast_of
 from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape, check_scalar_loss
 from zerograph.loops.words import words
 
@@ -49,30 +51,6 @@ class Owner(Protocol):
         """Return the number of updates of each optimizer so far."""
 
 
-@dataclass
-class Event:
-    """A recorded ``backward()`` or edit of gradients.
-
-    Attributes:
-        touches: the numbers of the optimizers whose gradients it changes.
-        cleared: those of them whose gradients were cleared since.
-        loss: the result that ``backward()`` was called on; None for an edit.
-    """
-
-    touches: set[int]
-    loss: Result | None = None
-    cleared: set[int] = field(default_factory=set)
-
-    def concerns(self, optimizers: Iterable[int]) -> set[int]:
-        """Return those of the optimizers that use its gradients."""
-        return (self.touches & set(optimizers)) - self.cleared
-
-
-def run_backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
-    """Run ``backward()`` in the step."""
-    loss.backward(retain_graph=retain_graph)
-
-
 @dataclass(eq=False)
 class LoopTape(Tape):
     """The calls between two steps of a loop.
@@ -99,6 +77,7 @@ class LoopTape(Tape):
     _returned: dict[Result, Tensor] = field(default_factory=dict)
 
     takes_backward = True
+    takes_autocast = True
 
     def call(self, function: Any, args: Any, kwargs: Any, *, module: bool = False, parts: bool = False) -> Any:
         """Record a call as :meth:`Tape.call` does, on the loop's present tape if this one is closed."""
@@ -213,7 +192,8 @@ class LoopTape(Tape):
         """
         named = [Named(name) for parameter in parameters if (name := self.names(parameter)) is not None]
         device = parameters[0].device
-        number = self._record(function, (named, *args), Event(self.owner.trained_by(parameters)), kwargs)
+        numbers = [self._argument(argument, False) if isinstance(argument, Tensor) else argument for argument in args]
+        number = self._record(function, (named, *numbers), Event(self.owner.trained_by(parameters)), kwargs)
         meta = Meta((), (), torch.float32 if parameters[0].dtype.itemsize < 4 else parameters[0].dtype, device)
         outcome = Outcome(pytree.tree_structure(0), (meta,), False, ())
         call = self.calls[number] = replace(self.calls[number], outcome=outcome, results={})
@@ -276,7 +256,8 @@ class LoopTape(Tape):
         known: dict[Any, Tensor] = {**self._returned, **inputs}
         values = [known[a] if isinstance(a, (Result, RealTensor)) else a for a in call.arguments]
         args, kwargs = pytree.tree_unflatten(values, call.tree)
-        with torch.no_grad():
+        device = next(iter(known.values())).device.type
+        with torch.no_grad(), autocast_of(call, device):
             leaves = pytree.tree_leaves(call.function(*args, **kwargs))
         return {Result(number, n): leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 

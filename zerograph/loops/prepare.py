@@ -21,6 +21,7 @@ from zerograph.graph import building
 from zerograph.loops.deferred import is_replaying
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop import Loop
+from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.runtime.state import holds_state_of
 
 
@@ -63,6 +64,7 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
     for optimizer in optimizers:
         _prepare_optimizer(optimizer, loop)
     _replace_clipping()
+    replace_unscaling()
     prepared = tuple(_prepared(one, loop) for one in objects)
     return prepared[0] if len(prepared) == 1 else prepared
 
@@ -208,7 +210,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     def step(closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             raise ConfigError("optimizer.step(closure) evaluates the loss several times, which no graph does")
-        loop.step(optimizer)
+        step_scaled(loop, optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         loop.zero_grad([number])

@@ -60,7 +60,9 @@ class Program:
 
         for call in self.calls:
             args, kwargs = pytree.tree_unflatten([value_of(argument) for argument in call.arguments], call.tree)
-            with torch.set_grad_enabled(call.with_gradients), replaying():
+            tensors_of_call = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            device = next((tensor.device.type for tensor in tensors_of_call), "cpu")
+            with torch.set_grad_enabled(call.with_gradients), autocast_of(call, device), replaying():
                 results.append(pytree.tree_leaves(_repeated(call, args, kwargs)))
         return [value_of(loss) for loss in self.losses], [value_of(output) for output in self.outputs]
 
@@ -108,6 +110,7 @@ def program_of(
             str(call.tree),
             call.with_gradients,
             call.again,
+            texts.of(call.autocast),
         )
         for call in calls
     ]
@@ -158,6 +161,11 @@ def _same(first: Any, second: Any) -> bool:
         return bool(first == second)
     except (RuntimeError, TypeError, ValueError):
         return False
+
+
+def autocast_of(call: Call, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return ``torch.autocast`` as it was around a call."""
+    return contextlib.nullcontext() if call.autocast is None else torch.autocast(device, call.autocast)
 
 
 def _unwritten(function: Any) -> contextlib.AbstractContextManager[None]:

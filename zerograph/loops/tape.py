@@ -82,7 +82,8 @@ class Operand:
 class Call:
     """A recorded call of ``function`` with flat ``arguments``, which ``tree`` nests.
 
-    ``again`` marks a call that an earlier step has run: it does not write to buffers a second time.
+    ``again`` marks a call that an earlier step has run: it does not write to buffers a second time. ``autocast`` is the
+    dtype of ``torch.autocast`` around it.
     """
 
     function: Callable[..., Any]
@@ -93,11 +94,18 @@ class Call:
     outcome: Outcome
     line: tuple[str, str]
     again: bool = False
+    autocast: torch.dtype | None = None
     results: dict[int, weakref.ref[Deferred]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[int]:
         """Iterate over the numbers of the calls whose results this call takes."""
         return (argument.call for argument in self.arguments if isinstance(argument, Result))
+
+
+def autocast_now() -> torch.dtype | None:
+    """Return the dtype of ``torch.autocast`` around the running code, or None."""
+    device = next((device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)), None)
+    return None if device is None else torch.get_autocast_dtype(device)
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "subtract", "__rsub__", "rsub")
@@ -188,12 +196,11 @@ class Tape:
         speak(self.words)
         if self.closed:
             raise self._over(function)
-        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-            line, code = source.running_line()
-            raise CaptureError(
-                f"torch.autocast is entered around {words().model}\n  {line}   {code}\n{words().precision}"
-            )
         at = source.running_line()
+        if (autocast := autocast_now()) is not None and not self.takes_autocast:
+            raise CaptureError(
+                f"torch.autocast is entered around {words().model}\n  {at[0]}   {at[1]}\n{words().precision}"
+            )
         place = at[0], sum(1 for _ in itertools.takewhile(lambda call: call.line == at, reversed(self.calls)))
         plain, args = args, self.numbers.lifted(place, function, args)
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
@@ -208,7 +215,7 @@ class Tape:
         outcome = self.outcome_of(function, operands, tree, with_gradients, module)
         for tensor, kind in zip((a for a in arguments if isinstance(a, RealTensor)), outcome.kinds, strict=True):
             self.kinds[tensor.number] = kind
-        call = Call(function, module, arguments, tree, with_gradients, outcome, at)
+        call = Call(function, module, arguments, tree, with_gradients, outcome, at, autocast=autocast)
         self.calls.append(call)
         results = [
             Deferred(leaf, self, Result(number, n)) if isinstance(leaf, Meta) else leaf
@@ -224,6 +231,7 @@ class Tape:
         return deferred.value
 
     takes_backward = False
+    takes_autocast = False
 
     def is_over(self, deferred: Deferred) -> bool:
         """Return whether operators on the tensor compute with its value, because the step is over."""
