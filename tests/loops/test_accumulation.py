@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerograph as zg
 from tests.loops.test_prepare import X, Y, loop_of, network
+from zerograph.loops.accumulation import Accumulation
 
 Edit = Callable[[list[nn.Parameter]], Iterable[float]]
 
@@ -154,3 +155,60 @@ def test_a_gradient_from_before_another_backward_cannot_be_changed() -> None:
     with pytest.raises(zg.CaptureError, match="read before another"):
         gradient.mul_(2)
     optimizer.step()
+
+
+def halve_large(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_hook_after_accumulation_sees_the_sum_or_is_an_error(read: bool) -> None:
+    def loop(model: nn.Module, optimizer: Any) -> None:
+        for number in range(2):
+            loss = F.cross_entropy(model(X * (number + 1)), Y)
+            loss.backward()
+            if read:
+                loss.item()
+        optimizer.step()
+
+    model, twin = network(), network()
+    for module in (model, twin):
+        module[0].weight.register_post_accumulate_grad_hook(halve_large)  # type: ignore[index, operator]
+        module[2].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index, operator]
+    loop(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    prepared = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    if read:
+        with pytest.raises(zg.CaptureError, match=r"(?s)register_post_accumulate_grad_hook.*loss\.item\(\)"):
+            loop(*prepared)
+        return
+    loop(*prepared)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_an_interrupt_between_two_bodies_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+
+    def backwards() -> None:
+        for number in range(2):
+            F.cross_entropy(model(X * (number + 1)), Y).backward()
+
+    backwards()
+    run_body, bodies = Accumulation._run_body, []
+
+    def interrupted(self: Accumulation, *args: Any) -> None:
+        bodies.append(args)
+        if len(bodies) == 2:
+            raise KeyboardInterrupt
+        run_body(self, *args)
+
+    monkeypatch.setattr(Accumulation, "_run_body", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    backwards()
+    optimizer.step()
+    assert loop_of(model).graph(optimizer).steps_done == 1

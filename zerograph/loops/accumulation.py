@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zerograph import _torch
 from zerograph.errors import CaptureError
 from zerograph.loops.batchwise import here
 from zerograph.loops.deferred import Result
@@ -91,6 +92,8 @@ class Accumulation:
         if writes != sorted(writes) or any(edit < bodies[-1].events[-1] for edit in edits):
             return False
         texts = [body.text for body in bodies]
+        if self._has_hooks_on_sums(optimizers):
+            return False
         if len(set(texts)) < len(texts):
             return True
         if self._alone.issuperset(texts) and not self._whole.issuperset(texts):
@@ -109,10 +112,17 @@ class Accumulation:
             wanted: the results that must have values.
 
         Raises:
-            CaptureError: gradients are edited between two calls of ``backward()`` through the same calls.
+            CaptureError: gradients are edited between two calls of ``backward()`` through the same calls, or hooks
+                would see the gradient of one ``backward()`` instead of the sum.
         """
         optimizers = set(optimizers)
         bodies = self._bodies(tape, optimizers)
+        if (len(bodies) > 1 or (bodies and any(self.touched.values()))) and self._has_hooks_on_sums(optimizers):
+            raise CaptureError(
+                f"a value or a gradient was read between calls of backward(), and a parameter has a hook of "
+                f"register_post_accumulate_grad_hook(){here()}\n"
+                f"The hook would not see the sum of the gradients: read after {words().step}, or call backward() once."
+            )
         edits = [n for n in self.edits(tape, optimizers) if bodies and n < bodies[-1].events[-1]]
         if any(body.events[0] < edit < body.events[-1] for body in bodies for edit in edits):
             raise CaptureError(
@@ -185,6 +195,11 @@ class Accumulation:
             index = next(index for index, other in enumerate(store.parameters) if other is parameter)
             self._gathered[1][index].copy_(whole)
         (names.discard if gradient is None else names.add)(name)
+
+    def _has_hooks_on_sums(self, optimizers: Iterable[int]) -> bool:
+        """Return whether a parameter has a hook that runs after its gradient was added to the sum."""
+        parameters = [one for number in optimizers for one in self.owner.parameters_trained_by(number)]
+        return any(on_sums for _, on_sums in _torch.gradient_hooks(parameters))
 
     def _bodies(self, tape: LoopTape, optimizers: Set[int]) -> list[_Body]:
         """Return the bodies of the calls of ``backward()`` that are still to be run, in order."""
