@@ -106,6 +106,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "gpt": (lambda: Gpt(tied=False), _tokens),
     "gpt_tied": (lambda: Gpt(tied=True), _tokens),
     "gpt_of_one_block": (lambda: Gpt(tied=False, layers=1), _tokens),
+    "gpt_tied_of_one_block": (lambda: Gpt(tied=True, layers=1), _tokens),
 }
 
 

@@ -102,7 +102,7 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
         (GPT, 1, {}),
         ("conv", 2, {"clip_grad_norm": 0.5}),
         pytest.param(GPT, 2, {"backend": "inductor"}, marks=needs_compiler),
-        ("gpt_tied", 1, {"gradient_accumulation_steps": 2}),
+        ("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}),
         (GPT, 2, {"gradient_accumulation_steps": 2}),
     ],
 )

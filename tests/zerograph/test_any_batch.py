@@ -74,7 +74,13 @@ def trained(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "stage"),
-    [("gpt_of_one_block", 1, 0), ("gpt", 2, 3), ("conv", 2, 2), ("mlp", 3, 1), ("gpt_tied", 3, 3)],
+    [
+        ("gpt_of_one_block", 1, 0),
+        ("gpt_of_one_block", 2, 3),
+        ("conv", 2, 2),
+        ("mlp", 3, 1),
+        ("gpt_tied_of_one_block", 3, 3),
+    ],
 )
 def test_ragged_batches_train_as_one_device_on_the_concatenation(pool: Pool, name: str, ranks: int, stage: int) -> None:
     dtype = torch.float64

@@ -31,7 +31,7 @@ ROWS = {
     [
         ("gpt_of_one_block", 1, 0, 3),
         ("gpt", 2, 3, 2),
-        ("gpt_tied", 2, 1, 3),
+        ("gpt_tied_of_one_block", 2, 1, 3),
         ("mlp", 3, 2, 2),
         ("gpt_of_one_block", 3, 3, 3),
     ],
