@@ -22,11 +22,12 @@ DOCS_READY := .venv/.docs-ready
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
 
+# The tests start hundreds of processes, which load the modules faster as bytecode.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest --long tests/faults tests/equivalence/test_resume.py tests/equivalence/test_resume_elsewhere.py
