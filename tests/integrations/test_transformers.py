@@ -78,3 +78,11 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
 
     with pytest.raises(ConfigError, match=message):
         run("language_model", tmp_path, 1, 1, options)
+
+
+def test_a_loss_that_changes_the_trainer_or_reads_values_is_an_error(tmp_path: Path) -> None:
+    from zerograph.errors import CaptureError
+
+    for kind, message in (("counting", "changes self.seen"), ("reading", "item|value")):
+        with pytest.raises(CaptureError, match=message):
+            run("language_model", tmp_path, 1, 1, {"kind": kind})

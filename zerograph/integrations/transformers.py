@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerograph.errors import CaptureError
 from zerograph.graph import building
 from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
@@ -214,9 +216,29 @@ class _Loss(nn.Module):
 def _loss_module(model: nn.Module, compute: Callable[..., Any]) -> _Loss:
     class Loss(_Loss):
         def forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            return compute(self.model, inputs, *args, **kwargs)
+            owner = vars(getattr(compute, "__self__", self))
+            before = {name: _outline(value) for name, value in owner.items()}
+            result = compute(self.model, inputs, *args, **kwargs)
+            changed = [name for name, value in owner.items() if before.get(name) != _outline(value)]
+            if changed:
+                raise CaptureError(
+                    f"compute_loss() changes self.{changed[0]}\nIt is traced once for all batches, so that this would "
+                    "happen while tracing only. Return outputs and look at them in a callback, or in log()."
+                )
+            return result
 
     return Loss(model)
+
+
+def _outline(value: Any, depth: int = 3) -> Any:
+    """Return what can be compared of an attribute: numbers and texts, in containers of a few levels."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {str(key): _outline(entry, depth - 1) for key, entry in value.items()}
+    if depth and isinstance(value, (list, tuple, deque)):
+        return len(value), [_outline(entry, depth - 1) for entry in value if len(value) < 100]
+    return id(value)
 
 
 def _around(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
