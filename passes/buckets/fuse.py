@@ -21,7 +21,12 @@ aten = torch.ops.aten
 def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Update buckets of optimizers with ``fused=True`` in place by the fused operators."""
     graph = module.graph
-    inputs = {node_role.name: node for node in placeholders(graph) if (node_role := role(node)) is not None}
+    # The sum of earlier gradients has the name of its bucket too.
+    inputs = {
+        node_role.name: node
+        for node in placeholders(graph)
+        if (node_role := role(node)) is not None and node_role.kind != "accumulated"
+    }
     overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):

@@ -38,6 +38,7 @@ def assert_equal(logs: list[dict[str, float]], expected: list[dict[str, float]])
     [
         ("classifier", 2, {"train_sampling_strategy": "group_by_length", "gradient_checkpointing": True}),
         ("language_model", 3, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
+        ("seq2seq", 3, {}),
     ],
 )
 def test_two_ranks_log_what_one_process_does(

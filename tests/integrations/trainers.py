@@ -60,10 +60,10 @@ def metrics(prediction: Any) -> dict[str, float]:
     }
 
 
-def arguments(folder: Path, ranks: int, **options: Any) -> Any:
-    from transformers import TrainingArguments
+def arguments(folder: Path, ranks: int, kind: str = "TrainingArguments", **options: Any) -> Any:
+    import transformers
 
-    return TrainingArguments(
+    return getattr(transformers, kind)(
         output_dir=str(folder),
         per_device_train_batch_size=8 // ranks,
         per_device_eval_batch_size=8 // ranks,
@@ -149,6 +149,42 @@ def logged(trainer: Any) -> list[dict[str, float]]:
         {name: value for name, value in log.items() if not any(part in name for part in _CLOCK)}
         for log in trainer.state.log_history
     ]
+
+
+def seq2seq(folder: Path, ranks: int, zero: int | None) -> list[dict[str, float]]:
+    """Train T5, and evaluate the tokens that it generates."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    if zero is None:
+        from transformers import Seq2SeqTrainer
+    else:
+        from zerograph.integrations.transformers import Seq2SeqTrainer
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=40, dropout_rate=0.0, **sizes, **tokens))
+    generator = torch.Generator().manual_seed(3)
+    data = [
+        {name: torch.randint(2, 40, (6,), generator=generator) for name in ("input_ids", "labels")} for _ in range(21)
+    ]
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=arguments(
+            folder,
+            ranks,
+            "Seq2SeqTrainingArguments",
+            num_train_epochs=1,
+            eval_strategy="epoch",
+            predict_with_generate=True,
+            generation_max_length=8,
+        ),
+        train_dataset=data,
+        eval_dataset=data[:13],
+        compute_metrics=lambda seen: {"tokens": float(seen.predictions.clip(0).sum()), "rows": len(seen.predictions)},
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train()
+    return logged(trainer)
 
 
 def adapters(folder: Path, ranks: int, zero: int | None, kinds: list[str]) -> dict[str, list[dict[str, float]]]:

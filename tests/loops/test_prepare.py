@@ -319,3 +319,16 @@ def test_two_modules_may_share_a_third_and_its_checkpoint_loads(tmp_path: Path) 
         model[0].weight.zero_()
     graph.load(tmp_path / "checkpoint")
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_fused_optimizer_updates_by_the_sum_of_several_backwards() -> None:
+    model, plain = network(), network()
+    model, optimizer = zg.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), stage=2)
+    twin = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        for module, trained in ((model, optimizer), (plain, twin)):
+            trained.zero_grad()
+            for part in (slice(0, 4), slice(4, 8)):
+                F.cross_entropy(module(X[part]), Y[part]).backward()
+            trained.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))

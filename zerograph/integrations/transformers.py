@@ -202,6 +202,10 @@ class Trainer(ZeroTrainerMixin, transformers.Trainer):
     """As ``transformers.Trainer``, with ZeRO. Another argument: ``zero=``, see :class:`ZeroTrainerMixin`."""
 
 
+class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
+    """As ``transformers.Seq2SeqTrainer``, with ZeRO. With ``predict_with_generate`` parameters are gathered for it."""
+
+
 class _Loss(nn.Module):
     """The function ``compute_loss`` of a trainer, recorded as a module: the mode of its model is a mode of its own."""
 

@@ -18,7 +18,7 @@ from zerograph.capture.wrappers import check_modules
 from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.graph import building
-from zerograph.loops.deferred import is_replaying
+from zerograph.loops.deferred import is_replaying, replaying
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop import Loop
 from zerograph.loops.scaling import replace_unscaling, step_scaled
@@ -154,7 +154,17 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
         return contextlib.nullcontext()
 
-    methods = {
+    def generate(self: nn.Module, ids: Any = None, **options: Any) -> Any:
+        """Generate tokens as ``generate()`` of a graph does: parameters are gathered, and nothing is recorded."""
+        if self is not module or is_replaying() or _is_busy(loop):
+            return kind.generate(self, ids, **options)
+        names = ("input_ids", "inputs") if ids is None else ()
+        given = next((options.pop(name) for name in names if name in options), ids)
+        with replaying():
+            return loop.graph().generate(self, given, **options)
+
+    methods: dict[str, Any] = {
+        **({"generate": generate} if hasattr(kind, "generate") else {}),
         "no_sync": no_sync,
         "__call__": call,
         "zero_grad": zero_grad,
