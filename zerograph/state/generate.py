@@ -94,7 +94,8 @@ def _padded(model: Any, rows: Sequence[Any], options: Mapping[str, Any]) -> tupl
 
 def facts_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Return what must be equal on all ranks: the model, and arguments that are not tensors."""
-    return {"the model": name, **{key: _described(value) for key, value in sorted(options.items())}}
+    compared = {key: value for key, value in sorted(options.items()) if not isinstance(value, Tensor)}
+    return {"the model": name, **{key: _described(value) for key, value in compared.items()}}
 
 
 def _described(value: Any) -> str:
@@ -104,7 +105,7 @@ def _described(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return repr([_described(item) for item in value])
-    # Of tensors and functions each rank may have its own.
+    # Of functions each rank may have its own.
     return type(value).__name__
 
 
