@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -246,6 +246,26 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         graph.graph.lint()
     records[-1] = replace(records[-1], _rebuild=lambda: _finalize(module))
     return tuple(records)
+
+
+def restored(
+    records: Sequence[tuple[str, str, int, float]], captured: fx.GraphModule, context: Context, emitted: fx.GraphModule
+) -> tuple[PassRecord, ...]:
+    """Return the records of passes that ran in another process.
+
+    Args:
+        records: name, summary, number of nodes and seconds of each pass, the capture first.
+        captured: the captured graph.
+        context: what the passes got besides it.
+        emitted: the graph after the last pass.
+    """
+    module = _finalize(emitted)
+    rebuilds: list[Callable[[], fx.GraphModule]] = [
+        functools.partial(_graph_after, captured, context, number) for number in range(len(records) - 1)
+    ]
+    return tuple(
+        PassRecord(*record, rebuild) for record, rebuild in zip(records, [*rebuilds, lambda: module], strict=True)
+    )
 
 
 @_torch.raw_sizes()

@@ -19,6 +19,7 @@ LAYERS = (
     ("zerograph.runtime",),
     ("zerograph.capture",),
     ("zerograph.optim",),
+    ("zerograph.artifact",),
     ("zerograph.compiler",),
     ("zerograph.state",),
     ("zerograph.inspection", "zerograph.planner"),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zerograph.config import Config
     from zerograph.data import batches, gather
     from zerograph.errors import (
+        ArtifactError,
         CaptureError,
         CheckpointError,
         CommunicationError,
@@ -85,6 +86,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "config": ("Config",),
     "data": ("batches", "gather"),
     "errors": (
+        "ArtifactError",
         "CaptureError",
         "CheckpointError",
         "CommunicationError",
@@ -131,6 +133,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _HOMES = {name: f"zerograph.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "ArtifactError",
     "CaptureError",
     "CheckpointError",
     "Collective",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import zerograph
-from zerograph.cli import calibrate, diff, env, export, inspect, plan
+from zerograph.cli import calibrate, compile, diff, env, export, inspect, plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,6 +33,7 @@ def _zerograph(
 app.command()(plan.plan)
 app.command()(inspect.inspect)
 app.command()(diff.diff)
+app.command()(compile.compile)
 app.command()(calibrate.calibrate)
 app.command()(export.export)
 app.command()(env.env)

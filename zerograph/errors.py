@@ -84,3 +84,7 @@ class CommunicationError(ZeroGraphError):
 
 class VerificationError(ZeroGraphError):
     """A pass violated an invariant of the graph: a bug in the pass."""
+
+
+class ArtifactError(ZeroGraphError):
+    """A compiled step cannot be written to a file, or its file is damaged, or of another step."""

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
 from zerograph.capture.wrappers import inner_optimizer
+from zerograph.compiler.artifacts import read_artifact, write_artifact
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -36,7 +37,8 @@ from zerograph.optim import hyperparameters, refuse_unsupported
 from zerograph.optim.step_hooks import guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
-from zerograph.runtime.job.process_group import Job, digest, join
+from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.wire.selection import exchanges_of
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
@@ -233,7 +235,7 @@ class ZeroGraph(Inspected, Stateful):
         return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
     @one_thread("prepare()", collective=False)
-    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
+    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", transport: str = "torch", **kwargs: Any) -> Prepared:
         """Prepare the step that one rank of ``mesh`` would run for inputs like these: all passes, no backend.
 
         No process group is needed and no state changes. So modules and inputs may be on the meta device, and the mesh
@@ -244,14 +246,59 @@ class ZeroGraph(Inspected, Stateful):
             args, kwargs: that rank's part of the batch, as for a call of the graph.
             device: the device that tensors on the meta device stand for. ``"meta"``: an accelerator that this build of
                 torch need not support; tensors on the CPU stand for it too. It is traced with the CPU's operators.
+            transport: how ranks exchange tensors: ``"torch"`` by torch's collectives, as over NCCL; ``"gloo"`` as over
+                gloo between hosts; ``"host"`` as over gloo between ranks of one host that share memory.
 
         Raises:
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
-        step = self._compiler.prepare(mesh, members, batch, key)
+        exchanges = exchanges_of(transport)
+        step = self._compiler.prepare(mesh, members, batch, key, self._steps.facts(members), exchanges)
         logs.tell(step, type(self).__name__)
-        return Prepared(step)
+        return Prepared(step, members.meta)
+
+    @one_thread("export_compiled()", collective=False)
+    def export_compiled(self, path: str | os.PathLike[str], prepared: Prepared | None = None) -> None:
+        """Write the step compiled last to a file, for :meth:`load_compiled` of another process on any rank.
+
+        Call it on one rank. The file has graphs and constants, no parameters; only its owner can read it. ``build()``
+        is traced again for it: digests of the code that it runs are in the file.
+
+        Args:
+            path: the file.
+            prepared: write this result of :meth:`prepare` instead.
+
+        Raises:
+            ConfigError: nothing is compiled yet.
+            ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
+        """
+        step = self._compiled() if prepared is None else prepared.step
+        members = self._members()
+        if prepared is not None:
+            members = replace(members, meta=prepared.device)
+        write_artifact(step, path, self._compiler.functions_of(step, members))
+
+    @one_thread("load_compiled()")
+    def load_compiled(self, path: str | os.PathLike[str]) -> None:
+        """Use the step of a file that :meth:`export_compiled` or ``zerograph compile`` wrote instead of compiling it.
+
+        Every rank calls it before the graph is called. Nothing in the file is executed. The next step that the graph
+        compiles must be that of the file; steps for other inputs are compiled as usual after that. Where ranks, buckets
+        and options of the file are those of the job, no pass runs; else passes run over the captured graph of the file.
+
+        Raises:
+            ArtifactError: on every rank: the file is damaged, or of another model, configuration or version; the
+                message lists what differs. The first call of the graph raises it for other inputs.
+        """
+        job, problem = self._join(), None
+        try:
+            members = self._adopted()
+            required = self._compiler.requirements(members, self._steps.facts(members))
+            self._compiler.loaded.add(read_artifact(path, members), required)
+        except BaseException as error:
+            problem = error
+        agree(job, f"loading {os.fspath(path)}", 0, dict, problem)
 
     @one_thread("lay_out()", collective=False)
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[PlannedBucket, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.random import uniform
+from zerograph.ir.rank_numbers import along
 from zerograph.ir.region import region_of
 from zerograph.ir.rewrite import copy_placement, emit
 from zerograph.passes.context import Context
@@ -69,7 +70,8 @@ def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Nod
     assert isinstance(seed, fx.Node)
     assert isinstance(size, (list, tuple))
     # Rows are ordered by rank, then by micro-batch.
-    start = [context.mesh.position[0] * (context.mesh.size // context.mesh.shape[0]), *[0] * len(size)]
+    row_number = along(0, context.mesh.size // context.mesh.shape[0])
+    start = [row_number.at(context.mesh.position), *[0] * len(size)]
     row = emit(
         graph,
         uniform,
@@ -77,7 +79,7 @@ def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Nod
         origin(inner),
         local=True,
     )
-    meta(row)["rank_arguments"] = (3,)
+    meta(row)["rank_arguments"] = {3: (row_number, *(along(0, 0) for _ in size))}
     if context.has_time:
         meta(row)["draw_dim"] = 0
     return emit(graph, aten.select.int, (row, 0, 0), origin(inner), local=True)

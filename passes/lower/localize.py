@@ -12,7 +12,7 @@ from zerograph import errors
 from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.memory import computed_bytes
-from zerograph.ir.mesh import local_shape, local_start
+from zerograph.ir.mesh import local_shape, local_start, local_start_numbers
 from zerograph.ir.metadata import Boxing, meta, origin
 from zerograph.ir.random import uniform
 from zerograph.ir.region import local, region_of
@@ -176,7 +176,7 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
     """Draw this rank's part of the numbers that one device would draw."""
     node.update_arg(2, list(shape))
     node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
-    meta(node)["rank_arguments"] = (3,)
+    meta(node)["rank_arguments"] = {3: local_start_numbers(whole, meta(node)["sbp"], context.mesh)}
     time = meta(node)["sbp"][-1]
     if context.has_time and isinstance(time, Split):
         size = whole[time.dim]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from zerograph.ir.metadata import Boxing, meta
+from zerograph.ir.rank_numbers import RankArguments, along
 from zerograph.ir.rewrite import emit_like
 from zerograph.passes.context import Context
 
@@ -53,8 +54,9 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
             if change.ranks == 2
             else emit_like(start, aten.sum.dim_IntList, received, [0])
         )
+        place: RankArguments = {2: along(change.dim, size), 3: along(change.dim, size, size)}
         own = emit_like(start, aten.slice.Tensor, whole, 0, rank * size, (rank + 1) * size)
-        meta(own)["rank_arguments"] = (2, 3)
+        meta(own)["rank_arguments"] = place
         total = emit_like(start, aten.add_.Tensor, total, own)
     wait.replace_all_uses_with(total)
     graph.erase_node(wait)

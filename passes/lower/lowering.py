@@ -13,6 +13,7 @@ from torch import fx
 from zerograph.ir.dims import Size
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, meta
+from zerograph.ir.rank_numbers import RankArguments, RankNumber, along
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.rows import exchange_rows, gather_rows
 from zerograph.ir.sbp import Broadcast, Sbp, Split, broadcast
@@ -50,11 +51,6 @@ class Lowering:
         sbp = list(self.change.source)
         sbp[self.change.dim] = broadcast
         return local_shape(meta(self.node)["global"], sbp, self.context.mesh)
-
-    @property
-    def rank(self) -> int:
-        """Position of this rank along it."""
-        return self.context.mesh.position[self.change.dim]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Emit a node of the same global tensor and SBP."""
@@ -108,12 +104,13 @@ class Lowering:
     def own_part(self, whole: fx.Node, dim: int) -> fx.Node:
         """Take this rank's part of a tensor, of which each has an equal part along ``dim``."""
         size = whole.meta["val"].shape[dim] // self.ranks
-        start = self.rank * size
-        return self.cut(aten.slice.Tensor, whole, dim, start, start + size, rank_arguments=(2, 3))
+        start, end = along(self.change.dim, size), along(self.change.dim, size, size)
+        return self.cut(aten.slice.Tensor, whole, dim, start, end, rank_arguments={2: start, 3: end})
 
-    def cut(self, target: Any, *args: Any, rank_arguments: tuple[int, ...]) -> fx.Node:
+    def cut(self, target: Any, *args: Any, rank_arguments: RankArguments) -> fx.Node:
         """Emit the operator that takes this rank's part; the arguments at ``rank_arguments`` differ between ranks."""
-        part = self.emit(target, *args)
+        position = self.context.mesh.position
+        part = self.emit(target, *(arg.at(position) if isinstance(arg, RankNumber) else arg for arg in args))
         meta(part)["boxing"] = self.change
         meta(part)["rank_arguments"] = rank_arguments
         return self.contiguous(part)
@@ -186,7 +183,7 @@ def _own_rows(lower: Lowering, whole: fx.Node, dim: int) -> fx.Node:
     if isinstance(size, int):
         return lower.own_part(whole, dim)
     start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
-    return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments=(2,))
+    return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments={2: None})
 
 
 def split_dim(sbp: Sbp) -> int:

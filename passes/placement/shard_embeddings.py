@@ -19,6 +19,7 @@ from torch import fx
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, role
+from zerograph.ir.rank_numbers import along
 from zerograph.ir.rewrite import emit_like
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.ir.sizes import sizes_of
@@ -174,7 +175,7 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     assert isinstance(gradient, fx.Node)
     assert isinstance(indices, fx.Node)
     rows = options["num_weights"] // context.ranks
-    padding = options["padding_idx"] - context.mesh.position[0] * rows
+    padding = along(0, -rows, options["padding_idx"], limit=rows)
     dim = meta(node)["indices_split_dim"]
     # Both are whole here.
     whole = indices.meta["val"].shape[dim]
@@ -191,8 +192,8 @@ def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
         for start, size in zip(itertools.accumulate(parts, initial=0), parts, strict=False):
             part_gradient = op(aten.narrow.default, own_gradient, dim, start, size)
             part_place = op(aten.narrow.default, place, dim, start, size)
-            summed = op(GRADIENT, part_gradient, part_place, rows, padding if 0 <= padding < rows else -1, False)
-            meta(summed)["rank_arguments"] = (3,)
+            summed = op(GRADIENT, part_gradient, part_place, rows, padding.at(context.mesh.position), False)
+            meta(summed)["rank_arguments"] = {3: padding}
             if "sum_dtype" in node.meta:
                 summed = op(aten._to_copy.default, summed, dtype=meta(node)["sum_dtype"])
             total = summed if total is None else op(aten.add.Tensor, total, summed)
@@ -206,9 +207,9 @@ def _places(node: fx.Node, indices: fx.Node, rows: int, context: Context) -> tup
     An index that no rank owns stays out of range, so that looking it up is the error that it is on one device.
     """
     op = functools.partial(emit_like, node)
-    start = context.mesh.position[0] * rows
-    place = op(aten.sub.Tensor, indices, start)
-    meta(place)["rank_arguments"] = (1,)
+    start = along(0, rows)
+    place = op(aten.sub.Tensor, indices, start.at(context.mesh.position))
+    meta(place)["rank_arguments"] = {1: start}
     below = op(aten.logical_and.default, op(aten.ge.Scalar, indices, 0), op(aten.lt.Scalar, place, 0))
     total = rows * context.ranks
     above = op(aten.logical_and.default, op(aten.ge.Scalar, place, rows), op(aten.lt.Scalar, indices, total))

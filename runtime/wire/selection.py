@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zerograph._torch import OpOverload
 from zerograph.base import cache
+from zerograph.errors import ConfigError
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
@@ -42,6 +43,24 @@ _DIRECT: dict[str, OpOverload] = {
 }
 # Used there too, and elsewhere if measured faster.
 _MEASURED: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
+
+
+def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
+    """Return the exchanges that replace torch's collectives over a transport: ``"torch"``, ``"gloo"`` or ``"host"``.
+
+    ``"host"`` is gloo where ranks read each other's memory.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+    transports: dict[str, Mapping[str, OpOverload]] = {
+        "torch": {},
+        "gloo": _ALWAYS,
+        "host": _ALWAYS | _DIRECT | _MEASURED,
+    }
+    if transport not in transports:
+        raise ConfigError(f"there is no transport {transport!r:.60}: choose {', '.join(transports)}")
+    return transports[transport]
 
 
 def select_exchanges(job: Job) -> Mapping[str, OpOverload]:

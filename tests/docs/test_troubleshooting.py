@@ -57,6 +57,10 @@ def load_missing() -> None:
     Step().load("runs/gpt")
 
 
+def load_missing_step() -> None:
+    Step().load_compiled("old.zg")
+
+
 def pass_object() -> None:
     Step()([torch.randn(16, 8), object()])
 
@@ -92,6 +96,7 @@ RAISING: dict[str, Callable[[], None]] = {
     "OffloadError": offload_to_missing,
     "SplitParameterError": use_split,
     "OperatorError": look_up_missing,
+    "ArtifactError": load_missing_step,
 }
 
 

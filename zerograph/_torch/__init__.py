@@ -53,6 +53,7 @@ from zerograph._torch.distributed import (
     replaced_object_collectives,
     single_process_store,
 )
+from zerograph._torch.expressions import describe_number, rebuild_number
 from zerograph._torch.modules import (
     adaptive_output,
     hook_tables,
@@ -173,6 +174,7 @@ __all__ = [
     "decompositions",
     "dense_blocks",
     "depends_on_values",
+    "describe_number",
     "differs_from_one",
     "eager_checkpoint_policies",
     "emit_size",
@@ -217,6 +219,7 @@ __all__ = [
     "python_decompositions",
     "pytree",
     "raw_sizes",
+    "rebuild_number",
     "recomputing_modules",
     "register_works",
     "replace_function",

@@ -65,7 +65,13 @@ def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple
 
 
 def prepare(
-    step: ZeroGraph, inputs: tuple[Any, ...], mesh: Mesh, *, device: str = "cpu", stage: int | None = None
+    step: ZeroGraph,
+    inputs: tuple[Any, ...],
+    mesh: Mesh,
+    *,
+    device: str = "cpu",
+    stage: int | None = None,
+    transport: str = "torch",
 ) -> Prepared:
     """Prepare the step of a rank of ``mesh``, optionally at another ``stage`` than the script's (0: none).
 
@@ -79,7 +85,7 @@ def prepare(
         mode = "distributed_split" if step.config.mode == "off" else step.config.mode
         step.config.enable_zero(mode if stage else "off", stage=stage or 1, shard_min_size=step.config.shard_min_size)
     with tracing(step):
-        return step.prepare(mesh, *inputs, device=device)
+        return step.prepare(mesh, *inputs, device=device, transport=transport)
 
 
 def set_precision(step: ZeroGraph, precision: str | None) -> None:

@@ -14,6 +14,7 @@ from zerograph import _torch
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import PlannedBucket
+from zerograph.compiler.memory_search import Candidate
 from zerograph.ir.dims import Dim, SizeInput
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.sbp import NdSbp
@@ -38,6 +39,10 @@ class RewrittenStep:
         context: what the passes got besides the graph.
         aliases: maps further names of tied parameters to the first name.
         warnings: messages that the compilation showed.
+        candidate: the bucket size and the recomputation that the memory search found.
+        requirements: what must be equal where the captured graph is used again, besides its inputs, as text by name.
+        input_requirements: the part of it that inputs and ranks decide.
+        batch: the inputs, without tensors.
     """
 
     captured: Captured
@@ -45,6 +50,10 @@ class RewrittenStep:
     context: Context
     aliases: Mapping[str, str]
     warnings: tuple[str, ...]
+    candidate: Candidate
+    requirements: Mapping[str, str]
+    input_requirements: Mapping[str, str]
+    batch: Batch
 
     @property
     def emitted(self) -> fx.Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -10,18 +9,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from zerograph._torch import OpOverload
+from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
 from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.python_state import Place
+from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.binding import bind_step
+from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenStep
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
-from zerograph.compiler.fingerprint import fingerprint, numbered
+from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.layout import PlannedBucket, Update
 from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
@@ -38,18 +40,15 @@ from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, PlacementError, ZeroGraphError
+from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
-from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh, piece_count
-from zerograph.ir.metadata import Role, meta
-from zerograph.ir.step_graph import output_nodes, placeholders, writes
+from zerograph.ir.metadata import meta
+from zerograph.ir.step_graph import output_nodes
 from zerograph.passes.context import GradientUse
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
-from zerograph.runtime.executor import Lookup, bind, with_low_overhead
-from zerograph.runtime.heap import keep_freed
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
 from zerograph.runtime.relayout import create_store, move, release
@@ -71,6 +70,7 @@ class Compiler:
         gradients: the use of gradients in graphs with optimizers.
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         updates: traces the updates of the optimizers.
+        loaded: steps that were read from files.
     """
 
     build: Callable[..., Any]
@@ -82,6 +82,7 @@ class Compiler:
     gradients: GradientUse = "update"
     accumulated: tuple[str, ...] = ()
     updates: Updates = field(init=False)
+    loaded: LoadedArtifacts = field(default_factory=LoadedArtifacts)
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
     # Python state that build() changes, by key.
     _guards: dict[Hashable, Place] = field(default_factory=dict)
@@ -91,7 +92,9 @@ class Compiler:
     def __post_init__(self) -> None:
         self.updates = Updates(self.optimizers)
 
-    def compile(self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str) -> CompiledStep:
+    def compile(
+        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, facts: Mapping[str, str]
+    ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
         Args:
@@ -100,6 +103,7 @@ class Compiler:
             batch: the inputs, on this rank.
             key: equal for equal members and inputs.
             doing: names the step in messages.
+            facts: what the captured graph depends on besides its inputs, as text by name.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -110,7 +114,7 @@ class Compiler:
         comparison = compare_inputs(job, batch, doing)
         try:
             with job.liveness.busy(f"tracing and rewriting {doing}"):
-                prepared = self.prepare(job.mesh, members, batch, key, exchanges, job.rank, comparison)
+                prepared = self.prepare(job.mesh, members, batch, key, facts, exchanges, job.rank, comparison)
             with job.liveness.busy(f"compiling {doing} with the backend"):
                 backend, function = self._run_backend(members, prepared.graph)
             places = reserve_files(prepared.layout, job.mesh, job.rank)
@@ -121,7 +125,7 @@ class Compiler:
         assert prepared is not None
         with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
-        return self._bind(job, members, prepared, backend, function, stores)
+        return bind_step(job, members, prepared, backend, function, stores, self.config)
 
     def prepare(
         self,
@@ -129,6 +133,7 @@ class Compiler:
         members: Members,
         batch: Batch,
         key: Hashable,
+        facts: Mapping[str, str],
         exchanges: Mapping[str, OpOverload] | None = None,
         rank: int | None = None,
         comparison: Comparison = NO_COMPARISON,
@@ -137,7 +142,7 @@ class Compiler:
 
         Args:
             mesh: the ranks, and the position of the one to prepare for.
-            members, batch, key: as for :meth:`compile`; tensors may be on the meta device.
+            members, batch, key, facts: as for :meth:`compile`; tensors may be on the meta device.
             exchanges: the operators that replace torch's collectives; see :mod:`zerograph.runtime.wire.selection`.
             rank: ``ZEROGRAPH_DUMP`` files the graphs under it. Default: the position on the mesh.
             comparison: the plain inputs of all ranks.
@@ -147,10 +152,12 @@ class Compiler:
         """
         self.observer.started()
         self._check(members)
+        required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
+        artifact = self.loaded.find({**required, **of_inputs}, batch)
         with explain_failure(batch, comparison):
-            captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key)
+            captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key, artifact)
         self._check_captured(captured, mesh, batch, comparison)
-        updates, update_seconds = self._trace_updates(members, captured)
+        updates, update_seconds = self._trace_updates(members, captured, artifact)
         preparation = Preparation(
             config=self.config,
             observer=self.observer,
@@ -170,18 +177,45 @@ class Compiler:
             trains=bool(self.optimizers),
             gradients=self.gradients,
             warn=self._warn,
+            requirements=required,
+            input_requirements=of_inputs,
         )
-        step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation), captured.sizes, batch)
+        step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation, artifact), captured.sizes, batch)
         self.observer.prepared(step, preparation.rank)
         return step
 
-    def _trace_updates(self, members: Members, captured: Captured) -> tuple[dict[str, Update], float]:
+    def requirements(self, members: Members, facts: Mapping[str, str]) -> dict[str, str]:
+        """Return what must be equal where the captured graph is used again, besides code and inputs."""
+        use = {"the use of gradients": self.gradients, "accumulated gradients": ", ".join(self.accumulated)}
+        return {**requirements(members, facts, self.config), **use}
+
+    def functions_of(self, step: RewrittenStep, members: Members) -> set[str]:
+        """Trace ``build()`` once more for the inputs of a step; return the names of the functions that ran.
+
+        Raises:
+            ArtifactError: the graph is another one now.
+        """
+        with recorded() as functions:
+            traced = self._trace(members, step.batch, step.context.mesh.size * step.context.batch.micro_batches)
+        if graph_lines(traced.graph.graph) != graph_lines(step.captured.graph.graph):
+            raise ArtifactError(
+                "build() traces to another graph now than when the step was compiled\n"
+                "Compile the step again before you export it."
+            )
+        return functions
+
+    def _trace_updates(
+        self, members: Members, captured: Captured, artifact: Artifact | None
+    ) -> tuple[dict[str, Update], float]:
         """Return the update of each parameter, and the seconds that tracing took."""
         start = time.perf_counter()
-        return self.updates.of(members, captured, self.config), time.perf_counter() - start
+        traced = None if artifact is None else artifact.programs
+        return self.updates.of(members, captured, self.config, traced), time.perf_counter() - start
 
-    def _fit_memory_budget(self, preparation: Preparation) -> PreparedStep:
+    def _fit_memory_budget(self, preparation: Preparation, artifact: Artifact | None) -> PreparedStep:
         """Prepare the step within the memory budget, if the configuration has one."""
+        if artifact is not None and (step := preparation.from_artifact(artifact)) is not None:
+            return step
         config, members = self.config, preparation.members
         specs = members.specs(members.parameters)
         total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.updates)
@@ -312,30 +346,52 @@ class Compiler:
         """Number of micro-batches into which each rank's part of the batch is cut."""
         return self.config.gradient_accumulation_steps if self.optimizers or self.accumulates else 1
 
-    def _capture(self, members: Members, batch: Batch, parts: int, key: Hashable) -> tuple[Captured, float]:
+    @property
+    def _scaled(self) -> bool:
+        """True if the graph scales the loss."""
+        return self.config.scaler is not None and bool(self.optimizers) and self.gradients == "update"
+
+    @property
+    def _checked(self) -> bool:
+        """True if the graph returns whether losses and gradients are finite."""
+        return self.config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated")
+
+    def _capture(
+        self, members: Members, batch: Batch, parts: int, key: Hashable, artifact: Artifact | None = None
+    ) -> tuple[Captured, float]:
         """Return the captured graph, and the seconds that capturing took.
 
         Args:
             parts: number of ranks times number of micro-batches.
             key: equal for equal members and inputs. The options that the capture depends on are added to it.
+            artifact: has the captured graph, if it was loaded from a file.
         """
         clip = self.config.clip_grad_norm if self.optimizers else None
-        scaled = self.config.scaler is not None and bool(self.optimizers) and self.gradients == "update"
-        checked = self.config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated")
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, self.config.amp_dtype, scaled, checked, self.accumulated)
+        key = (key, clip, batch_norm_groups, self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
         cached = self._captures.get(key)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
             return cached[:2]
         start = time.perf_counter()
+        if artifact is not None:
+            self._captures[key] = artifact.captured, time.perf_counter() - start, parts
+            return self._captures[key][:2]
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
+        captured = self._trace(members, batch, parts)
+        seconds = time.perf_counter() - start
+        self._captures[key] = captured, seconds, parts
+        return captured, seconds
+
+    def _trace(self, members: Members, batch: Batch, parts: int) -> Captured:
+        """Trace ``build()``; see :meth:`_capture`."""
 
         def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
             if not members.on_accelerator:
                 return list(specs)
             return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
+        config = self.config
         captured = capturing.Capture(
             self.build,
             members.root,
@@ -348,21 +404,17 @@ class Compiler:
             ranks=parts,
             groups=_groups(members, self.optimizers),
             trained=_trained(members, self.optimizers),
-            clip_grad_norm=clip,
-            batch_norm_groups=batch_norm_groups,
-            amp_dtype=self.config.amp_dtype,
-            scaled=scaled,
-            checked=checked,
+            clip_grad_norm=config.clip_grad_norm if self.optimizers else None,
+            batch_norm_groups=parts if config.batch_norm == "local" else 1,
+            amp_dtype=config.amp_dtype,
+            scaled=self._scaled,
+            checked=self._checked,
             accumulated=self.accumulated,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         ).run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
-        if members.on_accelerator:
-            captured = accelerator.moved(captured)
-        seconds = time.perf_counter() - start
-        self._captures[key] = captured, seconds, parts
-        return captured, seconds
+        return accelerator.moved(captured) if members.on_accelerator else captured
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -408,73 +460,6 @@ class Compiler:
             broadcast_from_first(job, [*plain, *members.buffers.values()])
             self._synchronised = True
         return stores
-
-    def _bind(
-        self,
-        job: Job,
-        members: Members,
-        prepared: PreparedStep,
-        backend: str,
-        function: backends.Compiled,
-        stores: Mapping[str, Store],
-    ) -> CompiledStep:
-        """Return the step with its state and its other tensors bound to the compiled function."""
-        graph = prepared.graph
-        lookups = _lookups(members, prepared)
-        written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
-        executor = bind(job, graph, function, stores, lookups, written=written)
-        if backend in backends.BACKENDS:
-            executor = with_low_overhead(executor)
-        if self.config.keep_freed_memory and all(
-            value.device.type == "cpu"
-            for node in placeholders(graph.graph)
-            if isinstance(value := node.meta["val"], Tensor)
-        ):
-            keep_freed()
-        numbers = {
-            name: (update.group, update.program.numbers[short])
-            for planned in prepared.layout
-            for update in planned.updates
-            for short, name in update.numbers().items()
-        }
-        output = graph.graph.output_node().meta
-        returned = zip(output["needs"], output_nodes(graph.graph), output["roles"], strict=True)
-        outputs = tuple((sbp, meta(node)["global"]) for sbp, node, role in returned if role.kind == "output")
-        return CompiledStep(
-            captured=prepared.captured,
-            passes=prepared.passes,
-            context=prepared.context,
-            aliases=prepared.aliases,
-            warnings=prepared.warnings,
-            backend=backend,
-            executor=executor,
-            stores=stores,
-            numbers=numbers,
-            outputs=outputs,
-            lookups=lookups,
-            dims=dict(prepared.captured.sizes.dims) if prepared.captured.sizes else {},
-        )
-
-
-def _lookups(members: Members, prepared: PreparedStep) -> dict[Role, Lookup]:
-    """Return functions that return the tensors that are in no store: parameters, buffers, and those of the scaler."""
-    lookups = {Role("parameter", name): _attribute(members.root, name) for name in members.parameters}
-    lookups |= {Role("buffer", name): _attribute(members.root, name) for name in members.buffers}
-    if (scaler := prepared.context.numerics.scaler) is not None:
-        for node in placeholders(prepared.graph.graph, "scaler"):
-            role, device = meta(node)["role"], node.meta["val"].device
-            lookups[role] = functools.partial(_scaler_tensor, scaler, role.name, device)
-    return lookups
-
-
-def _scaler_tensor(scaler: GradScaler, name: str, device: torch.device) -> Tensor:
-    return scaler.tensors(device)[name]
-
-
-def _attribute(root: nn.Module, name: str) -> Lookup:
-    """Return a function that reads a tensor of ``root``. The user may replace the tensor between steps."""
-    path, _, attribute = name.rpartition(".")
-    return functools.partial(getattr, root.get_submodule(path), attribute)
 
 
 def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:

@@ -20,10 +20,11 @@ def fingerprint(layout: Sequence[PlannedBucket], graph: fx.GraphModule) -> list[
         f"{f'; owned by ranks {planned.bucket.owners}' if planned.bucket.has_owners else ''}"
         for planned in layout
     ]
-    return [*lines, *_lines(graph.graph)]
+    return [*lines, *graph_lines(graph.graph)]
 
 
-def _lines(graph: fx.Graph) -> list[str]:
+def graph_lines(graph: fx.Graph) -> list[str]:
+    """Return a graph as lines of text, equal on all ranks."""
     lines = []
     for node in graph.nodes:
         args = tuple(
@@ -39,7 +40,7 @@ def _lines(graph: fx.Graph) -> list[str]:
         target = node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
         lines.append(f"{node.name} = {target} {args} {node.kwargs} {shown}".rstrip())
         if (loop := loop_of(node)) is not None:
-            lines += [f"in {node.name}, {loop.micro_batches} times: {line}" for line in _lines(loop.body.graph)]
+            lines += [f"in {node.name}, {loop.micro_batches} times: {line}" for line in graph_lines(loop.body.graph)]
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.capture.captured import Captured
+from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.layout import PlannedBucket, Update, plan_layout
@@ -33,7 +34,7 @@ from zerograph.passes.context import (
     MissingRules,
     Numerics,
 )
-from zerograph.passes.pipeline import run_pipeline
+from zerograph.passes.pipeline import PassRecord, run_pipeline
 from zerograph.runtime.backends import backends
 
 
@@ -110,6 +111,7 @@ class Preparation:
         trains: the graph has optimizers.
         gradients: the use of gradients.
         warn: shows a message to the user.
+        requirements, input_requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
     """
 
     config: Config
@@ -130,14 +132,14 @@ class Preparation:
     trains: bool
     gradients: GradientUse
     warn: Callable[[str], None]
+    requirements: Mapping[str, str]
+    input_requirements: Mapping[str, str]
     # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
 
     def prepare(self, candidate: Candidate) -> PreparedStep | Shortage:
         """Return the candidate's step, or its shortage if it does not keep the memory budget."""
-        config = replace(self.config, bucket_size=candidate.bucket_size)
-        mesh, members, captured = self.mesh, self.members, self.captured
-        layout = lay_out(config, mesh, self.zero_dim, members, captured, self.updates, trains=self.trains)
+        captured, layout = self.captured, self._lay_out(candidate)
         buckets = tuple(planned.bucket for planned in layout)
         sizes = () if captured.sizes is None else tuple(captured.sizes.largest_sizes().items())
         key = buckets, candidate.min_recompute_bytes, candidate.offload_activations, sizes
@@ -145,6 +147,22 @@ class Preparation:
             step = self._run_passes(candidate, layout)
             self._results[key] = meta(step.emitted.output_node()).get("shortage") or step
         return self._results[key]
+
+    def from_artifact(self, artifact: Artifact) -> PreparedStep | None:
+        """Return the step with the graph of a file, from which the captured graph is; None if the layout differs."""
+        candidate = artifact.candidate
+        layout = self._lay_out(candidate)
+        context = self._context(candidate, layout, self.warn)
+        passes = artifact.passes(self.captured, context)
+        if passes is None:
+            return None
+        for message in artifact.warnings:
+            self.warn(message)
+        return self._prepared(candidate, layout, context, passes, artifact.warnings)
+
+    def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
+        config = replace(self.config, bucket_size=candidate.bucket_size)
+        return lay_out(config, self.mesh, self.zero_dim, self.members, self.captured, self.updates, trains=self.trains)
 
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
@@ -158,12 +176,26 @@ class Preparation:
         context = self._context(candidate, layout, warn)
         with self.observer.passes(self.captured.graph, context, self.rank):
             passes = run_pipeline(self.captured.graph, context, self.capture_seconds)
+        return self._prepared(candidate, layout, context, passes, messages)
+
+    def _prepared(
+        self,
+        candidate: Candidate,
+        layout: Sequence[PlannedBucket],
+        context: Context,
+        passes: tuple[PassRecord, ...],
+        messages: Iterable[str],
+    ) -> PreparedStep:
         return PreparedStep(
             captured=self.captured,
             passes=passes,
             context=context,
             aliases=self.members.aliases,
             warnings=tuple(messages),
+            candidate=candidate,
+            requirements=self.requirements,
+            input_requirements=self.input_requirements,
+            batch=self.batch.with_tensors(()),
             layout=keep_gather_buffers(tuple(layout), passes[-1].graph.graph),
             update_seconds=self.update_seconds,
         )

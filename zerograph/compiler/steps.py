@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerograph.artifact.code import attribute_digests
 from zerograph.base.source import levels_to_user
 from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
@@ -94,6 +95,15 @@ class Steps:
         batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
         facts = self._facts(members)
         return members, batch, (tuple(facts.values()), batch.key(), members.meta)
+
+    def facts(self, members: Members) -> dict[str, str]:
+        """Return what a captured graph depends on besides its inputs and the code, as text by name."""
+        return self._with_attributes(members, show_facts(self._facts(members), ""))
+
+    def _with_attributes(self, members: Members, shown: Mapping[str, str]) -> dict[str, str]:
+        """Add digests of what the graph and its modules hold besides modules, tensors and plain values."""
+        facts = {name: text for name, text in shown.items() if name != "configuration"}
+        return facts | attribute_digests(members.root, self._attributes())
 
     def ready(
         self,
@@ -255,11 +265,12 @@ class Steps:
         batch, config, key = selection.batch, self._compiler.config, entry.key
         members = self.adopted(lambda: job) if selection.members is None else selection.members
         facts = selection.facts or self._facts(members)
-        texts = {**dict(batch.constants), **show_facts(facts, config.shown())}
+        shown = show_facts(facts, config.shown())
+        texts = {**dict(batch.constants), **shown}
         self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
         kind = selection.situation.kind
         self._recompiles.count_sizes((kind, config.key()), self._dimensions.change(kind, batch.variant), doing)
-        step = self._compiler.compile(job, members, batch, key[0], doing)
+        step = self._compiler.compile(job, members, batch, key[0], doing, self._with_attributes(members, shown))
         self.compilations += 1
         self._dimensions.add_guards(selection.situation.kind, batch.variant, step.captured.guards)
         # Steps bound to dissolved stores would keep their memory.

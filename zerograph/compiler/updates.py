@@ -39,8 +39,19 @@ class Updates:
     # The hyperparameters that could not be lifted.
     _constant: set[tuple[int, int, Path]] = field(default_factory=set)
 
-    def of(self, members: Members, captured: Captured, config: Config) -> dict[str, Update]:
-        """Return the update of each parameter that gets a gradient, by parameter name."""
+    def of(
+        self,
+        members: Members,
+        captured: Captured,
+        config: Config,
+        traced: Mapping[str, tuple[str, UpdateProgram]] | None = None,
+    ) -> dict[str, Update]:
+        """Return the update of each parameter that gets a gradient, by parameter name.
+
+        Args:
+            traced: updates that another process traced, with the names of their groups, by parameter name. One that
+                has other inputs than this process needs is traced again.
+        """
         names = members.names()
         updates = {}
         for number, optimizer in enumerate(self.optimizers):
@@ -48,8 +59,12 @@ class Updates:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     if name in captured.gradients:
-                        program = self._program(number, index, parameter, members.device(parameter), config)
-                        updates[name] = Update(program, f"optimizer{number}.group{index}", group, optimizer)
+                        group_name = f"optimizer{number}.group{index}"
+                        traced_name, program = (traced or {}).get(name, ("", None))
+                        inputs = {hyperparameters.LR, *self._lifted.get((number, index), ())}
+                        if program is None or traced_name != group_name or set(program.numbers.values()) != inputs:
+                            program = self._program(number, index, parameter, members.device(parameter), config)
+                        updates[name] = Update(program, group_name, group, optimizer)
         return updates
 
     def expect_changes(self, number: int, scheduler: object) -> None:

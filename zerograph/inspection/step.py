@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from zerograph.capture.captured import Captured
@@ -213,12 +214,17 @@ class Inspection(Views):
 
 
 class Prepared(Inspection):
-    """A prepared step and its views, as ``ZeroGraph.prepare()`` returns it."""
+    """A prepared step and its views, as ``ZeroGraph.prepare()`` returns it.
+
+    Attributes:
+        device: the device that tensors on the meta device stand for.
+    """
 
     step: PreparedStep
 
-    def __init__(self, step: PreparedStep) -> None:
+    def __init__(self, step: PreparedStep, device: torch.device | None = None) -> None:
         super().__init__(step)
+        self.device = device
 
     @property
     def layout(self) -> tuple[PlannedBucket, ...]:

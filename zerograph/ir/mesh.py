@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from zerograph.ir.rank_numbers import RankNumber
 from zerograph.ir.sbp import NdSbp, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 
@@ -98,6 +99,17 @@ def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]
             elif sizes_of(whole).is_rows(whole) or mesh.groups[mesh_dim] != TIME:
                 start[dim_sbp.dim] += sizes_of(whole).start(whole, ranks, mesh_dim)
     return tuple(start)
+
+
+def local_start_numbers(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[RankNumber | None, ...]:
+    """Return :func:`local_start` as a function of the position; None for an index that is symbolic."""
+    at_zero = local_start(shape, sbp, replace(mesh, position=(0,) * mesh.dims))
+    units = [tuple(int(one == dim) for one in range(mesh.dims)) for dim in range(mesh.dims)]
+    at_units = [local_start(shape, sbp, replace(mesh, position=unit)) for unit in units]
+    return tuple(
+        RankNumber(tuple(one[dim] for one in at_units)) if isinstance(index, int) else None
+        for dim, index in enumerate(at_zero)
+    )
 
 
 def local_part(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[slice, ...]:

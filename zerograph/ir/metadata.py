@@ -17,6 +17,7 @@ from torch import fx
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop
 from zerograph.ir.memory_budget import Shortage
+from zerograph.ir.rank_numbers import RankArguments
 from zerograph.ir.sbp import NdSbp, Signature, boxing_kind, wire_bytes
 
 Phase = Literal["forward", "backward", "update"]
@@ -175,7 +176,7 @@ class NodeMeta(_Global, total=False):
         by_user: on a boxing node: the user annotated its target, so its cost counts in placement.
         tensor: on a boxing node before ``localize``: the tensor that it moves.
         boxing: on a collective or slice, from ``localize`` on: its change of SBP.
-        rank_arguments: positions of the arguments that differ between ranks; all others are equal on all ranks.
+        rank_arguments: the arguments that differ between ranks, by position; all others are equal on all ranks.
 
     Parameters, gradients and updates:
 
@@ -225,7 +226,7 @@ class NodeMeta(_Global, total=False):
     by_user: bool
     tensor: TensorRef
     boxing: Boxing
-    rank_arguments: tuple[int, ...]
+    rank_arguments: RankArguments
     parameter: str
     bucket: str
     gradient: str

@@ -53,6 +53,27 @@ class Sizes:
         for dim in self.dims.values():
             self._symbol(SizeInput(dim.name, "all"), dim.name, dim.hint, minimum=2)
 
+    @classmethod
+    def restored(
+        cls,
+        environment: _torch.SizeEnv,
+        dims: Iterable[Dim],
+        described: Mapping[str, tuple[SizeInput, int]],
+        guards: tuple[SizeGuard, ...],
+    ) -> Sizes:
+        """Return the symbols of a captured step that was read from a file; see :meth:`described`."""
+        sizes = cls(environment, dims)
+        for name, (wanted, hint) in described.items():
+            if name not in sizes.inputs:
+                sizes._symbol(wanted, name, hint, minimum=0 if wanted.kind in ("start", "position") else 2)
+        sizes.guards = guards
+        sizes.close()
+        return sizes
+
+    def described(self) -> dict[str, tuple[SizeInput, int]]:
+        """Return what each symbol stands for, and the value that it is traced with, by name."""
+        return {name: (wanted, _torch.size_hint(self._symbols[wanted])) for name, wanted in self.inputs.items()}
+
     def _guard(self, condition: Any) -> None:
         self._add(condition, running_line(optimizers=True))
 

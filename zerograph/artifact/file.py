@@ -1,0 +1,65 @@
+"""The file of an artifact: a line that names the format, a digest, JSON, and tensors as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from zerograph.errors import ArtifactError
+
+_MAGIC = b"zerograph artifact 1\n"
+
+
+def write_file(path: str | os.PathLike[str], document: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the file at ``path`` atomically. Only its owner can read it.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    content = b"%d\n" % len(text) + text + safetensors.torch.save(dict(tensors))
+    file = Path(path)
+    # Two jobs may write the same file at the same time.
+    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as opened:
+                opened.write(_MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            os.replace(beside, file)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+    """Return the document and the tensors of a file.
+
+    Raises:
+        ArtifactError: there is no such file, it is none of zerograph's, or it is damaged.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not data.startswith(_MAGIC):
+        raise ArtifactError(f"{path} is no artifact of this version of zerograph\nExport the step again.")
+    digest, _, content = data.removeprefix(_MAGIC).partition(b"\n")
+    if digest != hashlib.sha256(content).hexdigest().encode():
+        raise ArtifactError(f"{path} is damaged: its content does not have the digest that it was written with")
+    try:
+        length, _, rest = content.partition(b"\n")
+        document = json.loads(rest[: int(length)])
+        return document, safetensors.torch.load(rest[int(length) :])
+    except Exception as error:
+        raise ArtifactError(f"{path} is damaged: {type(error).__name__}: {error}") from error

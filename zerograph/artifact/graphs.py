@@ -1,0 +1,200 @@
+"""Graphs with the metadata of their nodes as JSON, and back."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from zerograph import _torch
+from zerograph.artifact import operators
+from zerograph.artifact.values import Reader, Writer
+from zerograph.errors import ArtifactError
+from zerograph.ir import flex_attention
+from zerograph.ir.loop import Loop, loop_of
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.metadata import NodeMeta, boxing_of, meta
+from zerograph.ir.rank_numbers import RankNumber
+from zerograph.ir.region import Region, region_of
+from zerograph.ir.region import local as local_operator
+
+# The loop is a part of its node.
+_KEYS = (*tuple(key for key in NodeMeta.__annotations__ if key not in ("loop", "compiled")), "global")
+
+
+@dataclass(frozen=True)
+class GraphWriter:
+    """Writes graphs.
+
+    Attributes:
+        writer: writes their values.
+        groups: names of the process groups along the mesh dimensions, which differ between jobs.
+        regions: the local regions that the graphs refer to.
+    """
+
+    writer: Writer
+    groups: Sequence[str] = ()
+    regions: Sequence[Region] = ()
+
+    def write(self, module: nn.Module | None, graph: fx.Graph) -> list[Any]:
+        """Return the nodes of a graph.
+
+        Args:
+            module: has the constants and submodules of the graph.
+
+        Raises:
+            ArtifactError: the graph has a node that cannot be written.
+        """
+        numbers: dict[fx.Node, int] = {}
+        entries = []
+        for node in graph.nodes:
+            entry = {
+                "op": node.op,
+                "name": node.name,
+                **self._target(node, module),
+                "args": self.writer.value(self._arguments(node), numbers),
+                "meta": self._meta(node),
+            }
+            if node.kwargs:
+                entry["kwargs"] = self.writer.value(dict(node.kwargs), numbers)
+            entries.append(entry)
+            numbers[node] = len(numbers)
+        return entries
+
+    def _target(self, node: fx.Node, module: nn.Module | None) -> dict[str, Any]:
+        if node.op == "call_function":
+            return {"target": operators.name_of(node.target)}
+        name = str(node.target)
+        if node.op == "get_attr":
+            constant = None if module is None else getattr(module, name, None)
+            if not isinstance(constant, Tensor):
+                raise ArtifactError(f"the step has a constant {name} of type {type(constant).__name__}")
+            return {"target": name, "data": self.writer.tensor(constant)}
+        if node.op != "call_module":
+            return {"target": name}
+        loop = loop_of(node)
+        if loop is None:
+            # The runtime makes the update of each rank's own parameters.
+            return {"target": name, "update_of": meta(node)["bucket"]}
+        body = self.write(loop.body, loop.body.graph)
+        values = self.writer.value((loop.cuts, loop.results, loop.sizes))
+        return {"target": name, "loop": [body, loop.micro_batches, values]}
+
+    def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        if node.target is local_operator:
+            return node.args[0], self.regions.index(region_of(node))
+        if (boxing := boxing_of(node)) is not None and node.args and node.args[-1] in self.groups:
+            if self.groups[boxing.dim] != node.args[-1]:
+                raise ArtifactError(f"the process group of {node} is not that of its mesh dimension")
+            return (*node.args[:-1], None)
+        return node.args
+
+    def _meta(self, node: fx.Node) -> Any:
+        kept = {key: node.meta[key] for key in _KEYS if key in node.meta}
+        return {key: self.writer.interned(value) for key, value in kept.items()}
+
+
+@dataclass(frozen=True)
+class GraphReader:
+    """Reads graphs.
+
+    Attributes:
+        reader: reads their values.
+        mesh: the ranks, and this one's position.
+        owner_update: returns the module that updates this rank's parameters of a bucket.
+        regions: the local regions that the graphs refer to.
+    """
+
+    reader: Reader
+    mesh: Mesh | None = None
+    owner_update: Callable[[str], nn.Module] | None = None
+    regions: Sequence[Region] = ()
+
+    def read(self, entries: Sequence[Mapping[str, Any]]) -> fx.GraphModule:
+        """Return the graph of these entries, as a module that generates its code on first use.
+
+        Raises:
+            ArtifactError: the entries are no graph.
+        """
+        root, graph = nn.Module(), fx.Graph()
+        nodes: list[fx.Node] = []
+        with _torch.raw_sizes():
+            for entry in entries:
+                nodes.append(self._node(graph, root, entry, nodes))
+        return _torch.graph_module(root, graph)
+
+    def _node(self, graph: fx.Graph, root: nn.Module, entry: Mapping[str, Any], nodes: Sequence[fx.Node]) -> fx.Node:
+        op, name = entry["op"], entry["name"]
+        # Names are part of the code that a graph generates.
+        target = entry["target"]
+        for text in (name, target):
+            _check_name(text)
+        args = self.reader.value(entry["args"], nodes)
+        kwargs = self.reader.value(entry.get("kwargs", {"d": []}), nodes)
+        for key in kwargs:
+            _check_name(key)
+        function: Any = target
+        if op == "call_function":
+            function = operators.function_of(target)
+            args = self._checked(function, args)
+        elif op == "get_attr":
+            root.register_buffer(target, self.reader.tensor(entry["data"]), persistent=False)
+        elif op == "call_module":
+            root.add_module(target, self._submodule(entry))
+        elif op not in ("placeholder", "output"):
+            raise ArtifactError(f"the file has a node of kind {op!r:.40}")
+        node = graph.create_node(op, function, args, kwargs, name=name)
+        if node.name != name:
+            raise ArtifactError(f"the file has two nodes of the name {name!r:.60}")
+        for key, value in entry["meta"].items():
+            if key not in _KEYS:
+                raise ArtifactError(f"the file has metadata {key!r:.40}")
+            node.meta[key] = self.reader.value(value)
+        self._place(node)
+        if op == "call_module" and "loop" in entry:
+            meta(node)["loop"] = root.get_submodule(target)  # type: ignore[typeddict-item]
+        return node
+
+    def _checked(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if function is local_operator:
+            return args[0], self.regions[args[1]].number
+        if function in (flex_attention.flex_attention, flex_attention.flex_attention_backward):
+            for text in (one for one in args if isinstance(one, str)):
+                operators.check_modification(text)
+        return args
+
+    def _submodule(self, entry: Mapping[str, Any]) -> nn.Module:
+        if "loop" not in entry:
+            assert self.owner_update is not None
+            return self.owner_update(entry["update_of"])
+        body, micro_batches, values = entry["loop"]
+        cuts, results, sizes = self.reader.value(values)
+        loop = Loop(self.read(body), int(micro_batches), cuts, results)
+        loop.sizes = sizes
+        return loop
+
+    def _place(self, node: fx.Node) -> None:
+        """Set the arguments that belong to this rank: its process groups, and what follows from its position."""
+        if self.mesh is None:
+            return
+        if (boxing := boxing_of(node)) is not None and node.args and node.args[-1] is None:
+            node.args = (*node.args[:-1], self.mesh.groups[boxing.dim])
+        for position, numbers in node.meta.get("rank_arguments", {}).items():
+            node.update_arg(position, _at(numbers, node.args[position], self.mesh.position))
+
+
+def _at(numbers: Any, argument: Any, position: Sequence[int]) -> Any:
+    if isinstance(numbers, RankNumber):
+        return numbers.at(position)
+    if isinstance(numbers, tuple):
+        pairs = zip(numbers, argument, strict=True)
+        return [entry if number is None else number.at(position) for number, entry in pairs]
+    return argument
+
+
+def _check_name(text: Any) -> None:
+    if not isinstance(text, str) or not operators.IDENTIFIER.fullmatch(text) or keyword.iskeyword(text):
+        raise ArtifactError(f"the file has the name {text!r:.60}, which is no name of Python")
