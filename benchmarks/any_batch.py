@@ -11,8 +11,7 @@ PyTorch in fp32 that trains from the same beginning on the concatenation of all 
 relative to the loss. "Same size" interleaves a step with static and one with symbolic sizes on 8 rows of length 256 on
 each rank; medians. "First compile" is capture and all passes, once each in a process of its own. Peers get the same
 samples padded to 8 rows and length 512. Tokens are those of samples, without padding; the rates are of the same batches
-for all three, without steps that compile. Stages are compared on the first 16 of the random batches, with AdamW that
-is not fused.
+for all three, without steps that compile. Stages are compared on the first 16 of the random batches.
 """
 
 from __future__ import annotations
@@ -174,11 +173,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class TrainStep(zg.ZeroGraph):
-    def __init__(self, name: str, sizes: Sizes, dynamic: Any, stage: Any = 2, *, fused: bool = True) -> None:
+    def __init__(self, name: str, sizes: Sizes, dynamic: Any, stage: Any = 2) -> None:
         super().__init__()
         self.model = model_of(name, sizes)
-        make = adamw if fused else torch.optim.AdamW
-        self.add_optimizer(make(self.model.parameters(), LR))
+        self.add_optimizer(adamw(self.model.parameters(), LR))
         if stage == "off":
             self.set_zero_mode("off")
         else:
@@ -216,8 +214,7 @@ def stages_equal(name: str, sizes: Sizes, rank: int) -> bool:
     """Return whether losses and final parameters of all stages are equal bit by bit."""
     results = []
     for stage in COMPARED_STAGES:
-        # The fused kernel rounds the last elements of a shard, which no vector holds, otherwise.
-        step = TrainStep(name, sizes, "auto", stage, fused=False)
+        step = TrainStep(name, sizes, "auto", stage)
         losses = [step(*batch.own(rank)) for batch in batches(name, sizes)[:STAGE_STEPS]]
         results.append([*losses, *step.state_dict()["modules"]["model"].values()])
     return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.harness import PlainRun, deviation, joined, plain_run
+from tests.harness import LossStep, PlainRun, deviation, joined, plain_run, sum_of_squares
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -120,3 +120,22 @@ def test_whole_and_partial_gradients_share_a_bucket(pool: Pool) -> None:
     wanted = train_plainly(model, torch.optim.SGD(model.parameters(), lr=0.3), batches("mlp", 3))
     for losses in pool.run(2, train_around_a_missing_rule, [0, 2])[0]:
         torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=0)
+
+
+def train_fused(stages: list[int]) -> list[list[Tensor]]:
+    """Return the parameters after some steps, for each stage; 42 elements are no whole vectors on either rank."""
+    results = []
+    for stage in stages:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        step = LossStep(model, optimizer, stage, sum_of_squares)
+        for x in torch.randn(200, 4, 5) * 0.02:
+            step(part(x))
+        results.append(list(step.state_dict()["modules"]["model"].values()))
+    return results
+
+
+def test_stages_agree_bitwise_where_a_fused_kernel_ends_within_a_vector(pool: Pool) -> None:
+    off, split = pool.run(2, train_fused, [0, 3])[0]
+    assert all(map(torch.equal, off, split))

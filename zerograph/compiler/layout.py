@@ -288,7 +288,8 @@ def _new_buckets(
                 "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name)))
+        fused = update is not None and update.program.fused is not None
+        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name), fused))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,

@@ -178,7 +178,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Parameter:
-    """The properties of a parameter that bucketing depends on; ``sbp`` is the user's annotation."""
+    """The properties of a parameter that bucketing depends on.
+
+    Attributes:
+        sbp: the user's annotation.
+        key: parameters of one bucket have equal ones.
+        has_owner: it is whole inside the shard of one rank.
+        one_by_one: the update is not elementwise and runs for each parameter.
+        fused: one kernel updates the whole shard.
+        compute_dtype: dtype of the copy that the step computes with; None for ``dtype``.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -189,6 +198,11 @@ class Parameter:
     has_owner: bool = False
     one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
+    fused: bool = False
+
+
+# The longest vectors of CPUs, in bytes. A fused kernel rounds the elements after the last whole vector otherwise.
+_VECTOR_BYTES = 64
 
 
 def plan_buckets(
@@ -206,7 +220,8 @@ def plan_buckets(
     Args:
         parameters: the parameters in order of first use.
         mesh: the mesh. Buckets are padded to a multiple of its size along ``zero_dim``, broadcast ones too: norms are
-            then summed in the same pieces at every stage.
+            then summed in the same pieces at every stage. Shards with a fused update are whole vectors, so that an
+            element is rounded alike at every stage.
         zero_dim: the mesh dimension along which buckets are split.
         split: split the buckets; else they are broadcast.
         min_split_numel: parameters with fewer elements are broadcast, in buckets of their own.
@@ -302,18 +317,23 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
         slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
         offset += numel
     ranks = mesh.shape[zero_dim]
-    padded = -(-offset // ranks) * ranks
+    vector = _VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
+    padded = _rounded_up(offset, ranks * vector)
     sbp = [broadcast if dim_sbp == broadcast else Split(0) for dim_sbp in first.sbp]
     if not whole and row_dim != zero_dim:
         sbp[zero_dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.has_owner:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
-        laid, padded = _laid_by_owner(slots, owners, ranks)
+        laid, padded = _laid_by_owner(slots, owners, ranks, vector)
         return Bucket(
             name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners, first.one_by_one, first.compute_dtype
         )
     return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows, None, False, first.compute_dtype)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def split_dim(sbp: NdSbp) -> int | None:
@@ -352,12 +372,18 @@ def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ..
     return tuple(owners)
 
 
-def _laid_by_owner(slots: Sequence[Slot], owners: Sequence[int], ranks: int) -> tuple[tuple[Slot, ...], int]:
-    """Return the slots, each inside the shard of its owner, and the length of all shards together."""
+def _laid_by_owner(
+    slots: Sequence[Slot], owners: Sequence[int], ranks: int, multiple: int = 1
+) -> tuple[tuple[Slot, ...], int]:
+    """Return the slots, each inside the shard of its owner, and the length of all shards together.
+
+    Args:
+        multiple: the length of a shard is a multiple of it.
+    """
     used = [0] * ranks
     for slot, owner in zip(slots, owners, strict=True):
         used[owner] += slot.numel
-    shard, used = max(used), [0] * ranks
+    shard, used = _rounded_up(max(used), multiple), [0] * ranks
     laid = []
     for slot, owner in zip(slots, owners, strict=True):
         laid.append(replace(slot, offset=owner * shard + used[owner]))
