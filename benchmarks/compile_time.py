@@ -6,7 +6,8 @@ python benchmarks/compile_time.py --only "GPT, 12 layers" --ranks 2    # one mod
 Stage 3 with AdamW. Models live on the meta device: nothing has memory for a weight. No process group is made either, so
 any number of ranks can be asked for; what is measured is the work of one of them. Every line is a process of its own,
 so that none profits from what another has worked out before. `total` and the parts are seconds on the clock, `CPU` is
-the process's own; `memory` is by how much the process grew while it prepared the step.
+the process's own; `memory` is by how much the process grew while it prepared the step. Steps for "any size" have
+symbolic rows and lengths (`config.dynamic_shapes = True`); the others are static.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class LlamaStep(GptStep):
         return loss
 
 
-def gpt(layers: int) -> tuple[GptStep, Tensor]:
-    return GptStep(Gpt(layers, 512, 8, 16384, 256)), torch.zeros(2, 256, dtype=torch.int64)
+def gpt(layers: int, *, any_size: bool = False) -> tuple[GptStep, Tensor]:
+    step = GptStep(Gpt(layers, 512, 8, 16384, 256))
+    step.config.dynamic_shapes = any_size
+    return step, torch.zeros(2, 256, dtype=torch.int64)
 
 
 def llama() -> tuple[GptStep, Tensor]:
@@ -87,6 +90,8 @@ MODELS: dict[str, tuple[Callable[[], tuple[GptStep, Tensor]], tuple[int, ...]]] 
     "GPT, 12 layers": (lambda: gpt(12), (2,)),
     "GPT, 24 layers": (lambda: gpt(24), (2,)),
     "GPT, 48 layers": (lambda: gpt(48), (2, 64, 1024)),
+    "GPT, 12 layers, any size": (lambda: gpt(12, any_size=True), (2,)),
+    "GPT, 48 layers, any size": (lambda: gpt(48, any_size=True), (2,)),
     "Llama-3-8B": (llama, (2, 64, 1024)),
 }
 
