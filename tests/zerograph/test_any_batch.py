@@ -177,6 +177,29 @@ def test_a_loop_over_a_size_compiles_each_size_and_is_named_at_the_third_and_the
         assert "for row in range(x.shape[0])" in message
 
 
+def loop_over_rows_of_ranks() -> tuple[list[Tensor], str]:
+    """Return differences from plain PyTorch for equal parts, and the message for unequal ones of the same sum."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, each_row)
+    differences = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in [(3, 3), (2, 2)]:
+            x = torch.randn(sum(rows), 3)
+            differences.append((step(own(rows, x)) - each_row(plain, x)).abs().detach())
+    with pytest.raises(zg.InputError) as caught:
+        step(own((3, 1), torch.randn(4, 3)))
+    return differences, str(caught.value)
+
+
+def test_a_loop_over_the_rows_of_several_ranks_needs_equal_parts(pool: Pool) -> None:
+    for differences, message in pool.run(2, loop_over_rows_of_ranks):
+        assert max(differences) < 1e-5
+        assert "ranks hold unequal numbers of rows, and the step has equal parts only" in message
+
+
 class Predict(zg.ZeroGraph):
     def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()

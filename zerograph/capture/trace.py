@@ -129,9 +129,13 @@ class Capture:
                 hints = self._fixed(hints, error)
                 continue
             refuted = [guard for guard in captured.guards if not guard.holds(self.sizes)]
+            self._refuse_one_row(refuted)
+            # Parts of a number of rows that is fixed may still be unequal, which no symbol would say.
+            if fixed := [guard for guard in captured.guards if guard.fixes and guard.symbols & self._parted()]:
+                refuted = fixed
+                break
             if not refuted:
                 return captured
-            self._refuse_one_row(refuted)
             hints = other_hints(self._dims(), hints, captured.guards, self.sizes)
         raise CaptureError(
             "build() needs a size of its inputs as a Python number, so no graph serves several sizes "
@@ -168,6 +172,10 @@ class Capture:
                     "Leave such a batch out on all ranks, or let build() do the same for any number of rows: "
                     "x.squeeze(1) for x.squeeze()."
                 )
+
+    def _parted(self) -> set[str]:
+        """Return the names of the dimensions that ranks or micro-batches split by rows."""
+        return {dim.name for dim in self._dims() if dim.rows and dim.pieces > 1}
 
     def _dims(self) -> list[Dim]:
         return sorted({size for spec in self.inputs for size in spec.shape if isinstance(size, Dim)}, key=str)
