@@ -178,10 +178,6 @@ class Accelerator(accelerate.Accelerator):
         self._dataloaders.append(prepared)
         return prepared
 
-    def loop_of(self, model: nn.Module) -> Loop | None:
-        """Return the loop that records the calls of a model, or None."""
-        return loop_of(model)
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Record ``loss.backward()``, divided by the number of accumulation steps."""
         # As a float: an integer could be a count of this rank's samples.
