@@ -263,3 +263,28 @@ def test_a_job_runs_what_the_command_has_compiled(pool: Pool, tmp_path: Path) ->
     assert (Path(path).stat().st_mode & 0o777) == 0o600
     loaded, fresh = (pool.run(2, run_script, str(tmp_path), file) for file in (path, None))
     assert all(map(torch.equal, loaded, fresh))
+
+
+def rows(count: int) -> Tensor:
+    """Return so many rows, and one more on rank 1, of a dynamic dimension."""
+    x = torch.ones(count + zg.rank(), 4)
+    zg.mark_dynamic(x, 0)
+    return x
+
+
+def run_dynamic(path: str, load: bool) -> list[Tensor]:
+    step = Step()
+    if load:
+        step.load_compiled(path)
+        with nothing_compiled():
+            return [step(rows(count)) for count in (6, 3, 5)]
+    losses = [step(rows(count)) for count in (6, 3, 5)]
+    if zg.rank() == 0:
+        step.export_compiled(path)
+    return losses
+
+
+def test_a_file_serves_batches_of_any_size_and_unequal_ranks(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "step.zg")
+    wanted, loaded = (pool.run(2, run_dynamic, path, load) for load in (False, True))
+    assert all(torch.equal(*pair) for ranks in zip(wanted, loaded, strict=True) for pair in zip(*ranks, strict=True))

@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,8 @@ _TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
 )
+# Packages with which torch itself computes; what they have cached differs between processes.
+_OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
 # Attributes whose values differ between processes: transformers keeps a hash of strings.
 _OF_PROCESS = ("_original_object_hash",)
 # Longer containers, and objects nested deeper, are digested by their type and length.
@@ -63,6 +66,8 @@ def recorded() -> Iterator[set[str]]:
 
 
 def _counts(filename: str) -> bool:
+    if any(f"{os.sep}site-packages{os.sep}{package}{os.sep}" in filename for package in _OF_TORCH):
+        return False
     return source.is_users(filename) or filename.startswith(_NN)
 
 
