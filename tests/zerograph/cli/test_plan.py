@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.pool import Pool
 from zerograph.__main__ import app
 from zerograph.base.sizes import show_seconds
 
@@ -181,16 +181,19 @@ def test_times_have_a_unit_that_is_read_easily() -> None:
     assert {seconds: show_seconds(seconds) for seconds in shown} == shown
 
 
-def test_a_script_whose_loop_ran_says_so(tmp_path: Path) -> None:
+def inspected(script: Path) -> tuple[int, str]:
+    """Return the exit code and what is said beside the answer."""
+    dist.destroy_process_group()
+    found = CliRunner().invoke(app, ["inspect", f"{script}:planned", "--json"])
+    return found.exit_code, found.stderr
+
+
+def test_a_script_whose_loop_ran_says_so(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "unguarded.py"
     path.write_text(SCRIPT.partition("if __name__")[0] + "for _ in range(3):\n    a_step(torch.zeros(8, 64))\n")
-    found = subprocess.run(
-        [sys.executable, "-m", "zerograph", "inspect", f"{path}:planned", "--json"], capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    assert (
-        "unguarded.py: Step ran 3 times while the script was imported\nPut the loop under: if __name__" in found.stderr
-    )
+    ((code, said),) = pool.run(1, inspected, path)
+    assert code == 0, said
+    assert "unguarded.py: Step ran 3 times while the script was imported\nPut the loop under: if __name__" in said
 
 
 @pytest.mark.parametrize(
