@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
@@ -34,14 +36,20 @@ import zerograph as zg
 
 folder, rank, step, delay = sys.argv[1:5]
 call = zg.ZeroGraph.__call__
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def note(name, text):
+    pathlib.Path(folder, name).write_text(str(text))
 
 def die():
-    pathlib.Path(folder, "died").write_text(str(time.monotonic()))
+    note("died", time.monotonic())
     os.kill(os.getpid(), signal.SIGKILL)
 
 def dying(self, *args, **kwargs):
+    if not first and not pathlib.Path(folder, "went on").exists():
+        note("resumed", self.steps_done)
+        note("went on", time.monotonic())
     found = call(self, *args, **kwargs)
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and os.environ["RANK"] == rank and self.steps_done == int(step) and self._optimizers:
         threading.Timer(float(delay), die).start() if float(delay) else die()
     return found
@@ -85,25 +93,38 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_on_a_rank(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]:
-    """(updates repeated, seconds from the death of a rank until the job goes on) of a run that ends well."""
+    """(updates repeated, seconds from the death of a rank until the job goes on) of a run that ends well.
+
+    torchrun's agent starts the ranks, but forks them off a process that has imported everything.
+    """
     script = folder.parent / "crashing.py"
     script.write_text(CRASHING)
-    how = [str(script), str(folder.parent), str(rank), str(step), str(delay)]
-    job = subprocess.Popen(
-        command(folder, *TORCHRUN, "--max-restarts", "2", *how), env=environment(), stdout=subprocess.PIPE, text=True
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=folder.parent.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=2,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(str(folder.parent / "logs"), redirects=Std.ALL),
     )
-    assert job.stdout is not None
-    behind, went_on = 0, 0.0
-    for line in job.stdout:
-        if found := re.match(r"resuming after step (\d+)", line):
-            behind, went_on = int(found[1]), time.monotonic()
-        elif re.match(r"step +\d+/", line) and (folder.parent / "died").exists() and not went_on:
-            # It died before there was a checkpoint.
-            went_on = time.monotonic()
-    assert job.wait(240) == 0
-    assert went_on
-    return step - behind, went_on - float((folder.parent / "died").read_text())
+    how = [str(script), str(folder.parent), str(rank), str(step), str(delay)]
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        elastic_launch(agent, run_on_a_rank)(command(folder, *how))
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    resumed, died, went_on = (float((folder.parent / name).read_text()) for name in ("resumed", "died", "went on"))
+    return step - int(resumed), went_on - died
 
 
 def _random() -> list[tuple[int, int, float]]:
