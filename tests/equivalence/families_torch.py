@@ -15,13 +15,13 @@ _CLASSES = 5
 
 
 class Recurrent(nn.Module):
-    """Two layers of ``kind``, and a class from the last step."""
+    """Layers of ``kind`` in both directions, and a class from the last step."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool, bidirectional: bool) -> None:
+    def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool, layers: int) -> None:
         super().__init__()
         self.batch_first = batch_first
-        self.body = kind(6, 8, num_layers=2, batch_first=batch_first, bidirectional=bidirectional)
-        self.head = nn.Linear(16 if bidirectional else 8, _CLASSES)
+        self.body = kind(6, 8, num_layers=layers, batch_first=batch_first, bidirectional=True)
+        self.head = nn.Linear(16, _CLASSES)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         if self.batch_first:
@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
 
 
 def _sequences(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
-    return torch.randn(size, 3, 6, generator=generator), torch.randint(_CLASSES, (size,), generator=generator)
+    return torch.randn(size, 2, 6, generator=generator), torch.randint(_CLASSES, (size,), generator=generator)
 
 
 class Translator(nn.Module):
@@ -146,13 +146,13 @@ def _photographs(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
     return torch.randn(size, 3, 8, 8, generator=generator), torch.randint(_CLASSES, (size,), generator=generator)
 
 
-def _recurrent(kind: type[nn.RNNBase], **options: bool) -> Callable[[], Any]:
-    return lambda: Recurrent(kind, **options)
+def _recurrent(kind: type[nn.RNNBase], *, batch_first: bool, layers: int) -> Callable[[], Any]:
+    return lambda: Recurrent(kind, batch_first=batch_first, layers=layers)
 
 
 FAMILIES = (
-    Family("lstm", _recurrent(nn.LSTM, batch_first=True, bidirectional=True), _sequences),
-    Family("gru_time_first", _recurrent(nn.GRU, batch_first=False, bidirectional=True), _sequences),
+    Family("lstm", _recurrent(nn.LSTM, batch_first=True, layers=2), _sequences),
+    Family("gru_time_first", _recurrent(nn.GRU, batch_first=False, layers=1), _sequences),
     Family("transformer", Translator, _translations),
     Family("unet", UNet, _pictures),
     Family("graph", GraphNet, _graphs, samples_meet=True),

@@ -79,8 +79,10 @@ def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> N
 
 
 def test_small_buckets_change_nothing(pool: Pool) -> None:
-    many = pool.run(2, train, "gpt_tied", [1, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40})[0]
-    one = pool.run(2, train, "gpt_tied", [0], torch.float32, 8, {})[0][0]
+    many = pool.run(
+        2, train, "gpt_tied_of_one_block", [1, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40}
+    )[0]
+    one = pool.run(2, train, "gpt_tied_of_one_block", [0], torch.float32, 8, {})[0][0]
     for losses, state in many:
         assert all(map(torch.equal, losses, one[0]))
         assert all(torch.equal(state[key], one[1][key]) for key in state)

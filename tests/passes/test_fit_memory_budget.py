@@ -177,20 +177,23 @@ def test_other_budgets_are_refused(size: Any) -> None:
         zg.Config(memory_budget=size)
 
 
-def wide(budget: int | None) -> Prepared:
-    """Stage 3 over 24 MiB of parameters: the usual bucket has 3 MiB, three matrices."""
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24)))
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, memory_budget=budget)
-    return prepare(step, torch.ones(8, 512), torch.zeros(8, dtype=torch.int64))
-
-
 def bucket_sizes() -> list[tuple[int, int, int]]:
-    """(buckets, collectives, bytes sent) without a budget, with less than that takes, and with more."""
-    usual = wide(None)
+    """(buckets, collectives, bytes sent) without a budget, with less than that takes, and with more.
+
+    Stage 3 over 24 MiB of parameters: the usual bucket has 3 MiB, three matrices.
+    """
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24)))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+
+    def prepared(budget: int | None) -> Prepared:
+        step.config.memory_budget = budget
+        return prepare(step, torch.ones(8, 512), torch.zeros(8, dtype=torch.int64))
+
+    usual = prepared(None)
     found = []
-    for step in (usual, wide(usual.memory.peak - 2**22), wide(2 * usual.memory.peak)):
-        moved = step.collectives()
-        found.append((len(step.context.buckets), len(moved), sum(one.bytes for one in moved)))
+    for one in (usual, prepared(usual.memory.peak - 2**22), prepared(2 * usual.memory.peak)):
+        moved = one.collectives()
+        found.append((len(one.context.buckets), len(moved), sum(each.bytes for each in moved)))
     return found
 
 
@@ -222,7 +225,7 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
 )
 def test_casts_before_gathers_are_within_the_budget_too(micro_batches: int, bucket_size: int, fraction: float) -> None:
     batch = torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
-    free = zg.plan(low_precision(micro_batches, bucket_size), batch, world_size=8).memory.peak
     step = low_precision(micro_batches, bucket_size)
+    free = zg.plan(step, batch, world_size=8).memory.peak
     step.config.memory_budget = int(free * fraction)
     assert zg.plan(step, batch, world_size=8).memory.peak <= free * fraction

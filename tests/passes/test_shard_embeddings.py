@@ -62,10 +62,14 @@ def step_of(model: nn.Module, stage: int) -> TrainStep:
 def train(
     stages: list[int], tied: bool, size: int, dtype: torch.dtype = torch.float32, amp: torch.dtype | None = None
 ) -> list[dict[str, Tensor]]:
+    """Return losses and the final parameters of each stage. One graph, so captured once."""
+    step = step_of(make(tied, dtype), 0)
+    step.config.amp_dtype = amp
+    initial = step.state_dict()
     found = []
     for stage in stages:
-        step = step_of(make(tied, dtype), stage)
-        step.config.amp_dtype = amp
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
         losses = torch.stack([step(part(x), part(y)) for x, y in batches(size)])
         found.append({"losses": losses, **step.state_dict()["modules"]["model"]})
     return found

@@ -129,17 +129,24 @@ class Step(nn.Graph):
         return loss
 
 
-def run(name: str, chosen: list[dict[str, Any]], stage: int = 0) -> list[Any]:
-    """Every parameter [count, SIZE] after each step."""
+def run(name: str, chosen: list[dict[str, Any]], stages: tuple[int, ...] = (0,)) -> list[list[Any]]:
+    """For each stage every parameter [count, SIZE] after each step. One graph, so captured once."""
     start, rows = start_and_gradients(len(chosen))
     model: Any = Products(start)
     groups = [{"params": [weight], **case} for weight, case in zip(model.weights, chosen, strict=True)]
-    graph = Step(model, CHECKS[name][0](groups), stage)
-    after = []
-    for one in rows:
-        graph(torch.from_numpy(one).chunk(flow.env.get_world_size())[flow.env.get_rank()])
-        after.append(np.stack([value.numpy() for value in model.state_dict().values()]))
-    return after
+    graph = Step(model, CHECKS[name][0](groups), stages[0])
+    initial = graph.state_dict()
+    found = []
+    for stage in stages:
+        if stage:
+            graph.config.enable_zero(True, stage=stage, shard_min_size=1)
+        graph.load_state_dict(initial)
+        after = []
+        for one in rows:
+            graph(torch.from_numpy(one).chunk(flow.env.get_world_size())[flow.env.get_rank()])
+            after.append(np.stack([value.numpy() for value in model.state_dict().values()]))
+        found.append(after)
+    return found
 
 
 def expected(name: str, chosen: list[dict[str, Any]]) -> list[Any]:
@@ -158,14 +165,14 @@ def test_cases_of_upstream_have_upstreams_numbers(name: str) -> None:
     chosen = cases(name)[::7] + cases(name)[-1:]
     for option, value in [(key, value) for values in CHECKS[name][2] for key in values for value in values[key]]:
         assert any(case.get(option) == value for case in chosen) or len(cases(name)) < 8
-    np.testing.assert_allclose(run(name, chosen), expected(name, chosen), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(run(name, chosen)[0], expected(name, chosen), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_case_of_upstream_has_upstreams_numbers(name: str) -> None:
     chosen = cases(name)
-    np.testing.assert_allclose(run(name, chosen), expected(name, chosen), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(run(name, chosen)[0], expected(name, chosen), rtol=1e-9, atol=1e-9)
 
 
 # Those whose update is not torch's.
@@ -176,14 +183,14 @@ def few(name: str) -> list[dict[str, Any]]:
     return cases(name)[::17][:3] + cases(name)[-1:]
 
 
-def at_every_stage() -> dict[str, Any]:
-    return {name: {stage: run(name, few(name), stage) for stage in (1, 2, 3)} for name in OWN}
+def at_every_stage() -> dict[str, list[list[Any]]]:
+    return {name: run(name, few(name), (1, 2, 3)) for name in OWN}
 
 
 def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool) -> None:
     for rank in pool.run(2, at_every_stage):
         for name in OWN:
-            for stage in rank[name].values():
+            for stage in rank[name]:
                 np.testing.assert_allclose(stage, expected(name, few(name)), rtol=1e-9, atol=1e-9)
 
 
