@@ -71,7 +71,8 @@ def draws_and_pairs(model: nn.Module, x: Tensor) -> Tensor:
 def losses_by(backend: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(6, 5).double()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2, draws_and_pairs, backend=backend, seed=7)
+    optimizer, options = torch.optim.SGD(model.parameters(), lr=0.5), {"seed": 7, "dynamic_shapes": True}
+    step = LossStep(model, optimizer, 2, draws_and_pairs, backend=backend, **options)
     with every_size, warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*The piece is")
         return [
@@ -153,7 +154,7 @@ def has_log_softmax(graph: fx.GraphModule) -> bool:
 
 def losses_of(backend: str) -> list[Tensor]:
     model = make("gpt_of_one_block", torch.float64)
-    step = TrainStep(model, adamw(model), 0, backend=backend)
+    step = TrainStep(model, adamw(model), 0, backend=backend, dynamic_shapes=True)
     with every_size:
         return [step(x, y) for _, x, y in data("gpt_of_one_block", ROWS[1][:3], torch.float64)]
 
