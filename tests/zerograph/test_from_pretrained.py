@@ -13,24 +13,13 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests import pretrained
-from tests.harness import LossStep
+from tests.harness import LossStep, Predict
 from tests.models import Gpt, part
 from tests.peak_memory import Live
 from tests.pool import Pool
 from zerograph._torch import pytree
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
 from zerograph.runtime.parameters import SplitParameter
-
-
-class Whole(zg.ZeroGraph):
-    """A forward graph, for its ``state_dict()``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def tensors_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -46,7 +35,7 @@ def differences(cls: Any, folder: Path, **options: Any) -> list[str]:
     model = zg.from_pretrained(cls, folder, **options)
     found = [name for name, value in model.named_parameters() if not isinstance(value, SplitParameter)]
     expected = tensors_of(plain, plain.state_dict())
-    actual = tensors_of(model, Whole(model).state_dict()["modules"]["model"])
+    actual = tensors_of(model, Predict(model).state_dict()["modules"]["model"])
     found += [] if list(actual) == list(expected) else ["names"]
     found += [
         name
@@ -147,7 +136,7 @@ def memory(folder: Path) -> tuple[int, int, int]:
     """Return the most bytes of tensors alive at once in loading, those of this rank's parts, and of the largest."""
     with LiveValues([]) as live:
         model = zg.from_pretrained(transformers.MixtralForCausalLM, folder)
-    parts = [store.flat.nbytes for store in Whole(model)._stores()]
+    parts = [store.flat.nbytes for store in Predict(model)._stores()]
     return live.most, sum(parts), max(parts)
 
 
@@ -201,8 +190,8 @@ def refused(folders: dict[str, Path], root: Path) -> dict[str, str]:
         "other dtypes": lambda: zg.from_pretrained(
             gpt2, folders["gpt2"], dtype=(torch.float32, torch.bfloat16)[zg.rank()]
         ),
-        "no file": lambda: Whole(Gpt(tied=True)).load_state_dict({"modules": {"model": root / "nowhere"}}),
-        "other model": lambda: Whole(Gpt(tied=True)).load_state_dict({"modules": {"model": folders["bert"]}}),
+        "no file": lambda: Predict(Gpt(tied=True)).load_state_dict({"modules": {"model": root / "nowhere"}}),
+        "other model": lambda: Predict(Gpt(tied=True)).load_state_dict({"modules": {"model": folders["bert"]}}),
     }
     found = {}
     for name, call in calls.items():

@@ -20,21 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
 from tests.constructors import CONSTRUCTIONS, tied
+from tests.harness import Predict
 from tests.models import TrainStep, adamw, batches, part, train_plainly
 from tests.peak_memory import Live, most_allocated
 from tests.pool import Pool
 from zerograph.runtime.parameters import SplitParameter
-
-
-class Whole(zg.ZeroGraph):
-    """A forward graph, for its ``state_dict()``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def split(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -44,7 +34,7 @@ def split(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = Whole(model).state_dict()["modules"]["model"]
+    state: dict[str, Tensor] = Predict(model).state_dict()["modules"]["model"]
     return state
 
 
@@ -176,7 +166,7 @@ def on_a_grid() -> tuple[list[int], list[bool]]:
     torch.manual_seed(0)
     with zg.sharded_init(grid):
         model = nn.Linear(8, 4)
-    sizes = [store.flat.numel() for store in Whole(model)._stores()]
+    sizes = [store.flat.numel() for store in Predict(model)._stores()]
     x = torch.ones(4, 8)
     same = []
     for placement in (grid, None):
@@ -211,7 +201,7 @@ def made_within_a_limit() -> dict[str, Any]:
     model = split(large)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     torch.manual_seed(0)
-    parts = [store.flat for store in Whole(model)._stores()]
+    parts = [store.flat for store in Predict(model)._stores()]
     wanted = [one.flatten()[: LARGE**2 // RANKS] for one in large().parameters()]
     found["same"] = all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True))
     return found
@@ -343,7 +333,7 @@ class InBuild(zg.ZeroGraph):
 
 def called_inside() -> None:
     with zg.sharded_init():
-        Whole(nn.Linear(3, 3))(torch.ones(2, 3))
+        Predict(nn.Linear(3, 3))(torch.ones(2, 3))
 
 
 def saved_inside() -> None:

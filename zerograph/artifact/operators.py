@@ -86,12 +86,7 @@ def check_modification(text: str) -> str:
     Raises:
         ArtifactError: it does anything else.
     """
-    try:
-        statements = ast.parse(text).body
-        is_modification = len(statements) == 1 and _is_modification(statements[0])
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        is_modification = False
-    if not is_modification:
+    if not _parses(text, "exec", lambda tree: len(tree.body) == 1 and _is_modification(tree.body[0])):
         raise ArtifactError(f"the file has a function that does not only call operators: {text!r:.80}")
     return text
 
@@ -151,13 +146,17 @@ def check_condition(text: str) -> str:
     Raises:
         ArtifactError: it is anything else.
     """
-    try:
-        is_condition = all(map(_is_arithmetic, ast.walk(ast.parse(text, mode="eval"))))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        is_condition = False
-    if not is_condition:
+    if not _parses(text, "eval", lambda tree: all(map(_is_arithmetic, ast.walk(tree)))):
         raise ArtifactError(f"the file has a condition on sizes that is not arithmetic: {text!r:.80}")
     return text
+
+
+def _parses(text: str, mode: str, allows: Callable[[Any], bool]) -> bool:
+    """Return whether a text is Python, a module ("exec") or an expression ("eval"), that is allowed."""
+    try:
+        return allows(ast.parse(text, mode=mode))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def _is_arithmetic(node: ast.AST) -> bool:

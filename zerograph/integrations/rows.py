@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from zerograph.errors import InputError
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.loops.loaders import agree_on_batch, bounds, reading_options
+from zerograph.runtime.job.process_group import Job
 
 
 class WholeBatches(BatchSampler):
@@ -87,13 +88,7 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
         split: the loader's batches are whole already.
     """
     ranks = 1 if split else job.size
-    arguments: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in (
-            *("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "in_order"),
-            *("multiprocessing_context", "generator", "persistent_workers"),
-        )
-    }
+    arguments = {**reading_options(loader), "in_order": loader.in_order}
     collate = RowsOf(loader.collate_fn, job.rank, job.size)
     if isinstance(loader.dataset, IterableDataset):
         size = None if loader.batch_size is None else loader.batch_size * ranks
@@ -113,13 +108,6 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
     return DataLoader(
         loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn if own else collate, **arguments
     )
-
-
-def bounds(count: int, rank: int, ranks: int) -> slice:
-    """Return the rows of a rank: contiguous, and as many as of any other, or one more."""
-    least, more = divmod(count, ranks)
-    start = rank * least + min(rank, more)
-    return slice(start, start + least + (rank < more))
 
 
 def rows_of(batch: Any, rank: int, ranks: int) -> Any:
@@ -163,7 +151,7 @@ def rows_of(batch: Any, rank: int, ranks: int) -> Any:
 def _part(job: Job, number: int, samples: Sequence[Any], own: bool) -> list[Any]:
     """Return the samples to read of a whole batch, which must be the same on all ranks."""
     samples = list(samples)
-    agree(job, f"batch {number + 1} of a prepared loader", digest(samples), lambda: {"samples": f"{samples}"[:200]})
+    agree_on_batch(job, number, "samples", samples)
     return samples[bounds(len(samples), job.rank, job.size)] if own else samples
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.loops.loop import Loop
-from zerograph.runtime.state import plain_parameters, store_of, stores_of
+from zerograph.runtime.state import gather_parts, store_of, stores_of
 
 
 def whole_state(
@@ -32,15 +32,15 @@ def whole_state(
     parameters = [entries[name] for name in names if isinstance(entries[name], nn.Parameter)]
     needed, whole = {id(parameter) for parameter in parameters}, dict[int, Tensor]()
     for store in stores_of(parameters):
-        values = plain_parameters(store)
-        for parameter, value in zip(store.parameters, values, strict=True):
-            if here and id(parameter) in needed:
-                whole[id(parameter)] = value.detach().cpu().clone()
+        indices = [index for index, parameter in enumerate(store.parameters) if id(parameter) in needed]
+        for index, part in gather_parts(store, indices):
+            if here:
+                whole[id(store.parameters[index])] = part.detach().to("cpu", copy=True)
     if not here:
         return {}
     with torch.no_grad():
         for name in names:
             value = entries[name]
             if isinstance(value, Tensor) and (not isinstance(value, nn.Parameter) or store_of(value) is None):
-                whole.setdefault(id(value), value.detach().cpu().clone())
+                whole.setdefault(id(value), value.detach().to("cpu", copy=True))
     return {name: whole[id(entries[name])] for name in names if isinstance(entries[name], Tensor)}

@@ -328,8 +328,3 @@ def graph_sizes(graph: fx.Graph) -> Sizes | None:
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     sizes: Iterable[Size] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     return next((sizes_of(size) for size in sizes if isinstance(size, torch.SymInt)), None)
-
-
-def has_symbolic_inputs(graph: fx.Graph) -> bool:
-    """Return whether some input of the graph has a dynamic dimension."""
-    return graph_sizes(graph) is not None

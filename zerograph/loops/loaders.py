@@ -56,26 +56,32 @@ class SplitLoader:
         job = join(self._config.timeout)
         _same_generators(loader, job)
         mine = _Part(loader.batch_sampler, job.rank, job.size)  # type: ignore[arg-type]
-        options = {
-            name: getattr(loader, name)
-            for name in (
-                *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
-                *("multiprocessing_context", "generator", "persistent_workers"),
-            )
-        }
-        local: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=mine, **options)
+        local: DataLoader[Any] = DataLoader(
+            loader.dataset, batch_sampler=mine, collate_fn=loader.collate_fn, **reading_options(loader)
+        )
         for number, batch in enumerate(local):
             indices, count = mine.read.pop(number)
-            _agree(job, number, "samples", indices)
+            agree_on_batch(job, number, "samples", indices)
             yield batch if count else _rows(batch, slice(0, 0))
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = join(self._config.timeout)
         for number, batch in enumerate(loader):
             facts = [(tuple(t.shape), float(t.double().sum())) for t in _tensors(batch)]
-            _agree(job, number, "shapes and sums", facts)
+            agree_on_batch(job, number, "shapes and sums", facts)
             count = next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
-            yield _rows(batch, _bounds(count, job.rank, job.size))
+            yield _rows(batch, bounds(count, job.rank, job.size))
+
+
+def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a loader that say how it reads; not its dataset, batches, collation and ``in_order``."""
+    return {
+        name: getattr(loader, name)
+        for name in (
+            *("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
+            *("multiprocessing_context", "generator", "persistent_workers"),
+        )
+    }
 
 
 def _splits_samples(loader: DataLoader[Any]) -> bool:
@@ -92,7 +98,7 @@ class _Part:
     def __iter__(self) -> Iterator[list[Any]]:
         for number, whole in enumerate(self._batches):
             indices = list(whole)
-            mine = indices[_bounds(len(indices), self._rank, self._size)]
+            mine = indices[bounds(len(indices), self._rank, self._size)]
             self.read[number] = (indices, len(mine))
             yield mine or indices[:1]
 
@@ -100,7 +106,7 @@ class _Part:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-def _bounds(count: int, rank: int, size: int) -> slice:
+def bounds(count: int, rank: int, size: int) -> slice:
     """Return the rows of a rank: contiguous, and as many as of any other, or one more."""
     least, more = divmod(count, size)
     start = rank * least + min(rank, more)
@@ -115,7 +121,7 @@ def _same_generators(loader: DataLoader[Any], job: Job) -> None:
             generator.manual_seed(broadcast_number(job, generator.initial_seed() % 2**62 ^ own))
 
 
-def _agree(job: Job, number: int, what: str, facts: Any) -> None:
+def agree_on_batch(job: Job, number: int, what: str, facts: Any) -> None:
     """Raise unless the facts about a batch are equal on all ranks."""
     agree(job, f"batch {number + 1} of a prepared loader", digest(facts), lambda: {what: f"{facts}"[:200]})
 

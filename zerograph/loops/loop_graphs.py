@@ -31,14 +31,10 @@ class OfLoop(Recorded):
 
     def _seed_of_step(self) -> int:
         seed = self._seed if self.config.seed is None else self.config.seed
-        return digest((seed, self._loop.graphs_done))
+        return digest((seed, self.loop.graphs_done))
 
     def _attributes(self) -> dict[str, Any]:
         return {name: value for name, value in super()._attributes().items() if name not in ("loop", "rows")}
-
-    @property
-    def _loop(self) -> Owner:
-        return self.loop
 
     def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
         dim = meta.batch_dim
