@@ -1,8 +1,7 @@
-"""Batches of any size: dynamic dimensions, and ranks that hold unequal numbers of rows."""
+"""Batches of any size over ranks that hold unequal numbers of rows."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, sum_of_squares, update_plainly
-from tests.models import MODELS, TokenLoss, TrainStep, adamw, make, train_plainly
+from tests.models import MODELS, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
-from zerograph.ir.mesh import line
 
 # Rows of each rank in each step; the first two are equal, as in the steps before the last of an epoch.
 ROWS = {
@@ -102,106 +100,6 @@ def test_stages_train_as_one_device_and_agree_bitwise_on_ragged_batches(pool: Po
         as_one_device(name, ROWS[2], [first, *others], 1)
         for other in others:
             torch.testing.assert_close(other[:2], first[:2], rtol=0, atol=0)
-
-
-def sizes_compiled(sizes: list[int], mode: Any) -> int:
-    model = make("gpt_of_one_block")
-    step = TrainStep(model, adamw(model), dynamic_shapes=mode)
-    for size in sizes:
-        x = torch.randint(0, 61, (4, size + 1))
-        step(x[:, :-1].contiguous(), x[:, 1:].contiguous())
-    return step._compilations
-
-
-@pytest.mark.parametrize(("mode", "compilations"), [("auto", 2), (True, 1), (False, 4)])
-def test_a_second_size_compiles_once_more_and_no_further_size_does(mode: Any, compilations: int) -> None:
-    assert sizes_compiled([12, 5, 9, 7, 5], mode) == compilations
-
-
-def long_or_short(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).mean() if x.shape[0] > 6 else model(x).square().sum()
-
-
-def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
-    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
-    plain.load_state_dict(model.state_dict())
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, long_or_short)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for rows in (4, 5, 9, 3, 12, 6, 7):
-        x = torch.randn(rows, 3)
-        optimizer.zero_grad()
-        loss = long_or_short(plain, x)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(x), loss.detach())
-    assert step._compilations == 3
-
-
-class Positions(nn.Module):
-    """Adds a table of positions to rows of at most 16 numbers, as BERT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("table", torch.arange(16.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x + self.table[None, : x.shape[1]]
-
-
-def test_a_symbolic_length_may_reach_the_end_of_a_table_of_positions() -> None:
-    model = Positions()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x: model(x).sum())
-    for length in (13, 16, 12, 15):
-        x = torch.randn(2, length)
-        torch.testing.assert_close(step(x), model(x).sum().detach())
-    assert step._steps.compilations == 2
-
-
-def each_row(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.stack([model(x[row]).sum() for row in range(x.shape[0])]).sum()
-
-
-def test_a_loop_over_a_size_compiles_each_size_and_is_named_at_the_third_and_the_eighth() -> None:
-    model = nn.Linear(3, 2)
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, each_row)
-    messages = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for rows in range(2, 12):
-            x = torch.randn(rows, 3)
-            torch.testing.assert_close(step(x), each_row(model, x).detach())
-        messages = [str(warning.message) for warning in caught if "cannot be symbolic" in str(warning.message)]
-    third, eighth = messages
-    assert "each of the last 3 new sizes" in third
-    assert "for the 8th time because of sizes alone" in eighth
-    for message in messages:
-        assert "dimension 0 of args[0] (s0) cannot be symbolic, because build() needs it as a Python number" in message
-        assert "test_any_batch.py" in message
-        assert "for row in range(x.shape[0])" in message
-
-
-def loop_over_rows_of_ranks() -> tuple[list[Tensor], str]:
-    """Return differences from plain PyTorch for equal parts, and the message for unequal ones of the same sum."""
-    torch.manual_seed(0)
-    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
-    plain.load_state_dict(model.state_dict())
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, each_row)
-    differences = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for rows in [(3, 3), (2, 2)]:
-            x = torch.randn(sum(rows), 3)
-            differences.append((step(own(rows, x)) - each_row(plain, x)).abs().detach())
-    with pytest.raises(zg.InputError) as caught:
-        step(own((3, 1), torch.randn(4, 3)))
-    return differences, str(caught.value)
-
-
-def test_a_loop_over_the_rows_of_several_ranks_needs_equal_parts(pool: Pool) -> None:
-    for differences, message in pool.run(2, loop_over_rows_of_ranks):
-        assert max(differences) < 1e-5
-        assert "ranks hold unequal numbers of rows, and the step has equal parts only" in message
 
 
 class Predict(zg.ZeroGraph):
@@ -450,71 +348,3 @@ def test_what_makes_no_batch_is_refused_on_all_ranks_before_anything_changes(poo
         assert "These inputs have no elements:\n  args[0]: (6, 0)" in empty
         assert "args[0] has size 3 in dimension 0 on rank 0, outside of the limits" in limit
         assert "args[0] is replicated, and dimension 0 of it is marked as dynamic" in whole
-
-
-def test_marked_dimensions_are_symbols_in_the_text_and_memory_is_that_of_the_maximum() -> None:
-    def prepared(limit: int) -> Any:
-        model = make("gpt_of_one_block")
-        x, y = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
-        for tensor in (x, y):
-            zg.mark_dynamic(tensor, 0, max=limit)
-            torch._dynamo.mark_dynamic(tensor, 1)
-        return TrainStep(model, adamw(model), 2).prepare(line(2, 0, "ranks"), x, y)
-
-    small, large = prepared(8), prepared(80)
-    assert "(s0, s1) -> (s0_rows, s1)" in small.text()
-    assert "s0_rows  rows of this rank, of s0" in small.text()
-    assert large.memory.peak > small.memory.peak
-    assert isinstance(large.memory.peak, int)
-    assert "bytes are for s0 <= 16 (declared), s0_rows <= 8 (declared), s1 <= 8 (seen)" in small.page()
-    assert all(type(facts["bytes"]) is int for _, facts in small.to_networkx("place").nodes(data=True))
-    with pytest.raises(zg.ConfigError, match="s0_rows is a size"):
-        small.explain("s0_rows")
-
-
-def test_a_plan_is_for_the_declared_maximum() -> None:
-    def planned(size: int, *, mark: bool) -> zg.Plan:
-        model = make("gpt_of_one_block")
-        x, y = torch.zeros(size, 8, dtype=torch.long), torch.zeros(size, 8, dtype=torch.long)
-        for tensor in (x, y) if mark else ():
-            zg.mark_dynamic(tensor, 0, max=12)
-        return zg.plan(TrainStep(model, adamw(model), 2), (x, y), world_size=2)
-
-    symbolic, static = planned(3, mark=True), planned(12, mark=False)
-    assert "all numbers are for inputs of s0 <= 24 (declared), s0_rows <= 12 (declared)" in str(symbolic)
-    assert (symbolic.samples, symbolic.tokens, symbolic.operations) == (12, 96, static.operations)
-    assert symbolic.memory.peak == pytest.approx(static.memory.peak, rel=0.01)
-
-
-def test_a_compiling_backend_gets_static_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(3, 2)
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, lambda model, x: model(x).sum())
-    step.config.backend = lambda graph, inputs: graph.forward
-    for rows in (4, 5, 6, 5):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(step(x), model(x).sum().detach(), atol=10.0, rtol=1.0)
-    assert step._compilations == 3
-
-
-def not_finite(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).log().sum()
-
-
-def test_the_search_for_a_number_that_is_not_finite_knows_the_sizes() -> None:
-    model = nn.Linear(3, 2)
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, not_finite, on_nonfinite="raise")
-    nn.init.ones_(model.weight)
-    for rows in (4, 5, 6):
-        step(torch.ones(rows, 3))
-    with pytest.raises(zg.NonFiniteError, match="log"):
-        step(-torch.ones(7, 3) * 9)
-
-
-def test_token_loss_of_padded_batches_counts_valid_targets_only() -> None:
-    """A mean over targets other than -100 divides by their number, whatever the sizes."""
-    model, loss = make("gpt_of_one_block"), TokenLoss()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x, y: loss(model(x), y))
-    for rows, length in ((3, 9), (4, 5), (2, 12)):
-        x = torch.randint(0, 61, (rows, length))
-        y = torch.where(torch.rand(rows, length) < 0.3, -100, x)
-        torch.testing.assert_close(step(x, y), loss(model(x), y).detach())
