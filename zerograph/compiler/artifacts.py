@@ -55,7 +55,9 @@ _MOST_DIFFERENCES = 8
 
 
 def requirements(members: Members, facts: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return what must be equal where a captured graph is used again, besides code and inputs, as text by name.
+    """Return what must be equal to use a captured graph again, besides code, inputs and versions, as text by name.
+
+    Each compilation asks for them; versions are a matter of reading and writing files.
 
     Args:
         members: the graph's modules and tensors.
@@ -69,7 +71,6 @@ def requirements(members: Members, facts: Mapping[str, str], config: Config) -> 
         if option.name not in _OTHER_OPTIONS
     }
     return {
-        **versions(),
         "loss scaling": str(config.scaler is not None),
         **options,
         **{name: _without_index(text, device) for name, text in facts.items()},
@@ -142,7 +143,7 @@ def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], functions:
     updates, programs = _updates(context)
     emitted = step.passes[-1].graph
     document = {
-        "requirements": dict(step.requirements),
+        "requirements": {**versions(), **step.requirements},
         "inputs": dict(step.input_requirements),
         "code": digests(sorted(functions)),
         "captured": captured,
@@ -234,11 +235,12 @@ class Artifact:
         """Return the names and texts of what differs from this process.
 
         Args:
-            present: the requirements here: all of them, or those without inputs.
+            present: the requirements here but for versions: all of them, or those without inputs.
         """
         stored: dict[str, str] = self.document["requirements"]
         if _MESH in present:
             stored = {**stored, **self.document["inputs"]}
+        present = {**versions(), **present}
         names = [name for name in {**stored, **present} if stored.get(name) != present.get(name)]
         code: Mapping[str, str] = self.document["code"]
         here = digests(code)

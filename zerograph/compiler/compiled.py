@@ -40,7 +40,7 @@ class RewrittenStep:
         aliases: maps further names of tied parameters to the first name.
         warnings: messages that the compilation showed.
         candidate: the bucket size and the recomputation that the memory search found.
-        requirements: what must be equal where the captured graph is used again, besides its inputs, as text by name.
+        requirements: what must be equal to use the captured graph again, besides inputs and versions, as text by name.
         input_requirements: the part of it that inputs and ranks decide.
         batch: the inputs, without tensors.
     """
