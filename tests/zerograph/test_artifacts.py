@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import shutil
@@ -25,6 +26,7 @@ from tests.models import part
 from tests.pool import Pool
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
+from zerograph.artifact.code import recorded
 from zerograph.artifact.file import read_file, write_file
 from zerograph.capture.trace import Capture
 from zerograph.compiler import preparation
@@ -241,6 +243,23 @@ def test_damaged_and_tampered_files_are_refused(
 ) -> None:
     pool.run(1, load_harmful, str(tmp_path / "step.zg"), count)
     assert "run" not in capfd.readouterr().out
+
+
+def test_callbacks_of_the_garbage_collector_are_no_part_of_a_trace() -> None:
+    def called() -> None:
+        pass
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        called()
+
+    gc.callbacks.append(callback)
+    try:
+        with recorded() as names:
+            gc.collect()
+            nn.functional.softmax(torch.ones(2), dim=0)
+    finally:
+        gc.callbacks.remove(callback)
+    assert names == {"torch.nn.functional:softmax"}
 
 
 def run_script(folder: str, path: str | None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -42,6 +43,8 @@ _MAX_LENGTH, _MAX_DEPTH = 10_000, 12
 def recorded() -> Iterator[set[str]]:
     """Collect the names of the functions that run inside the block: ``module:Class.function``.
 
+    Callbacks of the garbage collector are left out, with what they call: they run wherever a collection starts.
+
     Raises:
         ArtifactError: a profiler is active, which follows functions too.
     """
@@ -49,10 +52,18 @@ def recorded() -> Iterator[set[str]]:
         raise ArtifactError("a profiler of Python is active: export the step without it")
     names: set[str] = set()
     seen: set[types.CodeType] = set()
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    collecting: types.FrameType | None = None
 
     def follow(frame: types.FrameType, event: str, _: Any) -> None:
+        nonlocal collecting
         code = frame.f_code
-        if event == "call" and code not in seen:
+        if collecting is not None:
+            if event == "return" and frame is collecting:
+                collecting = None
+        elif event == "call" and code in callbacks:
+            collecting = frame
+        elif event == "call" and code not in seen:
             seen.add(code)
             if _counts(code.co_filename):
                 module = frame.f_globals.get("__name__", "")
