@@ -128,10 +128,12 @@ class MissingRules:
 
     Attributes:
         action: ``config.on_missing_rule``.
+        warn: is called with messages about operators whose inputs are gathered, once per operator.
         discovered: signatures found by running such operators, by node and mesh dimension.
     """
 
     action: str = "gather"
+    warn: Callable[[str], None] = field(default=lambda message: None)
     discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
 
 
@@ -151,7 +153,6 @@ class Context:
         backend: traits of the backend and the transport.
         missing_rules: what to do about operators without a rule.
         pass_edits: the user's edits of the pipeline.
-        warn: is called with messages about operators that are placed badly, once per operator.
     """
 
     mesh: Mesh
@@ -165,7 +166,6 @@ class Context:
     backend: BackendTraits = field(default_factory=BackendTraits)
     missing_rules: MissingRules = field(default_factory=MissingRules)
     pass_edits: tuple[PassEdit, ...] = ()
-    warn: Callable[[str], None] = field(default=lambda message: None)
 
     @property
     def has_time(self) -> bool:

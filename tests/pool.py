@@ -59,22 +59,12 @@ class Pool:
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what each rank returned, in order; raise ``RanksError`` with the tracebacks of those that raised."""
-        return self._call(ranks, ranks, function, args)
-
-    def run_first(self, ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-        """As :meth:`run`, but waits for rank 0 only: the others may be lost. The pool is closed afterwards."""
-        try:
-            return self._call(ranks, 1, function, args)[0]
-        finally:
-            self.close()
-
-    def _call(self, ranks: int, awaited: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         self._start(ranks)
         # It stays until the end: what still has it open must not find it gone.
         store = self._traces() / f"store {next(self._numbers)}"
         for rank in range(ranks):
             self._workers[rank][1].send((rank, ranks, str(store), function, args))
-        answers = [self._answer(rank, function) for rank in range(awaited)]
+        answers = [self._answer(rank, function) for rank in range(ranks)]
         failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
         if failed:
             raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))

@@ -1,12 +1,21 @@
-"""Layers of the package: a module imports only from its own layer and from lower ones, and there are no cycles."""
+"""Layers of the package: a module imports only from its own layer and from lower ones, and there are no cycles.
+
+Modules, the central functions and the central classes stay short.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import networkx
+
+from zerograph.compiler.compiler import Compiler
+from zerograph.passes.context import Context
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,3 +104,13 @@ def test_there_are_no_cycles() -> None:
 
 def test_the_top_level_is_short() -> None:
     assert len(list((ROOT / "zerograph").glob("*.py"))) <= 10
+
+
+def test_modules_and_what_is_central_are_short() -> None:
+    lines = {
+        path: len(path.read_text().splitlines()) for path in [*modules().values(), *(ROOT / "tests").rglob("*.py")]
+    }
+    assert {path: count for path, count in lines.items() if count > 500} == {}
+    assert statistics.median(lines[path] for path in modules().values()) < 150
+    assert len(inspect.getsourcelines(Compiler.prepare)[0]) < 50
+    assert len(dataclasses.fields(Context)) < 12

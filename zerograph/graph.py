@@ -22,6 +22,7 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.members import Members
+from zerograph.compiler.preparation import Target
 from zerograph.compiler.steps import Steps
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
@@ -253,8 +254,8 @@ class ZeroGraph(Inspected, Stateful):
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
-        exchanges = exchanges_of(transport)
-        step = self._compiler.prepare(mesh, members, batch, key, self._steps.facts(members), exchanges)
+        target = Target(mesh, mesh.rank, exchanges_of(transport))
+        step = self._compiler.prepare(target, members, batch, key, self._steps.facts(members))
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)
 

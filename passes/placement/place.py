@@ -93,7 +93,8 @@ def _output_sbps(problem: PlacementProblem, context: Context) -> dict[TensorId, 
         for bucket in context.buckets
     )
     other = replace(problem, sbp={}, signature={})
-    _choose_greedily(other, replace(context, buckets=unsplit, warn=lambda message: None))
+    silent = replace(context.missing_rules, warn=lambda message: None)
+    _choose_greedily(other, replace(context, buckets=unsplit, missing_rules=silent))
     outputs = [problem.tensor_of(node) for node in output_nodes(problem.graph)]
     return {tensor: other.sbp_of(tensor) for tensor in outputs}
 
@@ -251,7 +252,7 @@ def _report_missing_rule(node: fx.Node, problem: PlacementProblem, context: Cont
             f"{where}\nGive it one with zg.register_rule, or set config.on_missing_rule to 'gather' or 'discover'."
         )
     tried = ", and it could not be tried on random data" if context.missing_rules.action == "discover" else ""
-    context.warn(
+    context.missing_rules.warn(
         f"no rule says how {node.target} may be split{tried}: its inputs are gathered, {sent:,.0f} bytes per step\n"
         f"{where}\nGive it one with zg.register_rule."
     )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph._torch import OpOverload
 from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
 from zerograph.capture import accelerator
@@ -28,14 +27,8 @@ from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.layout import PlannedBucket, Update
 from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
 from zerograph.compiler.memory_search import Candidate, search_memory
-from zerograph.compiler.plain_inputs import (
-    NO_COMPARISON,
-    Comparison,
-    check_inputs,
-    compare_inputs,
-    explain_failure,
-)
-from zerograph.compiler.preparation import Observer, Preparation, lay_out
+from zerograph.compiler.plain_inputs import Comparison, check_inputs, compare_inputs, explain_failure
+from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
@@ -111,10 +104,10 @@ class Compiler:
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         exchanges = selection.select_exchanges(job)
-        comparison = compare_inputs(job, batch, doing)
+        target = Target(job.mesh, job.rank, exchanges, compare_inputs(job, batch, doing))
         try:
             with job.liveness.busy(f"tracing and rewriting {doing}"):
-                prepared = self.prepare(job.mesh, members, batch, key, facts, exchanges, job.rank, comparison)
+                prepared = self.prepare(target, members, batch, key, facts)
             with job.liveness.busy(f"compiling {doing} with the backend"):
                 backend, function = self._run_backend(members, prepared.graph)
             places = reserve_files(prepared.layout, job.mesh, job.rank)
@@ -128,30 +121,20 @@ class Compiler:
         return bind_step(job, members, prepared, backend, function, stores, self.config)
 
     def prepare(
-        self,
-        mesh: Mesh,
-        members: Members,
-        batch: Batch,
-        key: Hashable,
-        facts: Mapping[str, str],
-        exchanges: Mapping[str, OpOverload] | None = None,
-        rank: int | None = None,
-        comparison: Comparison = NO_COMPARISON,
+        self, target: Target, members: Members, batch: Batch, key: Hashable, facts: Mapping[str, str]
     ) -> PreparedStep:
-        """Capture, lay out and rewrite a step for one rank of ``mesh``. Changes no state and needs no process group.
+        """Capture, lay out and rewrite a step for one rank. Changes no state and needs no process group.
 
         Args:
-            mesh: the ranks, and the position of the one to prepare for.
+            target: the rank to prepare for.
             members, batch, key, facts: as for :meth:`compile`; tensors may be on the meta device.
-            exchanges: the operators that replace torch's collectives; see :mod:`zerograph.runtime.wire.selection`.
-            rank: ``ZEROGRAPH_DUMP`` files the graphs under it. Default: the position on the mesh.
-            comparison: the plain inputs of all ranks.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
         self.observer.started()
         self._check(members)
+        mesh, comparison = target.mesh, target.comparison
         required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
         artifact = self.loaded.find({**required, **of_inputs}, batch)
         with explain_failure(batch, comparison):
@@ -161,8 +144,7 @@ class Compiler:
         preparation = Preparation(
             config=self.config,
             observer=self.observer,
-            rank=mesh.rank if rank is None else rank,
-            mesh=mesh,
+            target=target,
             zero_dim=self._zero_dim(mesh, members, batch),
             members=members,
             batch=batch,
@@ -170,7 +152,6 @@ class Compiler:
             capture_seconds=seconds,
             updates=updates,
             update_seconds=update_seconds,
-            exchanges=exchanges or {},
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
             micro_batches=self.micro_batches,
@@ -181,7 +162,7 @@ class Compiler:
             input_requirements=of_inputs,
         )
         step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation, artifact), captured.sizes, batch)
-        self.observer.prepared(step, preparation.rank)
+        self.observer.prepared(step, target.rank)
         return step
 
     def requirements(self, members: Members, facts: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.layout import PlannedBucket, Update, plan_layout
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
 from zerograph.errors import PlacementError
@@ -88,6 +89,24 @@ def lay_out(
     return assign_storage(layout, config, mesh)
 
 
+@dataclass(frozen=True)
+class Target:
+    """The rank that a step is prepared for.
+
+    Attributes:
+        mesh: the ranks, and the position of that one.
+        rank: files of ``ZEROGRAPH_DUMP`` are filed under it.
+        exchanges: the operators that replace torch's collectives, by collective; see
+            :mod:`zerograph.runtime.wire.selection`.
+        comparison: the plain inputs of all ranks.
+    """
+
+    mesh: Mesh
+    rank: int
+    exchanges: Mapping[str, OpOverload]
+    comparison: Comparison = NO_COMPARISON
+
+
 @dataclass(eq=False, kw_only=True)
 class Preparation:
     """Prepares one captured step for one rank, once for each candidate of the memory search.
@@ -95,8 +114,7 @@ class Preparation:
     Attributes:
         config: the graph's options.
         observer: follows the runs of the passes.
-        rank: dumps of a failing pass are filed under it.
-        mesh: the ranks, and the position of the one to prepare for.
+        target: the rank to prepare for.
         zero_dim: the mesh dimension along which ZeRO splits.
         members: the graph's modules and tensors.
         batch: the inputs, on that rank.
@@ -104,7 +122,6 @@ class Preparation:
         capture_seconds: seconds that capturing took.
         updates: the update of each parameter that the step updates, by parameter name.
         update_seconds: seconds that tracing the updates took.
-        exchanges: the operators that replace torch's collectives, by collective.
         blocks: names of the blocks that the model repeats.
         backend: compiles the emitted graph.
         micro_batches: number of micro-batches.
@@ -116,8 +133,7 @@ class Preparation:
 
     config: Config
     observer: Observer
-    rank: int
-    mesh: Mesh
+    target: Target
     zero_dim: int
     members: Members
     batch: Batch
@@ -125,7 +141,6 @@ class Preparation:
     capture_seconds: float
     updates: Mapping[str, Update]
     update_seconds: float
-    exchanges: Mapping[str, OpOverload]
     blocks: tuple[str, ...]
     backend: backends.Backend
     micro_batches: int
@@ -162,7 +177,9 @@ class Preparation:
 
     def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
         config = replace(self.config, bucket_size=candidate.bucket_size)
-        return lay_out(config, self.mesh, self.zero_dim, self.members, self.captured, self.updates, trains=self.trains)
+        return lay_out(
+            config, self.target.mesh, self.zero_dim, self.members, self.captured, self.updates, trains=self.trains
+        )
 
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
@@ -174,7 +191,7 @@ class Preparation:
             show(message)
 
         context = self._context(candidate, layout, warn)
-        with self.observer.passes(self.captured.graph, context, self.rank):
+        with self.observer.passes(self.captured.graph, context, self.target.rank):
             passes = run_pipeline(self.captured.graph, context, self.capture_seconds)
         return self._prepared(candidate, layout, context, passes, messages)
 
@@ -203,7 +220,7 @@ class Preparation:
     def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
         config = self.config
         return Context(
-            mesh=self.mesh,
+            mesh=self.target.mesh,
             policy=replace(config.policy if self.trains else OFF, dim=self.zero_dim),
             buckets=tuple(planned.bucket for planned in layout),
             updates={planned.bucket.name: _bucket_update(planned) for planned in layout if planned.updates},
@@ -229,11 +246,10 @@ class Preparation:
             backend=BackendTraits(
                 node_by_node=self.backend is backends.eager,
                 inputs_may_overlap=self.backend in (backends.eager, backends.inductor),
-                exchanges=self.exchanges,
+                exchanges=self.target.exchanges,
             ),
-            missing_rules=MissingRules(config.on_missing_rule),
+            missing_rules=MissingRules(config.on_missing_rule, warn),
             pass_edits=config.passes,
-            warn=warn,
         )
 
 
