@@ -9,23 +9,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Contender
+from benchmarks.measure.hosts import Host, environment, host_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # glibc keeps freed blocks; so peak memory is measured with every block of 128 KiB or more given back when freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
-def measure(contender: Contender, task: str, kind: str, steps: int, cache: Path, patience: float) -> dict[str, Any]:
+def measure(
+    contender: Contender, task: str, kind: str, steps: int, cache: Path, patience: float, hosts: Sequence[Host] = ()
+) -> dict[str, Any]:
     """``{"ranks": [...]}``, one entry for each process, or ``{"skipped": reason}``, or ``{"failed": reason}``.
 
     Args:
         kind: ``"time"`` or ``"memory"``.
         cache: Inductor's, of this contender: empty for a cold start. What others build goes beside it.
         patience: seconds until the processes are ended.
+        hosts: where the processes run, in equal parts; none: on this machine. Processes may remain on them at the end.
     """
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{rank}.json" for rank in range(contender.ranks)]
@@ -37,23 +42,30 @@ def measure(contender: Contender, task: str, kind: str, steps: int, cache: Path,
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # DeepSpeed builds an operator here, under a lock that a killed process leaves behind.
             "TORCH_EXTENSIONS_DIR": str(cache.parent / "extensions"),
-            "WORLD_SIZE": str(contender.ranks),
-            "LOCAL_WORLD_SIZE": str(contender.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
         }
+        port = _free_port()
         processes = []
         for rank, (out, log) in enumerate(zip(outs, logs, strict=True)):
             command = [sys.executable, "-m", "benchmarks.measure.worker", contender.name, task, kind, str(steps), out]
-            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if hosts:
+                place = environment(hosts, rank, contender.ranks)
+                command = [*host_of(hosts, rank, contender.ranks).enter(ROOT), *command]
+            else:
+                place = _environment(rank, contender.ranks, port)
             with log.open("w") as file:
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=shared | place, stdout=file, stderr=file))
         problem = _wait(processes, patience)
         if problem:
             return {"failed": f"{problem}: {_last_line(logs)}"}
         ranks = [json.loads(out.read_text()) for out in outs]
     skipped = next((rank for rank in ranks if "skipped" in rank), None)
     return skipped or {"ranks": ranks}
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    number, size = str(rank), str(ranks)
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], patience: float) -> str:

@@ -25,6 +25,13 @@ def written() -> int:
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 
 
+def on_the_wire() -> int:
+    """Bytes that this host has sent over all its interfaces but the loopback, headers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    sent = {name.strip(): int(counters.split()[8]) for name, _, counters in (line.partition(":") for line in lines)}
+    return sum(count for name, count in sent.items() if name != "lo")
+
+
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])

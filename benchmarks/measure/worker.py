@@ -30,14 +30,17 @@ NextStep = Callable[[], Any]
 
 
 def measure_time(step: NextStep, steps: int) -> dict[str, Any]:
-    """Seconds of each step; all ranks begin each together."""
+    """Seconds of each step; all ranks begin each together. And the bytes that the host sends to others in a step."""
     seconds = []
+    dist.barrier()
+    wire = process.on_the_wire()
     for _ in range(steps):
         dist.barrier()
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds}
+    dist.barrier()
+    return {"seconds": seconds, "wire": (process.on_the_wire() - wire) // steps}
 
 
 def measure_memory(step: NextStep, steps: int, trainer: Trainer, batch_bytes: int) -> dict[str, Any]:
@@ -82,7 +85,9 @@ def run(contender_name: str, task_name: str, kind: str, steps: int) -> dict[str,
     else:
         measured = measure_memory(step, steps, trainer, sum(one.nbytes for batch in batches for one in batch))
     dist.barrier()
-    return {"losses": losses, "first_step": first_step, **measured}
+    with torch.device("meta"):
+        weight = sum(parameter.nbytes for parameter in task.create().parameters())
+    return {"losses": losses, "first_step": first_step, "weight": weight, **measured}
 
 
 def main() -> None:

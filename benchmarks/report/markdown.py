@@ -43,22 +43,23 @@ def page(about: Mapping[str, str], titles: Mapping[str, str], tables: Tables, pl
         plots: names of the pictures beside the page.
     """
     made = stamp("benchmarks/results/peers.md")
-    parts = ["# Beside its peers", f"Written by `make bench` (`python benchmarks/peers.py`).\n{made}", _facts(about)]
+    parts = ["# Beside its peers", f"Written by `make bench` (`python benchmarks/peers.py`).\n{made}", facts(about)]
     parts += [f"![{name}]({name})" for name in plots]
     found = verdicts(tables)
     if found:
         met = sum(one.met is True for one in found)
-        parts += ["## Goals", f"{met} of {len(found)} met.", _goals(found)]
+        parts += ["## Goals", f"{met} of {len(found)} met.", goals_table(found)]
     for task, table in tables.items():
-        parts += [f"## {task}", titles[task], _table(table), *_problems(table)]
+        parts += [f"## {task}", titles[task], _table(table), *problems(table)]
     return "\n\n".join([*parts, "## What the columns mean", NOTES, ""])
 
 
-def _facts(about: Mapping[str, str]) -> str:
+def facts(about: Mapping[str, str]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in about.items())
 
 
-def _goals(found: Sequence[Verdict]) -> str:
+def goals_table(found: Sequence[Verdict]) -> str:
+    """Goals, limits and whether they are met."""
     head = ("size", "goal", "limit", "reached", "", "the floor would", "whose numbers")
     lines = [line(head), line(["---"] * len(head))]
     for one in found:
@@ -86,23 +87,23 @@ def _cells(row: Row, table: Mapping[str, Row]) -> list[str]:
     fast, lean = best_peer(table, stage, median), best_peer(table, stage, process_growth)
     return [
         row.contender.title,
-        _number(row.median, 1000, 1),
+        number(row.median, 1000, 1),
         "" if row.quartiles is None else " to ".join(f"{one * 1000:.0f}" for one in row.quartiles),
-        _number(ratio(row.median, base.median if base else None), 1, 3),
-        _number(ratio(row.median, fast.median if fast else None), 1, 3),
-        _number(row.process_growth, 1e-6, 1),
-        _number(ratio(row.process_growth, lean.process_growth if lean else None), 1, 3),
-        _number(row.tensor_growth, 1e-6, 1),
-        _number(row.state, 1e-6, 1),
-        _number(row.peak, 1e-6, 1),
-        _number(row.sent, 1e-6, 1),
-        _number(row.first_cold, 1, 1),
-        _number(row.first_warm, 1, 1),
+        number(ratio(row.median, base.median if base else None), 1, 3),
+        number(ratio(row.median, fast.median if fast else None), 1, 3),
+        number(row.process_growth, 1e-6, 1),
+        number(ratio(row.process_growth, lean.process_growth if lean else None), 1, 3),
+        number(row.tensor_growth, 1e-6, 1),
+        number(row.state, 1e-6, 1),
+        number(row.peak, 1e-6, 1),
+        number(row.sent, 1e-6, 1),
+        number(row.first_cold, 1, 1),
+        number(row.first_warm, 1, 1),
         " ".join(f"{loss:.5f}" for loss in row.losses),
     ]
 
 
-def _problems(table: Mapping[str, Row]) -> list[str]:
+def problems(table: Mapping[str, Row]) -> list[str]:
     lines = [f"- {row.contender.title}: {row.problem}" for row in table.values() if row.problem]
     lines += [
         f"- **losses of {table[name].contender.title} are {off:.2g} from the others'**"
@@ -111,5 +112,5 @@ def _problems(table: Mapping[str, Row]) -> list[str]:
     return ["\n".join(lines)] if lines else ["All losses agree to 1e-4."]
 
 
-def _number(value: float | None, factor: float, digits: int) -> str:
+def number(value: float | None, factor: float, digits: int) -> str:
     return "" if value is None else f"{value * factor:.{digits}f}"

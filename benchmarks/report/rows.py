@@ -29,6 +29,7 @@ class Row:
         tensor_growth: bytes: growth of its tensors within a step.
         state: bytes of tensors between steps.
         sent: bytes that it sends in a step.
+        wire: bytes that a host sends to other hosts in a step, by the counters of its interfaces (the largest).
         problem: why there is nothing, or what is wrong with it.
     """
 
@@ -42,6 +43,7 @@ class Row:
     tensor_growth: int | None = None
     state: int | None = None
     sent: int | None = None
+    wire: int | None = None
     problem: str = ""
 
     @property
@@ -82,6 +84,7 @@ def _row(contender: Contender, measurements: Sequence[Measurement]) -> Row:
         largest("tensor_growth"),
         largest("state"),
         largest("sent"),
+        max((rank["wire"] for one in timed for rank in one["ranks"] if "wire" in rank), default=None),
         problem,
     )
 
