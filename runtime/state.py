@@ -193,7 +193,7 @@ def unshard(store: Store) -> None:
 
 
 def start_unshard(store: Store) -> Callable[[], None]:
-    """Start :func:`unshard`, and return the function that ends it. No other gather may start before that."""
+    """Start :func:`unshard`, and return the function that ends it."""
     layout = store.layout
     if layout.is_whole:
         return lambda: None

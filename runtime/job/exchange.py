@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph import _torch
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.runtime.job.process_group import Job, explaining_failures
+from zerograph.runtime.wire import collectives, direct
+
+c10d = torch.ops._c10d_functional
+
+_GATHERING = "gathering state outside a step"
 
 
 def broadcast_number(job: Job, number: int) -> int:
@@ -47,39 +51,46 @@ def gather_whole(job: Job, part: Tensor, sbp: NdSbp) -> Tensor:
         sbp: how the tensor is split, one entry for each mesh dimension.
     """
     whole = part
-    for dim in reversed(range(job.mesh.dims)):
-        placement, ranks = sbp[dim], job.mesh.shape[dim]
-        if isinstance(placement, Split) and ranks > 1:
-            parts = torch.empty((ranks, *whole.shape), dtype=part.dtype, device=part.device)
-            with explaining_failures(job, "gathering state outside a step"):
-                _torch.all_gather(parts.view(-1), whole.contiguous().view(-1), job.groups[dim])
-            whole = parts.flatten(0, 1) if placement.dim == 0 else torch.cat(list(parts), placement.dim)
+    for dim, placement in reversed(_splits(job, sbp)):
+        whole = _start_along(job, whole, dim, placement)()
     return part.clone() if whole is part else whole
 
 
 def start_gather(job: Job, part: Tensor, sbp: NdSbp) -> Callable[[], Tensor]:
     """Start :func:`gather_whole`, and return the function that waits for its result.
 
-    Over gloo no other gather may start before that.
+    All ranks start and end their gathers in the same order. A tensor that is split along several mesh dimensions is
+    gathered when it is waited for.
     """
-    split = [
-        dim
+    splits = _splits(job, sbp)
+    if len(splits) != 1:
+        return lambda: gather_whole(job, part, sbp)
+    return _start_along(job, part, *splits[0])
+
+
+def _splits(job: Job, sbp: NdSbp) -> list[tuple[int, Split]]:
+    """Return the mesh dimensions that a tensor is split over, and its dimension."""
+    return [
+        (dim, placement)
         for dim, (placement, ranks) in enumerate(zip(sbp, job.mesh.shape, strict=True))
         if isinstance(placement, Split) and ranks > 1
     ]
-    if len(split) != 1 or sbp[split[0]] != Split(0):
-        return lambda: gather_whole(job, part, sbp)
-    ranks, shard = job.mesh.shape[split[0]], part.contiguous()
-    whole = torch.empty((ranks * shard.shape[0], *shard.shape[1:]), dtype=part.dtype, device=part.device)
-    with explaining_failures(job, "gathering state outside a step"):
-        work = _torch.all_gather(whole.view(-1), shard.view(-1), job.groups[split[0]], async_op=True)
+
+
+def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable[[], Tensor]:
+    """Start to gather along one mesh dimension as a step does: over gloo by exchanges, copied once within a host."""
+    over_gloo = job.groups[dim].name() == "gloo" and part.device.type == "cpu"
+    start = collectives.gather_pieces if over_gloo else c10d.all_gather_into_tensor
+    with explaining_failures(job, _GATHERING):
+        if over_gloo:
+            # Finds out which ranks share a host.
+            direct.host_groups(job)
+        pieces = start(part.contiguous().unsqueeze(0), job.mesh.shape[dim], job.mesh.groups[dim])
 
     def finish() -> Tensor:
-        with explaining_failures(job, "gathering state outside a step"):
-            work.wait()
-        # The shard must live as long as the collective.
-        assert shard.numel() * ranks == whole.numel()
-        return whole
+        with explaining_failures(job, _GATHERING):
+            parts = c10d.wait_tensor(pieces)  # [ranks, *part]
+        return parts.flatten(0, 1) if placement.dim == 0 else torch.cat(list(parts), placement.dim)
 
     return finish
 

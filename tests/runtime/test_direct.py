@@ -17,6 +17,8 @@ from torch import Tensor, fx
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
+from zerograph.ir.sbp import Split
+from zerograph.runtime.job.exchange import start_gather
 from zerograph.runtime.job.process_group import Job, join
 from zerograph.runtime.wire import collectives, cross_memory, direct, selection
 from zerograph.runtime.wire.cross_memory import bytes_read
@@ -110,6 +112,30 @@ def in_flight() -> bool:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_more_may_be_in_flight_than_a_mailbox_holds(pool: Pool, ranks: int) -> None:
     assert pool.run(ranks, in_flight) == [True] * ranks
+
+
+def gathered_outside_of_steps(sockets: bool) -> tuple[bool, int]:
+    """Gather parts that are split along each dimension, all in flight at once; return bytes received through memory."""
+    with patch.dict(os.environ, {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}):
+        job = join(52.0 + sockets)
+        direct.host_groups(job)
+        before = bytes_read()
+        shapes, dims = [(3,), (40, 50), (7, 5), (0, 4)], [0, 1, 0, 0]
+        started = [
+            start_gather(job, mine(shape, torch.bfloat16, job.rank, n), (Split(dim),))
+            for n, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
+        ]
+        right = [
+            torch.equal(finish(), torch.cat([mine(shape, torch.bfloat16, rank, n) for rank in range(job.size)], dim))
+            for n, (finish, shape, dim) in enumerate(zip(started, shapes, dims, strict=True))
+        ]
+    return all(right), bytes_read() - before
+
+
+def test_gathers_outside_of_steps_are_those_of_a_step(pool: Pool) -> None:
+    sizes = 2 * (3 + 2000 + 35)
+    assert pool.run(2, gathered_outside_of_steps, False) == [(True, sizes)] * 2
+    assert pool.run(2, gathered_outside_of_steps, True) == [(True, 0)] * 2
 
 
 @patch.object(collectives, "_SMALL", 0)

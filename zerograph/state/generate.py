@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ class _UnitGather:
         self.plans: dict[int, list[int]] = {}
         self._units = _units(call.model)
         self._resident: list[Store] = []
-        self._pending: tuple[Store, Any] | None = None
+        self._pending: dict[Store, Callable[[], None]] = {}
         self._depth = 0
         self._kind = -1
         self._position = 0
@@ -189,9 +189,8 @@ class _UnitGather:
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._pending is not None:
-            with contextlib.suppress(CommunicationError):
-                self._finish_pending()
+        with contextlib.suppress(CommunicationError):
+            self._finish_pending()
         self._free(self._resident)
 
     def run(self) -> Any:
@@ -280,24 +279,20 @@ class _UnitGather:
         self._hold(self._units[unit][1], following)
 
     def _hold(self, wanted: Sequence[Store], following: Sequence[Store]) -> None:
-        """Gather the wanted buckets, free all others but those that follow, and start to gather one of these."""
-        if self._pending is not None:
-            self._finish_pending()
+        """Gather the wanted buckets, free all others but those that follow, and start to gather these."""
+        self._finish_pending()
         self._free([store for store in self._resident if store not in (*wanted, *following)])
         for store in wanted:
             if store not in self._resident:
                 unshard(store)
                 self._resident.append(store)
-        # Over gloo, one gather at a time.
-        missing = next((store for store in following if store not in self._resident), None)
-        if missing is not None:
-            self._pending = missing, start_unshard(missing)
+        self._pending = {store: start_unshard(store) for store in following if store not in self._resident}
 
     def _finish_pending(self) -> None:
-        assert self._pending is not None
-        (store, finish), self._pending = self._pending, None
-        finish()
-        self._resident.append(store)
+        while self._pending:
+            store = next(iter(self._pending))
+            self._pending.pop(store)()
+            self._resident.append(store)
 
     def _free(self, stores: Sequence[Store]) -> None:
         for store in list(stores):
