@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -80,11 +80,13 @@ class Numerics:
         reduce_dtype: dtype in which gradients are reduced; None: the dtype that their parameters are computed with.
         scaler: scales the loss; None: no scaling.
         checked: skip the update of a step whose loss or gradients are not finite.
+        wire: ``config.wire``, which :func:`zerograph.ir.wire.format_of` reads.
     """
 
     reduce_dtype: torch.dtype | None = None
     scaler: GradScaler | None = None
     checked: bool = False
+    wire: Any = "exact"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from zerograph.passes.accumulation.split_micro_batches import split_micro_batche
 from zerograph.passes.buckets.flatten import flatten
 from zerograph.passes.buckets.fuse import fuse
 from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
+from zerograph.passes.communication.assign_wire_formats import assign_wire_formats
 from zerograph.passes.communication.coalesce import coalesce
 from zerograph.passes.communication.release import release
 from zerograph.passes.communication.schedule import schedule
@@ -113,6 +114,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(recompute, "placed", requires=("box",)),
     # stage 3: free gathered buckets after forward, gather them again in backward
     Pass(reshard_after_forward, "placed", requires=("box",)),
+    # code what the boxings of parameters and gradients send
+    Pass(assign_wire_formats, "placed", essential=True, requires=("box",)),
     # give every tensor this rank's shape, replace boxing nodes by collectives
     Pass(localize, "placed", essential=True, requires=("box",)),
     # replace all micro-batches by one node, whose body is the graph of one

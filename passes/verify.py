@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
-from zerograph.ir.metadata import meta, origin
+from zerograph.ir.metadata import boxing_of, meta, origin
 from zerograph.ir.sbp import PartialSum, Signature, show
 from zerograph.ir.step_graph import placeholders, writes
 from zerograph.passes import rules
@@ -39,6 +39,9 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
             missing = next(source for source in sources if source not in computed)
             _fail(after, node, f"reads {missing.name}, which is computed later")
         computed.add(node)
+        boxing = boxing_of(node)
+        if boxing is not None and boxing.format and boxing.tensor.kind == "value":
+            _fail(after, node, f"sends {boxing.tensor} as {boxing.format}: only parameters and gradients may be lossy")
         if placed and "sbp" not in node_meta and "local" not in node_meta and isinstance(node_meta.get("val"), Tensor):
             _fail(after, node, "has no SBP")
         if not boxed:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
+    from zerograph.ir.wire import WireFormat, wire
     from zerograph.loops.prepare import prepare
     from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
@@ -110,6 +111,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "graph": ("ZeroGraph",),
     "inspection": ("Collective",),
     "ir.pass_edits": ("PassEdit",),
+    "ir.wire": ("WireFormat", "wire"),
     "capture.local": ("local",),
     "ir.memory": ("Memory",),
     "passes.rules.registry": ("Operands",),
@@ -157,6 +159,7 @@ __all__ = [
     "SplitParameterError",
     "StaticGradScaler",
     "VerificationError",
+    "WireFormat",
     "ZeroGraph",
     "ZeroGraphError",
     "__version__",
@@ -178,6 +181,7 @@ __all__ = [
     "sharded_init",
     "to_global",
     "to_local",
+    "wire",
     "world_size",
 ]
 

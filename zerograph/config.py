@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,6 +29,8 @@ from zerograph.ir.offload import Offload, complaint, offload_to
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp
+from zerograph.ir.wire import WireFormat
+from zerograph.ir.wire import complaint as wire_complaint
 from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
@@ -153,6 +155,13 @@ class Config:
         ),
         """Dtype in which gradients of fp32 and narrower parameters are reduced. Default None: the dtype that the
         parameter is computed with.""",
+    )
+    wire: str | WireFormat | Mapping[str, Any] = option(
+        "exact",
+        check_by(wire_complaint),
+        """Format in which shards of parameters and parts of gradients are sent: ``"exact"`` (default), ``"bf16"``,
+        ``"int8"``, ``"int4"`` or a :func:`zerograph.wire`; or a dict of these by ``"gather"`` and ``"reduce"``, and
+        there by mesh dimension. Sums are computed in fp32. Everything else is sent as it is.""",
     )
     grad_scaler: GradScaler | None = option(
         None,
@@ -446,7 +455,7 @@ class Config:
 
     def key(self) -> tuple[Any, ...]:
         """Return all options' values: a compiled step is for one such key."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(_hashable(getattr(self, field.name)) for field in fields(self))
 
     def shown(self, *, changed: bool = False) -> str:
         """Return the options as text that is equal on all ranks; with ``changed`` only mode, stage and changed ones."""
@@ -462,6 +471,10 @@ class Config:
 def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
     """Return the mesh dimensions along which any of them is split."""
     return {dim for sbp in sbps for dim, entry in enumerate(sbp) if isinstance(entry, Split)}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple((k, _hashable(v)) for k, v in value.items()) if isinstance(value, Mapping) else value
 
 
 def check_name(name: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
@@ -37,7 +38,7 @@ _PRODUCTS = {aten.mm.default, aten.bmm.default}
 
 def _is_gathered(node: fx.Node) -> bool:
     """Return whether the node is a view of a bucket that a collective gathered."""
-    while is_view(node):
+    while is_view(node) or node.target is blocks.decode:
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
         return False

@@ -7,12 +7,13 @@ from collections import deque
 import torch
 from torch import fx
 
+from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import placeholders, source_bucket
+from zerograph.ir.step_graph import placeholders, sent_forms, source_bucket
 from zerograph.passes.context import Context
 
 c10d = torch.ops._c10d_functional
@@ -24,6 +25,10 @@ _GRADIENT_BUCKETS = 2
 def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Start gathers before their bucket is needed and reductions at once; keep few gradient buckets whole."""
     graph = module.graph
+    for target in (blocks.decode, blocks.sum_decoded):
+        for node in graph.find_nodes(op="call_function", target=target):
+            # The coded form is smaller.
+            move_before(node, _first_user(node))
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         if wait.users:
             move_before(wait, _first_user(wait))
@@ -106,9 +111,10 @@ def _prefetch_gathers(graph: fx.Graph, place: fx.Node, *, one_by_one: bool) -> N
             _move_after_inputs(start, [place])
         else:
             (_wait_of(previous) if one_by_one else previous).append(start)
-        cast = start.all_input_nodes[0]
-        if cast.op != "placeholder" and cast.next is not start:
-            start.prepend(cast)
+        place = start
+        for form in sent_forms(start):
+            move_before(form, place)
+            place = form
         previous = start
 
 

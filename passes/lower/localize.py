@@ -23,6 +23,7 @@ from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import enter, leave, pack
 from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
 from zerograph.passes.context import Context
+from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.inline import inline_region
 from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic, split_dim
 from zerograph.passes.placement.boxing import boxing
@@ -199,7 +200,9 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         else:
             before, after = change.source[change.dim], change.target[change.dim]
             split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]
-            if any(is_symbolic(meta(node)["global"][dim]) for dim in split):
+            if change.format:
+                result = lower_coded(lowering, source, before, after)
+            elif any(is_symbolic(meta(node)["global"][dim]) for dim in split):
                 result = lower_symbolic(lowering, source, before, after)
             else:
                 result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)

@@ -25,7 +25,7 @@ from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, s
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import boxing_of, meta
 from zerograph.ir.offload_operators import FETCH, TRANSFER
-from zerograph.ir.step_graph import source_bucket
+from zerograph.ir.step_graph import sent_forms, stored_form
 from zerograph.passes.context import Context
 
 # Maximum gathers in flight. One more than needed hides a layer whose computation is too short.
@@ -181,9 +181,9 @@ class _Plan:
                 flight.begins = early
 
     def _move_cast(self, flight: _Flight, new_position: int) -> None:
-        """Move the cast that a gather sends to where the gather starts."""
-        for cast in _cast(flight.start):
-            old_position = self.position[cast] if flight.begins == self.position[flight.start] else flight.begins
+        """Move the cast or code that a gather sends to where the gather starts."""
+        for sent in sent_forms(flight.start)[:1]:
+            old_position = self.position[sent] if flight.begins == self.position[flight.start] else flight.begins
             self.held[old_position:new_position] -= flight.sends
             self.held[new_position:old_position] += flight.sends
 
@@ -196,14 +196,14 @@ class _Plan:
         moves += [
             (flight.begins, 1, flight.start) for flight in self.gathers if flight.begins != self.position[flight.start]
         ]
-        moving = {node for _, _, node in moves} | {cast for _, _, node in moves for cast in _cast(node)}
+        moving = {node for _, _, node in moves} | {cast for _, _, node in moves for cast in sent_forms(node)}
         # At one position, waits, which free memory, come before starts, which allocate it.
         for place, _, node in sorted(moves, key=lambda move: move[:2]):
             while self.nodes[place] in moving or self.nodes[place] in dropped:
                 place += 1
             self.nodes[place].prepend(node)
-            for cast in _cast(node):
-                node.prepend(cast)
+            for form in reversed(sent_forms(node)):
+                node.prepend(form)
         for flight, later in self.kept:
             _join(graph, flight, later)
 
@@ -218,7 +218,7 @@ class _Plan:
         result = usage.of[start][0]
         assert result is not None
         if boxing is not None and result.kind == "gathered":
-            sends = sum(storage.bytes for cast in _cast(start) for storage in usage.of[cast] if storage is not None)
+            sends = sum(storage.bytes for form in sent_forms(start) for storage in usage.of[form] if storage)
             return _Flight(start, wait, begins, ends + 1, result.bytes, sends, boxing.tensor.name, result.dies)
         inputs = {
             storage
@@ -232,19 +232,13 @@ class _Plan:
 
 
 def _needs(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes that must run before a gather; a cast to the compute dtype moves with the gather."""
-    return [source for cast in _cast(start) for source in cast.all_input_nodes] or start.all_input_nodes[:1]
-
-
-def _cast(node: fx.Node) -> list[fx.Node]:
-    """Return the cast of a bucket that a gather sends, which moves with the gather; else an empty list."""
-    sent = node.all_input_nodes[0]
-    return [sent] if sent.op != "placeholder" and source_bucket(sent) is not None else []
+    """Return the nodes that must run before a gather; casts and codes of the shard move with the gather."""
+    return [start, *sent_forms(start)][-1].all_input_nodes[:1]
 
 
 def _from_elsewhere(start: fx.Node) -> bool:
-    """Return whether a gather sends a tensor from a file or another device, perhaps cast to the compute dtype."""
-    sent = start.all_input_nodes[0]
+    """Return whether a gather sends a tensor from a file or another device, perhaps cast or coded."""
+    sent = stored_form(start.all_input_nodes[0])
     return any(node.target in (FETCH, TRANSFER) for node in (sent, *sent.all_input_nodes))
 
 
@@ -256,7 +250,7 @@ def _held_by(storage: Storage | None, begins: int, ends: int) -> bool:
 def _join(graph: fx.Graph, first: _Flight, second: _Flight) -> None:
     """Let readers of the second gather read the first one."""
     second.wait.replace_all_uses_with(first.wait)
-    stack = [second.wait, second.start, *second.start.all_input_nodes]
+    stack = [second.wait, second.start, *sent_forms(second.start)]
     for node in stack:
         if node.op != "placeholder" and not node.users:
             graph.erase_node(node)

@@ -213,13 +213,20 @@ def test_files_go_where_the_configuration_says(tmp_path: Path) -> None:
     assert options["parameter_offload"].max_in_cpu == 4000  # elements there, bytes here
 
 
+def test_codes_of_zero_plus_plus_are_wire_formats() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert zg.from_deepspeed({"zero_optimization": zero}).options["wire"] == {"gather": "int8", "reduce": "int4"}
+    assert zg.from_deepspeed({"zero_optimization": {"stage": 3}}).options["wire"] == "exact"
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"zero": {"stage": 1}}, "no key 'zero'"),
         ({"zero_optimization": {"stages": 1}}, "did you mean 'stage'"),
         ({"zero_optimization": {"stage": 4}}, "choose 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "it changes the numbers"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": 8}}, "give true or false"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "sends all weights as int8"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "needs offload_optimizer"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "lacks nvme_path"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),

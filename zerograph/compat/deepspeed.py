@@ -130,6 +130,8 @@ _ZERO_READ = (
     "cpu_offload",
     "cpu_offload_param",
     "cpu_offload_params",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
 )
 # The value that describes what a graph does anyway (see without_effect); ...: any value is ignored without a warning.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
@@ -183,9 +185,7 @@ _ZERO_REFUSED = {
     "mics_shard_size": "set config.placement to a grid of ranks for hybrid sharding",
     "zenflow": "not supported",
     "zero_hpz_partition_size": "set config.placement to a grid of ranks for hybrid sharding",
-    "zero_quantized_gradients": "not supported: it changes the numbers",
-    "zero_quantized_nontrainable_weights": "not supported: it changes the numbers",
-    "zero_quantized_weights": "not supported: it changes the numbers",
+    "zero_quantized_nontrainable_weights": "not supported; 'zero_quantized_weights' sends all weights as int8",
 }
 
 
@@ -359,7 +359,15 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         "offload_optimizer": _offload(zero, "offload_optimizer", _OPTIMIZER_KEYS, ("cpu_offload",)),
         "offload_param": _offload(zero, "offload_param", _PARAM_KEYS, ("cpu_offload_param", "cpu_offload_params")),
     }
-    return zero_options(
+    # The codes of ZeRO++ (arXiv 2306.10209): qwZ gathers int8, qgZ reduces int4.
+    quantised = {"gather": ("zero_quantized_weights", "int8"), "reduce": ("zero_quantized_gradients", "int4")}
+    wire = {
+        kind: code
+        for kind, (key, code) in quantised.items()
+        if switch(not_auto(zero.get(key, False), f"{name}.{key}"), f"{name}.{key}")
+    }
+    options: dict[str, Any] = {"wire": wire or "exact"}
+    return options | zero_options(
         zero,
         name,
         stage,

@@ -23,6 +23,7 @@ from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, show
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
+from zerograph.ir.wire import block_of
 from zerograph.runtime.state import Store, store_of
 
 
@@ -198,6 +199,7 @@ def _can_keep(
         and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
         and len(whole) == 1
+        and store.layout.block % block_of(config.wire) == 0
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.storage.device == _memory(store.layout, config).device
         and _has_entries(store, first.program.state)
@@ -297,6 +299,7 @@ def _new_buckets(
         split=config.policy.split,
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
+        block=block_of(config.wire),
     )
     buckets = tuple(replace(bucket, storage=_memory(bucket, config)) for bucket in buckets)
     return [_planned(bucket, updates, [states[slot.name] for slot in bucket.slots]) for bucket in buckets]

@@ -235,6 +235,7 @@ class Preparation:
                 reduce_dtype=config.reduce_dtype,
                 scaler=config.scaler if self.trains and self.gradients == "update" else None,
                 checked=config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated"),
+                wire=config.wire,
             ),
             memory=MemoryOptions(
                 budget=config.memory_bytes,

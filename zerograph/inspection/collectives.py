@@ -26,6 +26,7 @@ class Collective:
         mesh_dim: dimension of the mesh along which it runs.
         what: ``bucket0``, ``gradient of bucket0``, or another tensor.
         node: name of the node of the emitted graph that starts it.
+        format: the wire format; empty for exact values.
     """
 
     kind: str
@@ -36,9 +37,11 @@ class Collective:
     mesh_dim: int = 0
     what: str = ""
     node: str = ""
+    format: str = ""
 
     def __str__(self) -> str:
-        return f"{self.phase:<8} {self.kind:<14} {self.bytes:>13,} bytes  {self.of}"
+        coded = f", {self.format}" if self.format else ""
+        return f"{self.phase:<8} {self.kind:<14} {self.bytes:>13,} bytes  {self.of}{coded}"
 
     @property
     def of(self) -> str:
@@ -56,7 +59,10 @@ def _collective(node: fx.Node, contents: dict[str, tuple[str, ...]]) -> Collecti
     boxing: Boxing = meta(node)["boxing"]
     what = str(boxing.tensor)
     tensors = contents.get(boxing.tensor.name, (what,))
-    return Collective(boxing.kind, round(boxing.sent), boxing.bytes, tensors, boxing.phase, boxing.dim, what, node.name)
+    sent = round(boxing.sent)
+    return Collective(
+        boxing.kind, sent, boxing.bytes, tensors, boxing.phase, boxing.dim, what, node.name, boxing.format
+    )
 
 
 def short(tensors: Sequence[str]) -> str:

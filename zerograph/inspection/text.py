@@ -108,6 +108,7 @@ def _call(node: fx.Node) -> str:
         source = ", ".join(map(reference, node.all_input_nodes))
         along = f" along mesh dimension {moved.dim}" if len(moved.source) > 1 else ""
         sent = f", sends {round(moved.sent):,} bytes" if moved.sent else ""
+        sent += f" in {moved.format}" if moved.format else ""
         return f"{moved.kind} {show(moved.source)} -> {show(moved.target)}{along} ({source}){sent}"
     if is_wait(node):
         return f"wait({reference(node.all_input_nodes[0])})"

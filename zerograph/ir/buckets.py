@@ -98,6 +98,7 @@ class Bucket:
         one_by_one: the update is not elementwise and runs for each parameter.
         compute_dtype: dtype of the copy that the step computes with; None for ``dtype``.
         storage: where the bucket is stored between steps.
+        block: slots and shards begin at multiples of it, in elements; see :mod:`zerograph.ir.blocks`.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Bucket:
     one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
     storage: ShardStorage = ShardStorage()
+    block: int = 1
 
     @property
     def storage_device(self) -> torch.device:
@@ -214,6 +216,7 @@ def plan_buckets(
     min_split_numel: int,
     bucket_bytes: int | None,
     first_number: int = 0,
+    block: int = 1,
 ) -> tuple[Bucket, ...]:
     """Group parameters into buckets.
 
@@ -229,6 +232,7 @@ def plan_buckets(
             :func:`default_bytes`. A bucket with owners grows until these own about the same, because padding would
             cost more than latency.
         first_number: number of the first bucket; names are ``bucket<number>``.
+        block: parameters and shards begin at multiples of this power of two, in elements.
     """
     max_bytes = bucket_bytes or default_bytes(sum(map(_bytes, parameters)))
     ranks = mesh.shape[zero_dim]
@@ -254,7 +258,7 @@ def plan_buckets(
     buckets: list[Bucket] = []
     for members in filter(None, in_order):
         whole = not split or _numel(members[0]) < min_split_numel
-        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, zero_dim, whole, loads))
+        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, zero_dim, whole, loads, block))
     return tuple(buckets)
 
 
@@ -307,7 +311,15 @@ def state_layout(
     )
 
 
-def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, whole: bool, loads: list[int]) -> Bucket:
+def _lay(
+    name: str,
+    members: Sequence[Parameter],
+    mesh: Mesh,
+    zero_dim: int,
+    whole: bool,
+    loads: list[int],
+    block: int,
+) -> Bucket:
     first = members[0]
     row_dim = next((dim for dim, dim_sbp in enumerate(first.sbp) if isinstance(dim_sbp, Split)), None)
     rows = None if row_dim is None else mesh.shape[row_dim]
@@ -315,21 +327,24 @@ def _lay(name: str, members: Sequence[Parameter], mesh: Mesh, zero_dim: int, who
     for parameter in members:
         numel = _numel(parameter) // (rows or 1)
         slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
-        offset += numel
+        offset += _rounded_up(numel, block)
+    numel = sum(slot.numel for slot in slots)
     ranks = mesh.shape[zero_dim]
     vector = _VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
-    padded = _rounded_up(offset, ranks * vector)
+    # With blocks each rank of the mesh can sum whole blocks, whatever the dimensions that a reduction runs along.
+    padded = _rounded_up(offset, ranks * vector if block == 1 else mesh.size * max(vector, block))
     sbp = [broadcast if dim_sbp == broadcast else Split(0) for dim_sbp in first.sbp]
     if not whole and row_dim != zero_dim:
         sbp[zero_dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.has_owner:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
-        laid, padded = _laid_by_owner(slots, owners, ranks, vector)
-        return Bucket(
-            name, laid, offset, padded, *kind, ranks, zero_dim, rows, owners, first.one_by_one, first.compute_dtype
-        )
-    return Bucket(name, tuple(slots), offset, padded, *kind, ranks, zero_dim, rows, None, False, first.compute_dtype)
+        multiple = vector if block == 1 else mesh.size // ranks * max(vector, block)
+        laid, padded = _laid_by_owner(slots, owners, ranks, multiple, block)
+        form = (first.one_by_one, first.compute_dtype)
+        return Bucket(name, laid, numel, padded, *kind, ranks, zero_dim, rows, owners, *form, block=block)
+    form = (False, first.compute_dtype)
+    return Bucket(name, tuple(slots), numel, padded, *kind, ranks, zero_dim, rows, None, *form, block=block)
 
 
 def _rounded_up(number: int, multiple: int) -> int:
@@ -373,21 +388,22 @@ def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ..
 
 
 def _laid_by_owner(
-    slots: Sequence[Slot], owners: Sequence[int], ranks: int, multiple: int = 1
+    slots: Sequence[Slot], owners: Sequence[int], ranks: int, multiple: int = 1, block: int = 1
 ) -> tuple[tuple[Slot, ...], int]:
     """Return the slots, each inside the shard of its owner, and the length of all shards together.
 
     Args:
         multiple: the length of a shard is a multiple of it.
+        block: slots begin at multiples of it.
     """
     used = [0] * ranks
     for slot, owner in zip(slots, owners, strict=True):
-        used[owner] += slot.numel
+        used[owner] += _rounded_up(slot.numel, block)
     shard, used = _rounded_up(max(used), multiple), [0] * ranks
     laid = []
     for slot, owner in zip(slots, owners, strict=True):
         laid.append(replace(slot, offset=owner * shard + used[owner]))
-        used[owner] += slot.numel
+        used[owner] += _rounded_up(slot.numel, block)
     return tuple(laid), shard * ranks
 
 

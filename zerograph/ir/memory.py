@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.base.sizes import show_bytes as show_bytes
+from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, shared_arguments
 from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.loop import loop_of
@@ -326,6 +327,8 @@ class _Walk:
         from_bucket = first is not None and first.kind in ("parameters", "gathered")
         if from_bucket and (boxing is not None or node.target in _COPIES):
             return "gathered"
+        if node.target in _CODES and first is not None and first.kind == "gradients":
+            return "gradients"
         return "update" if phase == "update" else "activations"
 
     def _note_gradient(self, node: fx.Node) -> None:
@@ -362,7 +365,8 @@ def _reads_a_copy(start: fx.Node) -> bool:
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
-_COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER}
+_CODES = {blocks.encode, blocks.decode, blocks.sum_decoded}
+_COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER, *_CODES}
 
 
 def temporary_bytes(node: fx.Node) -> int:

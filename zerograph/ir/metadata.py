@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import fx
 
+from zerograph.ir.blocks import Codec
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop
 from zerograph.ir.memory_budget import Shortage
@@ -102,6 +103,19 @@ class TensorRef:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """A tensor in coded form.
+
+    Attributes:
+        codec: how it is coded.
+        bytes: size of the code of what the ranks of a boxing hold together.
+    """
+
+    codec: Codec
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Boxing:
     """A change of SBP along one mesh dimension.
 
@@ -113,6 +127,8 @@ class Boxing:
         tensor: the global tensor that is moved.
         bytes: size in bytes of the part of the tensor that the ranks along ``dim`` hold together.
         phase: phase of the step.
+        reduced: how the parts of a sum are sent; None: as they are.
+        gathered: how the pieces of a gather are sent, that of an all-reduce's sums included; None: as they are.
     """
 
     source: NdSbp
@@ -122,6 +138,8 @@ class Boxing:
     tensor: TensorRef
     bytes: int
     phase: Phase
+    reduced: Coded | None = None
+    gathered: Coded | None = None
 
     @property
     def kind(self) -> str:
@@ -132,8 +150,18 @@ class Boxing:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends; see :func:`zerograph.ir.sbp.wire_bytes`."""
-        return wire_bytes(self.source[self.dim], self.target[self.dim], self.bytes, self.ranks)
+        """Bytes that each rank sends; see :func:`zerograph.ir.sbp.wire_bytes`. Codes count with their scales."""
+        halves = (self.reduced, self.gathered) if self.kind == "all-reduce" else (self.reduced or self.gathered,)
+        sizes = [self.bytes if coded is None else coded.bytes for coded in halves]
+        nbytes = sum(sizes) / len(sizes)
+        return wire_bytes(self.source[self.dim], self.target[self.dim], nbytes, self.ranks)
+
+    @property
+    def format(self) -> str:
+        """The wire format as text; empty for exact values."""
+        halves = (self.reduced, self.gathered) if self.kind == "all-reduce" else (self.reduced or self.gathered,)
+        names = ["exact" if coded is None else str(coded.codec) for coded in halves]
+        return "" if set(names) == {"exact"} else ", sums ".join(dict.fromkeys(names))
 
 
 # "global" is a keyword, which the class syntax does not allow as a name.

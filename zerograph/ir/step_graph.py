@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
+from zerograph.ir import blocks
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, role
 from zerograph.ir.sizes import elements
@@ -20,11 +21,29 @@ def restore_origins(graph: fx.Graph) -> None:
 
 
 def source_bucket(node: fx.Node) -> Role | None:
-    """Return the role of the bucket whose shard the node is, as stored or cast to the compute dtype; else None."""
-    if node.target is torch.ops.aten._to_copy.default:
-        node = node.all_input_nodes[0]
-    node_role = role(node)
+    """Return the role of the bucket whose shard the node is, as stored, cast or coded for the wire; else None."""
+    node_role = role(stored_form(node))
     return node_role if node_role is not None and node_role.kind == "bucket" else None
+
+
+_FORMS_OF_SHARDS = (blocks.encode, torch.ops.aten._to_copy.default)
+
+
+def stored_form(node: fx.Node) -> fx.Node:
+    """Return the tensor that a node casts or codes for a gather, or the node itself."""
+    while node.target in _FORMS_OF_SHARDS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def sent_forms(start: fx.Node) -> list[fx.Node]:
+    """Return the nodes that cast or code a bucket's shard for the gather ``start``, which move with it, last first."""
+    forms: list[fx.Node] = []
+    node = start.all_input_nodes[0]
+    while node.target in _FORMS_OF_SHARDS and source_bucket(node) is not None:
+        forms.append(node)
+        node = node.all_input_nodes[0]
+    return forms
 
 
 def placeholders(graph: fx.Graph, *kinds: RoleKind) -> list[fx.Node]:

@@ -1,0 +1,72 @@
+"""assign_wire_formats: say how the boxings of parameters and gradients code what they send.
+
+Losses, counts, norms, flags, activations and buffers are sent as they are; the verifier holds this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerograph.errors import PlacementError
+from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
+from zerograph.ir.wire import Kind, format_of
+from zerograph.passes.context import Context
+from zerograph.passes.placement.boxing import boxing
+
+# What each kind of boxing does with a tensor.
+_USES: dict[str, tuple[Kind, ...]] = {
+    "all-gather": ("gather",),
+    "reduce-scatter": ("reduce",),
+    "all-reduce": ("reduce", "gather"),
+}
+
+
+def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Give the boxings of parameters and gradients the wire formats of the configuration.
+
+    Raises:
+        PlacementError: a tensor cannot be coded in its format.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=boxing):
+        change = boxing_of(node)
+        if change is None or change.tensor.kind == "value" or change.ranks == 1 or change.dim == context.time_dim:
+            continue
+        for use in _USES.get(change.kind, ()):
+            coded = _coded(node, change, use, context)
+            if coded is not None:
+                change = replace(change, reduced=coded) if use == "reduce" else replace(change, gathered=coded)
+        meta(node)["boxing"] = change
+    return module
+
+
+def _coded(node: fx.Node, change: Boxing, use: Kind, context: Context) -> Coded | None:
+    """Return how a boxing sends its tensor; None for exact values.
+
+    Raises:
+        PlacementError: the tensor cannot be coded.
+    """
+    wanted = format_of(context.numerics.wire, use, change.dim)
+    if wanted is None:
+        return None
+    dtype, codec = node.meta["val"].dtype, wanted.codec
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        names = [slot.name for bucket in context.buckets if bucket.name == change.tensor.name for slot in bucket.slots]
+        raise PlacementError(
+            f"config.wire: {change.tensor} ({names[0] if names else 'no parameter'}, ...) is {dtype}, which "
+            f"{codec.code} cannot code\nConvert these parameters to torch.float32, or set "
+            f"config.wire = {{{use!r}: 'exact'}}."
+        )
+    if codec.code == "bf16" and (dtype is torch.float16 or (dtype is torch.bfloat16 and use == "gather")):
+        # Two bytes already. A sum of bf16 is coded all the same, to be computed in fp32.
+        return None
+    numel = change.bytes // dtype.itemsize
+    bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
+    if bucket.block % codec.block:
+        raise PlacementError(
+            f"config.wire: {change.tensor} was laid out by a graph without blocks of {codec.block} elements\n"
+            f"Set the same config.wire in both graphs before their first calls, or config.wire = 'exact' here."
+        )
+    return Coded(codec, codec.coded_bytes(numel))

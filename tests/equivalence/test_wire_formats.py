@@ -1,0 +1,103 @@
+"""N ranks compute, bit by bit, what plain PyTorch computes with coded parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.harness import LossStep, sum_of_squares
+from tests.models import mlp, part
+from tests.pool import Pool
+
+STEPS, SAMPLES = 3, 12
+BOTH: tuple[Any, ...] = ("bf16", "int8", "int4")
+
+Coding = Callable[[Tensor], Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return mlp()
+
+
+def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(SAMPLES, 7, generator=generator) for _ in range(STEPS)]
+
+
+def exact(x: Tensor) -> Tensor:
+    return x
+
+
+def rounded(x: Tensor, code: str) -> Tensor:
+    """The values that a code keeps of one parameter, from the definition of the formats."""
+    if code == "bf16":
+        return x.bfloat16().float()
+    limit, scales = {"int8": (127, torch.float32), "int4": (7, torch.bfloat16)}[code]
+    blocks = nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
+    scale = (blocks.abs().amax(1, keepdim=True) / limit).to(scales).float()
+    integers = torch.where(scale > 0, blocks * (1 / scale), 0).round().clamp(-limit, limit)
+    return (integers * scale).flatten()[: x.numel()].view(x.shape)
+
+
+def train_plainly(ranks: int, gather: str, reduce: str) -> dict[str, Tensor]:
+    """Train on one device: weights are coded for forward, and each rank's gradient is coded before the sum."""
+    masters, copy = model(), model()
+    update = optimizer(masters)
+    for x in inputs():
+        for weight, master in zip(copy.parameters(), masters.parameters(), strict=True):
+            weight.data = master.detach() if gather == "exact" else rounded(master.detach(), gather)
+        gradients = []
+        for own in x.chunk(ranks):
+            copy.zero_grad()
+            sum_of_squares(copy, own).backward()
+            gradients.append([weight.grad for weight in copy.parameters() if weight.grad is not None])
+        for master, parts in zip(masters.parameters(), zip(*gradients, strict=True), strict=True):
+            master.grad = torch.zeros_like(master)
+            for gradient in parts:
+                master.grad += gradient if reduce == "exact" else rounded(gradient, reduce)
+        update.step()
+    return {name: value.clone() for name, value in masters.state_dict().items()}
+
+
+def train(stages: list[int], formats: list[Any], **options: Any) -> list[dict[str, Tensor]]:
+    """Return the parameters after training at each stage with each format, in order."""
+    results = []
+    module = model()
+    step = LossStep(module, optimizer(module), loss=sum_of_squares, **options)
+    initial = step.state_dict()
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        for wire in formats:
+            step.config.wire = wire
+            step.load_state_dict(initial)
+            for x in inputs():
+                step(part(x))
+            results.append(step.state_dict()["modules"]["model"])
+    return results
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), f"{name} differs by {(actual[name] - value).abs().max():.3g}"
+
+
+def test_coded_gradients_are_summed_in_fp32_at_every_stage(pool: Pool) -> None:
+    formats = [{"reduce": code} for code in BOTH]
+    results = pool.run(2, train, [0, 1, 2, 3], formats)[0]
+    for index, result in enumerate(results):
+        assert_equal(result, train_plainly(2, "exact", BOTH[index % len(BOTH)]))
+
+
+def test_gathered_weights_are_the_coded_ones_at_every_stage(pool: Pool) -> None:
+    results = pool.run(2, train, [1, 2, 3], list(BOTH))[0]
+    for index, result in enumerate(results):
+        code = BOTH[index % len(BOTH)]
+        assert_equal(result, train_plainly(2, code, code))

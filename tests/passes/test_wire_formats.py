@@ -1,0 +1,166 @@
+"""Wire formats: what is coded, how many bytes are sent, and what a graph cannot be given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import zerograph as zg
+from tests.harness import LossStep, prepare, sum_of_squares
+from tests.models import TrainStep, adamw, batches, make
+from zerograph.inspection.step import Prepared
+from zerograph.ir import blocks
+from zerograph.ir.blocks import Codec
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.metadata import Coded, boxing_of, meta
+from zerograph.ir.wire import wire
+from zerograph.passes.context import Context
+
+RANKS = 2
+# Elements of the bucket: one parameter of whole blocks.
+NUMEL = 64 * 64
+
+
+def prepared(stage: int, wire: Any, model: nn.Module | None = None, **options: Any) -> Prepared:
+    torch.manual_seed(0)
+    module = model or nn.Linear(64, 64, bias=False)
+    dtype = next(module.parameters()).dtype
+    step = LossStep(module, adamw(module), stage, sum_of_squares, wire=wire, **options)
+    return prepare(step, torch.randn(8, 64, dtype=dtype), ranks=RANKS)
+
+
+def sent(step: Prepared) -> list[tuple[str, int]]:
+    return [(one.kind, one.bytes) for one in step.collectives() if one.tensor_bytes > 8]
+
+
+@pytest.mark.parametrize(("code", "bits"), [("bf16", 16), ("int8", 8 + 32 / 256), ("int4", 4 + 16 / 256)])
+def test_codes_and_scales_are_counted_and_nothing_else_is_sent(code: str, bits: float) -> None:
+    piece = NUMEL // RANKS * bits / 8
+    gather, reduce = ("all-gather", piece), ("reduce-scatter", piece)
+    assert sent(prepared(0, code)) == [reduce, gather]
+    assert sent(prepared(1, code)) == sent(prepared(2, code)) == [gather, reduce]
+    assert sent(prepared(2, {"gather": code})) == [gather, ("reduce-scatter", 4 * NUMEL // RANKS)]
+    for step in (prepared(2, code), prepared(0, code)):
+        for one in step.collectives():
+            assert one.format.startswith(code) == (one.tensor_bytes > 8)
+
+
+def test_formats_may_differ_between_mesh_dimensions() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64, bias=False)
+    formats = {"gather": "int8", "reduce": {0: "int4", 1: zg.wire("int8", block=32)}}
+    step = LossStep(module, adamw(module), 2, sum_of_squares, wire=formats)
+    grid = step.prepare(Mesh((2, 2), (0, 0), ("nodes", "ranks")), torch.randn(256, 64))
+    found = [(one.kind, one.mesh_dim, one.bytes) for one in grid.collectives() if "bucket" in one.what]
+    assert found == [
+        ("all-gather", 1, round(NUMEL / 2 * (1 + 4 / 256))),
+        ("reduce-scatter", 1, round(NUMEL / 2 * (1 + 4 / 32))),
+        # An all-reduce of this rank's half: its sums are gathered along the first dimension.
+        ("reduce-scatter", 0, round(NUMEL / 4 * (1 / 2 + 2 / 256))),
+        ("all-gather", 0, round(NUMEL / 4 * (1 + 4 / 256))),
+    ]
+
+
+def test_values_of_the_user_are_never_lossy() -> None:
+    """The verifier refuses a pass that codes a loss."""
+
+    def code_everything(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+        for node in module.graph.nodes:
+            if (change := boxing_of(node)) is not None and change.tensor.kind == "value":
+                meta(node)["boxing"] = replace(change, reduced=Coded(wire("bf16").codec, 2))
+        return module
+
+    edits = (zg.PassEdit.before("localize", code_everything),)
+    with pytest.raises(zg.VerificationError, match="only parameters and gradients may be lossy"):
+        prepared(2, "int8", passes=edits)
+
+
+@pytest.mark.parametrize("code", ["int8", "int4"])
+def test_the_code_of_a_slice_is_a_slice_of_the_code(code: str) -> None:
+    codec = Codec(code, 32, torch.bfloat16)  # type: ignore[arg-type]
+    values = torch.randn(40 * 32, generator=torch.Generator().manual_seed(0))
+    whole = blocks.encode(values, *codec.arguments)
+    pieces = [blocks.encode(piece, *codec.arguments) for piece in values.split([32, 32 * 9, 32 * 30])]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert whole.nbytes == codec.coded_bytes(values.numel())
+    decoded = blocks.decode(whole, *codec.arguments, torch.float32)
+    largest = values.view(-1, 32).abs().amax(1, keepdim=True)
+    steps = (decoded - values).view(-1, 32).abs() * {"int8": 127, "int4": 7}[code] / largest
+    # Half a step, and what a scale of bf16 is rounded by.
+    assert steps.max() <= 0.5 + 127 / 256
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("code", ["int8", "int4"])
+def test_a_block_with_a_number_that_is_not_finite_is_not_finite(code: str, bad: float) -> None:
+    codec = wire(code, block=16).codec
+    values = torch.ones(48)
+    values[20] = bad
+    decoded = blocks.decode(blocks.encode(values, *codec.arguments), *codec.arguments, torch.float32)
+    assert not decoded[16:32].isfinite().any()
+    assert decoded[:16].isfinite().all()
+    assert decoded[32:].isfinite().all()
+
+
+def test_tiny_and_zero_blocks_are_finite() -> None:
+    codec = wire("int8", block=16).codec
+    values = torch.cat([torch.zeros(16), torch.full((16,), 1e-45), torch.full((16,), 3e-38)])
+    decoded = blocks.decode(blocks.encode(values, *codec.arguments), *codec.arguments, torch.float32)
+    assert decoded.isfinite().all()
+    assert torch.equal(decoded[:16], values[:16])
+    assert (decoded - values).abs().max() <= 1.2e-38 * 127
+
+
+def test_parameters_of_fp64_are_refused_with_their_name() -> None:
+    with pytest.raises(zg.PlacementError, match=r"bucket0 \(model.weight, ...\) is torch.float64, which int8 cannot"):
+        prepared(2, "int8", nn.Linear(64, 64, bias=False).double())
+    prepared(2, "exact", nn.Linear(64, 64, bias=False).double())
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("fp8", "choose 'exact', 'bf16', 'int8', 'int4'"),
+        ({"scatter": "int8"}, "the kind 'scatter': choose 'gather' or 'reduce'"),
+        ({"gather": {-1: "int8"}}, "the mesh dimension -1"),
+        ({"gather": {0: 8}}, "gather: 8: choose"),
+    ],
+)
+def test_an_unknown_format_is_refused(value: Any, says: str) -> None:
+    config = zg.Config()
+    with pytest.raises(zg.ConfigError, match=says):
+        config.wire = value
+    assert config.wire == "exact"
+
+
+def test_a_block_is_a_power_of_two() -> None:
+    for block in (100, 8, 2.0, True):
+        with pytest.raises(zg.ConfigError, match="give a power of two, 16 or more"):
+            zg.wire("int8", block=block)  # type: ignore[arg-type]
+    with pytest.raises(zg.ConfigError, match=r"choose torch.float32 or torch.bfloat16"):
+        zg.wire("int8", scales=torch.float16)
+    with pytest.raises(zg.ConfigError, match="no blocks"):
+        zg.wire("bf16", block=256)
+
+
+def test_parameters_begin_at_blocks_whatever_the_ranks() -> None:
+    model = make("mlp")
+    offsets = []
+    for ranks in (1, 2, 3):
+        step = TrainStep(model, adamw(model), 3, wire="int8")
+        (bucket,) = prepare(step, *batches("mlp", 1, 12)[0], ranks=ranks).context.buckets
+        offsets.append([slot.offset for slot in bucket.slots])
+        assert bucket.padded % (ranks * 256) == 0
+    assert offsets[0] == offsets[1] == offsets[2]
+    assert all(offset % 256 == 0 for offset in offsets[0])
+
+
+def test_gathers_and_sums_still_overlap() -> None:
+    """Codes wait as late as whole tensors did: a reduction is awaited where the update reads it."""
+    nodes = [node.target for node in prepared(2, "int8").graph.graph.nodes]
+    start = max(at for at, target in enumerate(nodes) if "exchange_rows" in str(target))
+    assert nodes.index(blocks.sum_decoded) == nodes.index(torch.ops._c10d_functional.wait_tensor.default, start) + 1
