@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import zerograph
-from zerograph.cli import calibrate, compile, diff, env, export, inspect, plan
+from zerograph.cli import calibrate, compile, diff, env, export, inspect, launch, plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,6 +37,8 @@ app.command()(compile.compile)
 app.command()(calibrate.calibrate)
 app.command()(export.export)
 app.command()(env.env)
+# Options after the script are the script's.
+app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 
 
 if __name__ == "__main__":

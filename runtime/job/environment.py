@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from zerograph.errors import CommunicationError
-
-
-def number_of(name: str, default: int | None = None, least: int = 0, most: int | None = None) -> int:
-    """Return an environment variable as a whole number.
-
-    Args:
-        name: the variable.
-        default: returned if it is not set; None: it must be set.
-        least, most: the range of allowed numbers.
-
-    Raises:
-        CommunicationError: it is not set and has no default, or is not a number in the range.
-    """
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    with contextlib.suppress(ValueError):
-        number = int(text or "")
-        if number >= least and (most is None or number <= most):
-            return number
-    allowed = f"a whole number from {least} " + ("on" if most is None else f"to {most}")
-    shown = "is not set" if text is None else f"is {text!r:.60}"
-    raise CommunicationError(f"the environment variable {name} {shown}: it must be {allowed}, as torchrun sets it")
+from zerograph.runtime.job.launchers import Launch, number_of
 
 
 def local_rank() -> int:
@@ -46,16 +23,20 @@ def local_rank() -> int:
     return number_of("LOCAL_RANK", 0, least=-1)
 
 
-def init_from_environment(backend: str) -> None:
+def init_from_environment(backend: str, launch: Launch) -> None:
     """Initialise the default process group with the rank and addresses that a launcher set.
 
     Raises:
-        CommunicationError: a variable is not set, or not a number in its range.
+        CommunicationError: a variable is not a number in its range.
     """
-    _check_launch()
+    # torch reads them there, and so do other libraries.
+    os.environ.update(launch.variables)
     # Ranks may outnumber GPUs: a job may train on the CPU.
     if local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(local_rank())
+    if number_of("RANK") == 0 and number_of("WORLD_SIZE") > 1:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        print(launch.describe(device), file=sys.stderr, flush=True)
     _listen_on_loopback()
     # If torchrun has restarted the job on one machine, its store (with the default rendezvous, static) still has the
     # keys of the ranks before, and a rank may connect to the address of a dead one: each attempt has keys of its own.
@@ -67,25 +48,6 @@ def init_from_environment(backend: str) -> None:
     store, rank, size = next(rendezvous("env://"))
     own_keys = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
-
-
-def _check_launch() -> None:
-    """Check the variables that give this process's place in a job.
-
-    Raises:
-        CommunicationError: a variable is not set, or not a number in its range.
-    """
-    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise CommunicationError(
-            f"the environment names a distributed job, but {', '.join(missing)} is not set\n"
-            "Start with torchrun, or unset RANK and WORLD_SIZE to run as one process."
-        )
-    number_of("RANK", most=number_of("WORLD_SIZE", least=1) - 1)
-    number_of("MASTER_PORT", most=2**16 - 1)
-    number_of("LOCAL_WORLD_SIZE", 1, least=1)
-    number_of("TORCHELASTIC_RESTART_COUNT", 0)
-    local_rank()
 
 
 def _listen_on_loopback() -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zerograph.errors import CommunicationError
+from zerograph.errors import CommunicationError, ZeroGraphError
 
 # Seconds between two checks, for up to a thousand ranks: one store answers all of them.
 _INTERVAL = 0.5
@@ -419,9 +419,22 @@ def start_liveness(world: dist.ProcessGroup) -> Liveness:
 
 
 def _leave() -> None:
+    _write_error_file()
     for liveness in _current:
         if dist.is_initialized():
             liveness.leave()
+
+
+def _write_error_file() -> None:
+    """Write the error that ends this process where torchrun looks for causes, if nothing else has done it."""
+    file, error = os.environ.get("TORCHELASTIC_ERROR_FILE"), getattr(sys, "last_value", None)
+    if not file or not isinstance(error, ZeroGraphError) or os.path.exists(file):
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    # It is only a report: a full disk must not hide the error itself.
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def _store_rank(store: Any) -> int | None:

@@ -6,8 +6,8 @@ import atexit
 import contextlib
 import hashlib
 import importlib.metadata
-import os
 import platform
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import init_from_environment
+from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, name_ranks, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
 
@@ -199,7 +200,7 @@ def _groups(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ..
 
 
 def initialise() -> None:
-    """Initialise the default process group if there is none, from torchrun's environment or for this process alone.
+    """Initialise the default process group if there is none, from a launcher's environment or for this process alone.
 
     Raises:
         CommunicationError: the launcher's environment is incomplete, or the rendezvous failed.
@@ -207,10 +208,13 @@ def initialise() -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    launch = find_launch()
+    if launch is None:
+        if line := unused_allocation():
+            print(line, file=sys.stderr, flush=True)
         dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
     else:
-        init_from_environment(backend)
+        init_from_environment(backend, launch)
     atexit.register(_leave)
 
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 
 from zerograph.base import source
-from zerograph.runtime.job.environment import number_of
+from zerograph.runtime.job.launchers import number_of
 
 # The rank of a process that has not joined the job yet, if it is not in the environment.
 _rank: ContextVar[int | None] = ContextVar("_rank", default=None)

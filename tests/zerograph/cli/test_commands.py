@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,49 @@ def test_a_budget_that_does_not_suffice_ends_with_1(tmp_path: Path) -> None:
         found = run(command, f"{script}:example", *(["--stage", "3"] if command == "plan" else []))
         assert found.exit_code == 1
         assert "memory_budget" in found.stderr
+
+
+def test_launch_prints_the_command_of_one_host_a_host_list_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    script = models.__file__
+    dry = ("launch", "--dry-run", "--ranks", "2")
+
+    def printed(*arguments: str) -> list[str]:
+        return run(*dry, *arguments).stderr.splitlines()
+
+    (one,) = printed(script, "--ranks", "9")
+    assert one.endswith(f"-m torch.distributed.run --standalone --nproc-per-node 2 {script} --ranks 9")
+    first, second = printed("--hosts", "a,b", script)
+    assert first.startswith("ssh -tt a 'cd ")
+    assert "--nnodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc-per-node 2" in second
+    (here,) = printed("--hosts", "a,b", "--host", "b", script)
+    assert "ssh" not in here
+    assert "--node-rank 1" in here
+    (slurm,) = printed("--slurm", "--nodes", "4", script)
+    assert slurm.startswith("srun --nodes 4 --ntasks-per-node 2 --kill-on-bad-exit=1 ")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert printed(script)[0].startswith("srun --ntasks-per-node 2 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["none.py"], "there is no script none.py"),
+        (["--hosts", "a,a", models.__file__], "give each host once"),
+        (["--hosts", "a,b", "--host", "c", models.__file__], "is not one of --hosts"),
+        (["--nodes", "2", models.__file__], "not both"),
+    ],
+)
+def test_wrong_use_of_launch_ends_with_2(arguments: list[str], why: str) -> None:
+    found = run("launch", "--ranks", "1", *arguments)
+    assert found.exit_code == 2
+    assert why in " ".join(found.stderr.replace("│", " ").split())
+
+
+def test_launch_ends_with_the_code_of_the_command_that_fails() -> None:
+    from zerograph.cli.launch import _run
+
+    began = time.monotonic()
+    assert _run([[sys.executable, "-c", "raise SystemExit(3)"], ["sleep", "60"]]) == 3
+    assert time.monotonic() - began < 50
+    assert _run([["true"], ["true"]]) == 0

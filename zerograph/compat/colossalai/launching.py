@@ -12,7 +12,8 @@ from zerograph.compat.colossalai import configuration
 from zerograph.compat.notices import as_rank
 from zerograph.compat.settings import Settings
 from zerograph.errors import CommunicationError, ConfigError
-from zerograph.runtime.job.environment import local_rank, number_of
+from zerograph.runtime.job.environment import local_rank
+from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import connect
 
 Configuration = Mapping[str, Any] | str | os.PathLike[str]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zerograph.runtime.job.environment import local_rank, number_of
+from zerograph.runtime.job.environment import local_rank
+from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import rank, world_size
 
 

@@ -1,0 +1,116 @@
+"""``zerograph launch``: print and run the command that starts a script on all ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PORT = 29500
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(help="the script to start; options of launch go before it")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="arguments of the script")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="ranks on each host; default: its GPUs, else 1")] = None,
+    hosts: Annotated[str | None, typer.Option(help="names of all hosts, with commas; reached by ssh")] = None,
+    host: Annotated[str | None, typer.Option(help="run the part of this one of --hosts here, no other")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="use srun; default inside of an allocation")] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of Slurm; default: those of the allocation")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port of the rendezvous of --hosts")] = _PORT,
+    max_restarts: Annotated[int, typer.Option(min=0, help="how often torchrun starts failed ranks again")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands only")] = False,
+) -> None:
+    """Print and run the command that starts a script on all ranks: torchrun here, on several hosts, or srun.
+
+    Example: zerograph launch --ranks 2 train.py --epochs 3
+
+    The exit code is that of the first command that fails; 2 for wrong usage.
+    """
+    if not script.exists():
+        raise typer.BadParameter(f"there is no script {script}")
+    slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
+    if (slurm and hosts is not None) or (host is not None and hosts is None) or (nodes is not None and not slurm):
+        raise typer.BadParameter("give --hosts (and --host), or --slurm (and --nodes), not both")
+    started = [str(script), *(arguments or [])]
+    each = ranks or _gpus()
+    if slurm:
+        if max_restarts:
+            raise typer.BadParameter("--max-restarts is torchrun's: with Slurm use sbatch --requeue")
+        size = [] if nodes is None else ["--nodes", str(nodes)]
+        commands = [["srun", *size, "--ntasks-per-node", str(each), "--kill-on-bad-exit=1", sys.executable, *started]]
+    elif hosts is None:
+        commands = [_torchrun("--standalone", "--nproc-per-node", str(each), *_restarts(max_restarts), *started)]
+    else:
+        commands = _on_hosts(hosts.split(","), host, each, port, max_restarts, started)
+    for command in commands:
+        typer.echo(shlex.join(command), err=True)
+    if not dry_run:
+        raise typer.Exit(_run(commands))
+
+
+def _gpus() -> int:
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
+def _torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def _restarts(number: int) -> list[str]:
+    return ["--max-restarts", str(number)] if number else []
+
+
+def _on_hosts(
+    hosts: Sequence[str], host: str | None, ranks: int, port: int, max_restarts: int, started: Sequence[str]
+) -> list[list[str]]:
+    """Return a command for each host; one only if ``host`` names it."""
+    if not all(hosts) or len(set(hosts)) < len(hosts):
+        raise typer.BadParameter(f"--hosts {','.join(hosts)}: give each host once, with commas between them")
+    if host is not None and host not in hosts:
+        raise typer.BadParameter(f"--host {host} is not one of --hosts {','.join(hosts)}")
+    commands = []
+    for number, name in enumerate(hosts):
+        place = ("--nnodes", str(len(hosts)), "--node-rank", str(number))
+        meeting = ("--master-addr", hosts[0], "--master-port", str(port))
+        command = _torchrun(*place, *meeting, "--nproc-per-node", str(ranks), *_restarts(max_restarts), *started)
+        if host == name:
+            return [command]
+        # By ssh in the same folder; the environment is that of a new login there.
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+        commands.append(command if name in _own_names() else ["ssh", "-tt", name, remote])
+    return commands
+
+
+def _own_names() -> tuple[str, ...]:
+    return "localhost", "127.0.0.1", socket.gethostname()
+
+
+def _run(commands: Sequence[Sequence[str]]) -> int:
+    """Run the commands together and return the first exit code that is not 0; one that fails ends the others."""
+    running = [subprocess.Popen(command) for command in commands]
+    try:
+        while True:
+            codes = [process.poll() for process in running]
+            if failed := next((code for code in codes if code), None):
+                # A shell's code for a signal.
+                return failed if failed > 0 else 128 - failed
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+        for process in running:
+            process.wait()
