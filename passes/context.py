@@ -57,19 +57,21 @@ class BucketUpdate:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the inputs of a step are placed and cut into micro-batches.
+    """How the inputs of a step are placed and cut into micro-batches, and which outputs it returns when.
 
     Attributes:
         inputs: SBP of each input, in order.
         micro_batches: number of micro-batches, computed one after another; see :meth:`Context.with_time_dim`.
         cut: whether each input is cut into micro-batches.
         packed: outputs have one entry per micro-batch.
+        early_outputs: number of outputs, the first ones, that a loop reads before backward.
     """
 
     inputs: tuple[NdSbp, ...]
     micro_batches: int = 1
     cut: tuple[bool, ...] = ()
     packed: bool = False
+    early_outputs: int = 0
 
 
 @dataclass(frozen=True)

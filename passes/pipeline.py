@@ -25,6 +25,7 @@ from zerograph.passes.buckets.fuse import fuse
 from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
 from zerograph.passes.communication.assign_wire_formats import assign_wire_formats
 from zerograph.passes.communication.coalesce import coalesce
+from zerograph.passes.communication.pause_before_backward import pause_before_backward
 from zerograph.passes.communication.release import release
 from zerograph.passes.communication.schedule import schedule
 from zerograph.passes.context import Context
@@ -120,6 +121,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(localize, "placed", essential=True, requires=("box",)),
     # replace all micro-batches by one node, whose body is the graph of one
     Pass(loop, "local", essential=True, requires=("split_micro_batches", "localize")),
+    # pause where a loop reads values before backward
+    Pass(pause_before_backward, "local", time=False, bodies=False, essential=True),
     # merge small all-reduces that only the step's end needs
     Pass(coalesce, "local", time=False),
     # let fused optimizers update a bucket by their own operators

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +21,8 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta
+from zerograph.ir.offload_operators import FETCH, TRANSFER
+from zerograph.ir.pause import pause_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
@@ -27,6 +30,7 @@ from zerograph.runtime.reduce_overhead import reduce_overhead
 from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory
 
 Lookup = Callable[[], Tensor]
+T = TypeVar("T")
 
 # Errors of torch's operators for bad values: an index out of range, a matrix without an inverse.
 _OPERATOR_ERRORS = (RuntimeError, IndexError, ValueError)
@@ -46,6 +50,7 @@ class Executor:
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
         seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
         low_overhead: a form of ``function`` with cheaper calls, which runs instead; None where there is none.
+        pausing: a form of it that stops at the graph's pause; None where there is no pause.
     """
 
     job: Job
@@ -56,6 +61,7 @@ class Executor:
     numbers: Mapping[str, Tensor]  # each [], float64
     seed: Tensor  # [], int64
     low_overhead: Compiled | None = None
+    pausing: Callable[..., Generator[Sequence[Tensor], None, Sequence[Any]]] | None = None
 
     def __call__(
         self,
@@ -96,8 +102,57 @@ class Executor:
         doing: str,
         sizes: Mapping[SizeInput, int],
     ) -> list[Tensor]:
+        inputs, arguments = self._bound(batch, numbers, seed, sizes)
+
+        def run() -> list[Tensor]:
+            results = list((self.low_overhead or self.function)(*arguments))
+            self._write_back(inputs, arguments)
+            return results
+
+        return self._explained(run, doing)
+
+    def start(
+        self,
+        batch: Sequence[Tensor],
+        numbers: Mapping[str, float],
+        seed: int,
+        doing: str,
+        sizes: Mapping[SizeInput, int],
+    ) -> tuple[Sequence[Tensor], Callable[[Mapping[str, float]], list[Tensor]]]:
+        """Run the step up to its pause. Arguments and errors are those of a call.
+
+        Returns:
+            The values that are computed there, and a function that runs the rest, given ``numbers``.
+        """
+        assert self.pausing is not None
+        inputs, arguments = self._bound(batch, numbers, seed, sizes)
+        running = self.pausing(*arguments)
+
+        def run_rest() -> list[Tensor]:
+            try:
+                next(running)
+            except StopIteration as end:
+                self._write_back(inputs, arguments)
+                return list(end.value)
+            raise AssertionError("a step has one pause")
+
+        def finish(numbers: Mapping[str, float]) -> list[Tensor]:
+            self._fill(numbers)
+            with reporting_failures(self.job, doing):
+                return self._explained(run_rest, doing)
+
+        with reporting_failures(self.job, doing):
+            return self._explained(lambda: next(running), doing), finish
+
+    def _fill(self, numbers: Mapping[str, float]) -> None:
         for name, tensor in self.numbers.items():
             tensor.fill_(numbers[name])
+
+    def _bound(
+        self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, sizes: Mapping[SizeInput, int]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the tensors that the placeholders stand for, and contiguous ones with the same values."""
+        self._fill(numbers)
         if self.draws:
             self.seed.fill_(seed)
         constants, changing = self._by_constancy
@@ -109,13 +164,18 @@ class Executor:
             # The graph is compiled for contiguous tensors.
             if not isinstance(feed, SizeInput):
                 arguments[index] = inputs[index].contiguous()
+        return inputs, arguments
+
+    def _write_back(self, inputs: Sequence[Any], arguments: Sequence[Any]) -> None:
+        for index in self.written:
+            if arguments[index] is not inputs[index]:
+                inputs[index].copy_(arguments[index])
+
+    def _explained(self, run: Callable[[], T], doing: str) -> T:
+        """Run the graph; raise an operator's error in the user's terms."""
         try:
             with torch.no_grad():
-                results = list((self.low_overhead or self.function)(*arguments))
-                for index in self.written:
-                    if arguments[index] is not inputs[index]:
-                        inputs[index].copy_(arguments[index])
-                return results
+                return run()
         except BaseException as error:
             # Here first: outside, the error may have become another.
             self._mark_break(error, doing)
@@ -232,7 +292,18 @@ def with_low_overhead(executor: Executor) -> Executor:
     if not isinstance(module, fx.GraphModule):
         return executor
     constant_feeds = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
-    return replace(executor, low_overhead=reduce_overhead(module, constant_feeds))
+    pausing = reduce_overhead(module, constant_feeds, pauses=True) if _can_pause(executor.graph.graph) else None
+    return replace(executor, low_overhead=reduce_overhead(module, constant_feeds), pausing=pausing)
+
+
+def _can_pause(graph: fx.Graph) -> bool:
+    """Return whether the graph has a pause, and neither changes state nor moves offloaded tensors before."""
+    pause = pause_of(graph)
+    if pause is None or any(node.target in (FETCH, TRANSFER) for node in graph.nodes):
+        return False
+    before = itertools.takewhile(lambda node: node is not pause, graph.nodes)
+    written = (argument for node in before for argument in written_arguments(node))
+    return not any(node.op == "placeholder" and meta(node)["role"].kind != "gather_buffer" for node in written)
 
 
 def _input_of(feed: Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Mapping[SizeInput, int]) -> Any:

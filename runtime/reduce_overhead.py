@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.ir.pause import PAUSE
 from zerograph.runtime.wire import collectives
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -53,20 +54,24 @@ _FASTER: dict[Any, Callable[..., Any]] = {
     aten.view.default: torch.Tensor.view,
 }
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+_PAUSE = f"torch.ops.{PAUSE}("
 
 
-def reduce_overhead(graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> Callable[..., Sequence[Any]]:
+def reduce_overhead(
+    graph: fx.GraphModule, feeds: Sequence[Tensor | None], *, pauses: bool = False
+) -> Callable[..., Any]:
     """Return a function that runs the graph with less overhead, given inputs that are the same tensors in every step.
 
     Args:
         graph: the emitted graph.
         feeds: for each placeholder the tensor that it is always given, or None where it changes between steps.
+        pauses: the function returns a generator, which yields the values of the graph's pause and returns the results.
     """
     rewritten = _Rewriter(graph, feeds)
     module = fx.GraphModule(rewritten.attributes, rewritten.graph)
     operators: dict[str, Any] = {}
     module.graph.on_generate_code(
-        lambda earlier: lambda body: _bind_operators(earlier(body) if earlier else body, operators)
+        lambda earlier: lambda body: _bind_operators(_yielding(body) if pauses else body, operators)
     )
     module.recompile()
     for name, tensor in rewritten.tensors.items():
@@ -74,7 +79,7 @@ def reduce_overhead(graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> Ca
         delattr(module, name)
         vars(module)[name] = tensor
     vars(module).update(operators)
-    function: Callable[..., Sequence[Any]] = module.forward
+    function: Callable[..., Any] = module.forward
     return function
 
 
@@ -204,6 +209,11 @@ def _attribute(root: torch.nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def _yielding(body: list[str]) -> list[str]:
+    """Return lines of generated code that yield the arguments of a pause."""
+    return [line.replace(_PAUSE, "(yield ") for line in body]
 
 
 def _bind_operators(body: list[str], operators: dict[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from zerograph.inspection.trace import Trace
 from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
-from zerograph.optim import hyperparameters, refuse_unsupported
+from zerograph.optim import refuse_unsupported
 from zerograph.optim.step_hooks import guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
@@ -174,10 +174,21 @@ class ZeroGraph(Inspected, Stateful):
             return self._run(step, step.executor, batch)
 
     def _run(self, step: CompiledStep, executor: Executor, batch: Batch) -> Any:
-        numbers = {name: hyperparameters.read(group, path) for name, (group, path) in step.numbers.items()}
+        inputs = self._run_inputs(step, executor, batch)
+        return self._finish(step, batch, inputs, executor(*inputs))
+
+    def _run_inputs(self, step: CompiledStep, executor: Executor, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments of an executor's run."""
         seed = self._seed_of_step() if executor.draws else 0
-        inputs = batch.tensors, numbers, seed, self._doing(), step.size_values(batch)
-        values = executor(*inputs)
+        return batch.tensors, step.number_values(), seed, self._doing(), step.size_values(batch)
+
+    def _finish(self, step: CompiledStep, batch: Batch, inputs: tuple[Any, ...], values: list[Tensor]) -> Any:
+        """Count a run, and return what ``build()`` returned.
+
+        Args:
+            inputs: the arguments of the executor's run.
+            values: its result.
+        """
         # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite_check.NOT_FINITE.name):

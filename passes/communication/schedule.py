@@ -14,6 +14,7 @@ from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import placeholders, sent_forms, source_bucket
+from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 
 c10d = torch.ops._c10d_functional
@@ -42,6 +43,7 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     _prefetch_gathers(graph, place, one_by_one=context.policy.reshard_after_forward)
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
+    start_after_pause(graph)
     for target in (accumulate, collect):
         for node in graph.find_nodes(op="call_function", target=target):
             # A micro-batch's result is freed as soon as it is added, or copied.

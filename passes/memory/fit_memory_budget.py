@@ -26,6 +26,7 @@ from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import boxing_of, meta
 from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.step_graph import sent_forms, stored_form
+from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 
 # Maximum gathers in flight. One more than needed hides a layer whose computation is too short.
@@ -64,6 +65,7 @@ def _fit(graph: fx.Graph, budget: int) -> None:
         plan.reduce_later()
         plan.gather_earlier()
     plan.apply(graph)
+    start_after_pause(graph)
     graph.lint()
     used = profile(graph).peak
     if fits and used > budget:

@@ -19,7 +19,6 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:a value was read before")
 @pytest.mark.parametrize(
     ("name", "stage", "options"),
     [

@@ -136,6 +136,14 @@ def offloaded() -> PreparedStep:
     return prepare(step, torch.ones(4, 4)).step
 
 
+def read_early() -> PreparedStep:
+    """With a loss that a loop reads before backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+    step = LossStep(model, sgd(model), 3, mean_square, backend="eager", shard_min_size=1)
+    step._compiler.early_outputs = 1
+    return prepare(step, torch.ones(4, 4)).step
+
+
 def any_batch() -> PreparedStep:
     """With a dimension 0 of any size on each rank."""
     x = torch.ones(4, 3, 4)
@@ -200,6 +208,7 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
         lambda: step_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False)), torch.ones(4, 3, 4)),
         ("release",),
     ),
+    "read early": (read_early, ("pause_before_backward",)),
     "peers": (between_peers, ("lower_to_p2p",)),
     "wire": (lambda: step_of(mlp(4, 4), torch.ones(4, 4), wire={"reduce": "int8"}), ("assign_wire_formats",)),
     "optimizer on the CPU": (with_optimizer_on_the_cpu, ("prefetch_offloaded",)),

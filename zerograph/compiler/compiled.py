@@ -20,6 +20,7 @@ from zerograph.ir.metadata import Role, meta
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import output_nodes
 from zerograph.ir.update_program import Path
+from zerograph.optim import hyperparameters
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PassRecord
 from zerograph.runtime.executor import Executor, Lookup
@@ -116,6 +117,10 @@ class CompiledStep(RewrittenStep):
             return leaves
         totals = {name: sum(rows) for name, rows in batch.sizes.items()}
         return [_torch.evaluate_number(leaf, totals) if isinstance(leaf, _NUMBERS) else leaf for leaf in leaves]
+
+    def number_values(self) -> dict[str, float]:
+        """Return the present value of each hyperparameter that is an input, by input name."""
+        return {name: hyperparameters.read(group, path) for name, (group, path) in self.numbers.items()}
 
     def size_values(self, batch: Batch) -> dict[SizeInput, int]:
         """Return the value of each symbolic size that the graph reads, for a batch."""

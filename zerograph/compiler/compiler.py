@@ -62,6 +62,7 @@ class Compiler:
         accumulates: a graph without optimizer has micro-batches too.
         gradients: the use of gradients in graphs with optimizers.
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
+        early_outputs: number of outputs, the first ones, that the loop reads before backward.
         updates: traces the updates of the optimizers.
         loaded: steps that were read from files.
     """
@@ -74,6 +75,7 @@ class Compiler:
     accumulates: bool = False
     gradients: GradientUse = "update"
     accumulated: tuple[str, ...] = ()
+    early_outputs: int = 0
     updates: Updates = field(init=False)
     loaded: LoadedArtifacts = field(default_factory=LoadedArtifacts)
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
@@ -157,6 +159,7 @@ class Compiler:
             micro_batches=self.micro_batches,
             trains=bool(self.optimizers),
             gradients=self.gradients,
+            early_outputs=self.early_outputs,
             warn=self._warn,
             requirements=required,
             input_requirements=of_inputs,
@@ -168,6 +171,7 @@ class Compiler:
     def requirements(self, members: Members, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what must be equal where the captured graph is used again, besides code and inputs."""
         use = {"the use of gradients": self.gradients, "accumulated gradients": ", ".join(self.accumulated)}
+        use["outputs that are read before backward"] = str(self.early_outputs)
         return {**requirements(members, facts, self.config), **use}
 
     def functions_of(self, step: RewrittenStep, members: Members) -> set[str]:

@@ -127,6 +127,7 @@ class Preparation:
         micro_batches: number of micro-batches.
         trains: the graph has optimizers.
         gradients: the use of gradients.
+        early_outputs: number of outputs, the first ones, that the loop reads before backward.
         warn: shows a message to the user.
         requirements, input_requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
     """
@@ -146,6 +147,7 @@ class Preparation:
     micro_batches: int
     trains: bool
     gradients: GradientUse
+    early_outputs: int
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
     input_requirements: Mapping[str, str]
@@ -229,6 +231,7 @@ class Preparation:
                 micro_batches=self.micro_batches,
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
+                early_outputs=self.early_outputs,
             ),
             gradients=self.gradients,
             numerics=Numerics(

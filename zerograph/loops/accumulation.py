@@ -21,6 +21,7 @@ from zerograph.loops.batchwise import here
 from zerograph.loops.deferred import Result
 from zerograph.loops.loop_graphs import LoopStep
 from zerograph.loops.loop_tape import LoopTape
+from zerograph.loops.pauses import Pauses
 from zerograph.loops.program import Texts, program_of
 from zerograph.loops.tape import RealTensor
 from zerograph.loops.words import words
@@ -67,11 +68,13 @@ class Accumulation:
     Attributes:
         owner: the loop.
         texts: of functions and constants.
+        pauses: runs bodies, and the rest of those that have begun.
         touched: names of the parameters that have an accumulated gradient, by optimizer.
     """
 
     owner: Owner
     texts: Texts
+    pauses: Pauses
     touched: dict[int, set[str]] = field(default_factory=dict)
     # Results that any body of a text had to return, as (place among its calls, leaf).
     _returned: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
@@ -268,9 +271,8 @@ class Accumulation:
         self._gathered = None
         outputs = [Result(body.calls[place], leaf) for place, leaf in sorted(self._returned[body.text])]
         graph = self.owner.step_graph(body.optimizers, "accumulate")
-        program = program_of(tape, [], outputs, self.texts, tape.with_gradient_ancestors(body.calls), any_size=True)
         with tape.modes():
-            values = graph.run_loop(program)
+            values = self.pauses.run(graph, tape, tape.with_gradient_ancestors(body.calls), outputs)
         self.owner.graphs_done += 1
         self._alone.add(body.text)
         gradients, named = set(graph.gradients()), self.owner.parameters_by_name()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from zerograph.loops.words import Words
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, differing, digest, mesh
+
+T = TypeVar("T")
 
 # Ranks compare tensors of at most this many elements before each step; larger ones are assumed to be equal.
 _FEW = 4096
@@ -124,7 +126,18 @@ class Recorded(ZeroGraph):
         self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None = None
     ) -> list[Tensor]:
         """Run the program as :meth:`run` does; return this rank's part of each output as the graph places it."""
+        return local_parts(self._with_inputs(self, program, calls, problem))
+
+    def _with_inputs(
+        self,
+        use: Callable[..., T],
+        program: Program,
+        calls: Sequence[Sequence[Tensor]],
+        problem: Exception | None = None,
+    ) -> T:
+        """Make this program the graph's, and return what a function returns for the program's inputs."""
         self._program, text = program, f"{self.purpose}{program.text}"
+        self._compiler.early_outputs = program.early
         if text != self.tape:
             # An equal text must stay the same object: a call is compared with the last one object by object.
             self.tape = text
@@ -134,11 +147,10 @@ class Recorded(ZeroGraph):
                 self._input([call[number] for call in calls], whole=kind == "whole")
                 for number, kind in enumerate(program.kinds)
             ]
-            outputs = self(*inputs)
+            return use(*inputs)
         except RankMismatchError as error:
             advice = _UNEVEN if "local shape" in str(error) else self._advice()
             raise RankMismatchError(f"{error} {advice}".strip()) from None
-        return [output.to_local() if isinstance(output, DTensor) else output for output in outputs]
 
     def _check_alike(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> None:
         """Raise unless all ranks have the same whole tensors: else a count of this rank's part would go unnoticed.
@@ -309,6 +321,11 @@ class Gradients(Preview):
 
     def _advice(self) -> str:
         return _early_gradient(self._words)
+
+
+def local_parts(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each output of a graph."""
+    return [output.to_local() if isinstance(output, DTensor) else output for output in outputs]
 
 
 def _same(tensors: Sequence[Tensor]) -> bool:

@@ -25,6 +25,7 @@ from zerograph.loops.loop_graphs import LoopForward, LoopPreview, LoopStep
 from zerograph.loops.loop_tape import LoopTape
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
+from zerograph.loops.pauses import Pauses
 from zerograph.loops.program import Program, Texts, program_of
 from zerograph.loops.tape import Numbers, autocast_now
 from zerograph.loops.words import Words
@@ -59,7 +60,8 @@ class Loop:
         if optimizers:
             self._preview = self._new(LoopPreview(self.step_graph((0,), "update"), whole=False))
         self._texts = Texts({id(module): name for name, module in modules.items()})
-        self._accumulation = Accumulation(self, self._texts)
+        self._pauses = Pauses(self._texts, self._forward, self._preview)
+        self._accumulation = Accumulation(self, self._texts, self._pauses)
         self._outcomes = Outcomes(
             self._now, self._forward.parts, lambda: autocast_now() or config.amp_dtype, self._warn
         )
@@ -175,8 +177,8 @@ class Loop:
     def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
         """Compute the value of a result before its step. A collective.
 
-        A result of a ``backward()`` gets it from the graph that adds the gradients up. Before ``backward()`` it takes
-        an extra forward.
+        A result of a ``backward()`` gets it from the graph that adds the gradients up. Before ``backward()`` the step
+        starts, and pauses when it has the value; where it is not known what the step will be, an extra forward runs.
         """
         if tape is self.tape:
             self._settle()
@@ -202,12 +204,20 @@ class Loop:
             assert value is not None
             return value
         assert self._preview is not None
+        if tape is self.tape:
+            if self._pauses.is_running(tape) and tape.events.keys() - tape.done:
+                self._accumulate()
+            values = self._pauses.read(tape, deferred.result)
+            if values is not None:
+                for tensor in tape.alive():
+                    tensor.value = values.get(tensor.result, tensor.value)
+                return values[deferred.result]
         tape.take_values()
         program = self._program(tape, [deferred.result], [])
-        if any(call.module for call in program.calls):
+        if self._pauses.missed and any(call.module for call in program.calls):
             self._warn(
-                "a value was read before optimizer.step() has computed it: this takes an extra forward; after "
-                "loss.backward() it costs nothing"
+                "a value was read before optimizer.step() has computed it, and other calls follow than last time: this "
+                "takes an extra forward; after loss.backward() it costs nothing"
             )
         with tape.modes():
             (value,) = self._preview.run_loop(program)
@@ -297,6 +307,7 @@ class Loop:
     def graph(self, *optimizers: torch.optim.Optimizer) -> Recorded:
         """Return the graph that updates these optimizers together, or without any the one of forward passes."""
         self._settle()
+        self._pauses.abandon()
         self._write_buffers()
         return self.step_graph(tuple(sorted(map(self._number, optimizers))), "update") if optimizers else self._forward
 
@@ -338,9 +349,8 @@ class Loop:
                 outputs = [result for result in outputs if result.call not in tape.done]
                 graph.steps_done += 1
             else:
-                program = self._program(tape, outputs, numbers)
                 with tape.modes():
-                    values = graph.run_loop(program)
+                    values = self._pauses.run(graph, tape, tape.program_calls(outputs, numbers), outputs)
             self.graphs_done += 1
             for number in numbers:
                 self._updates[number] += 1
@@ -387,6 +397,7 @@ class Loop:
 
     def _run_forward(self, tape: LoopTape) -> None:
         """Run the calls on a tape without an update, and give their results values."""
+        self._pauses.abandon()
         tape.closed, tape.updates = True, self.updates()
         try:
             (outputs,) = agreed_outputs(self._forward, [tape])
@@ -405,6 +416,7 @@ class Loop:
         tape = self.tape
         if not tape.has_effects():
             return
+        self._pauses.abandon()
         tape.check_inputs()
         with tape.modes():
             # With the random numbers of the step, which is still to come.
@@ -461,6 +473,7 @@ class Loop:
         return next(n for n, other in enumerate(self.optimizers) if other is optimizer)
 
     def _new_tape(self) -> LoopTape:
+        self._pauses.abandon(forget=True)
         return LoopTape(self._outcomes, self._name, lambda *_: [], self._numbers, words=self.words, owner=self)
 
     def _now(self) -> Members:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from zerograph import _torch
+from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.loops.deferred import Meta
-from zerograph.loops.graphs import Forward, Preview, Recorded, Step
+from zerograph.loops.graphs import Forward, Preview, Recorded, Step, local_parts
 from zerograph.loops.program import Program
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest
+from zerograph.state.stateful import interruptible
+from zerograph.state.threads import one_thread
 
 
 class Owner(Protocol):
@@ -51,9 +56,44 @@ class OfLoop(Recorded):
 
     def run_loop(self, program: Program) -> list[Tensor]:
         """Run a program; return this rank's part of each output."""
+        self._note_rows(program)
+        return self.run(program, [program.tensors])[0]
+
+    def _note_rows(self, program: Program) -> None:
         parts = (tensor for tensor, kind in zip(program.tensors, program.kinds, strict=True) if kind == "part")
         self.rows = len(next(parts, ()))
-        return self.run(program, [program.tensors])[0]
+
+
+@dataclass(eq=False)
+class Paused:
+    """A step that has paused.
+
+    Attributes:
+        step: the compiled step.
+        batch: its inputs.
+        inputs: the arguments of the run.
+        rows: the number of this rank's rows.
+        values: this rank's part of each output that is computed before the pause.
+        finish: runs the rest, given the values of hyperparameters.
+        versions: the versions of the parameters.
+    """
+
+    step: CompiledStep
+    batch: Batch
+    inputs: tuple[Any, ...]
+    rows: int
+    values: list[Tensor]
+    finish: Callable[[Mapping[str, float]], list[Tensor]]
+    versions: tuple[int, ...]
+
+    def is_valid(self) -> bool:
+        """Return whether the parameters and optimizer state are those that the step has begun with."""
+        return self.versions == versions_of(self.step)
+
+
+def versions_of(step: CompiledStep) -> tuple[int, ...]:
+    """Return the versions of the parameters that a step uses."""
+    return tuple(_torch.version(store.flat) for store in step.stores.values() if isinstance(store.flat, Tensor))
 
 
 class LoopStep(OfLoop, Step):
@@ -78,6 +118,40 @@ class LoopStep(OfLoop, Step):
         """Run a program; return this rank's part of each output."""
         self._compiler.accumulated = self.accumulated
         return super().run_loop(program)
+
+    @interruptible("a step")
+    def start(self, program: Program) -> Paused | None:
+        """Run a program up to the values that are read before ``backward()``.
+
+        Returns:
+            What finishes it; None if the step cannot pause. It is the same on all ranks.
+        """
+        self._compiler.accumulated = self.accumulated
+        self._note_rows(program)
+        return self._with_inputs(lambda *inputs: self._start(program, inputs), program, [program.tensors])
+
+    def _start(self, program: Program, tensors: tuple[Tensor, ...]) -> Paused | None:
+        with one_thread("a call of the graph"):
+            step, batch = self._ready(tensors, {})
+            executor = step.executor
+            if executor.pausing is None:
+                return None
+            self._check_replicas()
+            inputs = self._run_inputs(step, executor, batch)
+            raw, finish = executor.start(*inputs)
+            placed = zip(raw, step.outputs, program.metas, strict=False)
+            values = [self._part(value.detach(), sbp, meta) for value, (sbp, _), meta in placed]
+            return Paused(step, batch, inputs, self.rows, values, finish, versions_of(step))
+
+    @interruptible("a step")
+    def finish(self, paused: Paused, program: Program) -> list[Tensor]:
+        """Run the rest of a program; return this rank's part of each output."""
+        self.rows, self._latest = paused.rows, paused.step
+        with one_thread("a call of the graph"):
+            values = paused.finish(paused.step.number_values())
+            outputs = local_parts(self._finish(paused.step, paused.batch, paused.inputs, values))
+        placed = zip(outputs, paused.step.outputs, program.metas, strict=True)
+        return [self._part(value, sbp, meta) for value, (sbp, _), meta in placed]
 
     def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
         if self._compiler.gradients in ("update", "accumulated"):

@@ -249,6 +249,21 @@ class LoopTape(Tape):
             )
             self.calls[number] = replace(call, arguments=arguments)
 
+    @contextlib.contextmanager
+    def taking(self, values: Mapping[Result, Tensor], calls: Iterable[int]) -> Iterator[None]:
+        """Let calls take these values of results inside the block."""
+        recorded, self.calls = self.calls, list(self.calls)
+        self._returned |= values
+        inputs = {result: self._as_input(result) for result in values}
+        for number in calls:
+            call = self.calls[number]
+            arguments = tuple(inputs.get(a, a) if isinstance(a, Result) else a for a in call.arguments)
+            self.calls[number] = replace(call, arguments=arguments)
+        try:
+            yield
+        finally:
+            self.calls = recorded
+
     def _computed(self, call: Call, number: int) -> dict[Result, Tensor]:
         """Compute a call on numbers; note those from outside the step."""
         inputs = {a: self.tensors[a.number] for a in call.arguments if isinstance(a, RealTensor)}

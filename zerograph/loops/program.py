@@ -32,6 +32,7 @@ class Program:
         metas: the metadata of each output.
         text: equal on all ranks for programs that make the same calls on tensors of the same shapes.
         draws: whether a call draws random numbers.
+        early: number of outputs, the first ones, that are computed before ``backward()``.
     """
 
     calls: tuple[Call, ...]
@@ -42,6 +43,7 @@ class Program:
     metas: tuple[Meta, ...]
     text: str
     draws: bool
+    early: int = 0
 
     def run(self, tensors: Sequence[Tensor], parameter: Callable[[str], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Repeat all calls on these tensors; return their losses and outputs.

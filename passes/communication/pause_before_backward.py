@@ -1,0 +1,47 @@
+"""pause_before_backward: let a loop read values, such as the loss, before the rest of the step runs.
+
+The rest may never run: the loop may skip the step. So nothing before the pause changes state, and no collective is in
+flight there.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerograph.ir.alias import WAIT
+from zerograph.ir.metadata import origin
+from zerograph.ir.pause import PAUSE, pause_of
+from zerograph.ir.rewrite import ancestors, emit, move_after, positions
+from zerograph.ir.step_graph import output_nodes, writes
+from zerograph.passes.context import Context
+
+
+def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Pause as soon as the outputs are computed that the loop reads before backward."""
+    if not context.batch.early_outputs:
+        return module
+    graph = module.graph
+    values = output_nodes(graph)[: context.batch.early_outputs]
+    order = positions(graph)
+    needed = ancestors(values) | set(values)
+    computed = sorted((node for node in needed if node.op != "placeholder"), key=order.__getitem__)
+    backward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "backward"]
+    first = min((order[node] for node in backward if node not in needed), default=len(order))
+    place = max((node for node in computed if order[node] < first), key=order.__getitem__)
+    # What follows in backward only makes an output of a value: a collective, for instance.
+    place = move_after([node for node in computed if order[node] > first], place)
+    with graph.inserting_after(place):
+        pause = emit(graph, PAUSE, (values,), origin(place))
+    states = [value for _, _, value in writes(graph) if value.op != "placeholder" and value < pause]
+    move_after([one for one in states if one not in needed and all(user > pause for user in one.users)], pause)
+    return module
+
+
+def start_after_pause(graph: fx.Graph) -> None:
+    """Start collectives that are waited for after a pause after it too."""
+    pause = pause_of(graph)
+    if pause is None:
+        return
+    waits = [wait for wait in graph.find_nodes(op="call_function", target=WAIT) if pause < wait]
+    starts = [start for wait in waits if (start := wait.all_input_nodes[0]) < pause]
+    move_after(sorted(starts), pause)
