@@ -15,7 +15,7 @@ import zerograph as zg
 from tests.harness import LossStep, needs_compiler, update_plainly
 from tests.models import TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import as_one_device, data, own, trained
+from tests.zerograph.test_any_batch import as_one_device, data, own_of_any_size, trained
 from zerograph.runtime.backends import pieces
 
 # Rows of each rank in each step: equal, not divisible, unequal, fewer than micro-batches, none.
@@ -114,7 +114,7 @@ def everything(cases: Sequence[tuple[int, int]], grid: bool = False) -> list[Res
         results = []
         for rows in SPREADS[ranks]:
             x, y = images(sum(rows))
-            results.append(step(own(rows, x), own(rows, y)))
+            results.append(step(own_of_any_size(rows, x), own_of_any_size(rows, y)))
         found.append((results, step.state_dict()["modules"]["model"]))
     return found
 
@@ -185,9 +185,8 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
     plain = copy.deepcopy(model)
-    step = LossStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), 2, masked, gradient_accumulation_steps=micro_batches
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = LossStep(model, optimizer, 2, masked, gradient_accumulation_steps=micro_batches)
     if grid:
         step.config.placement = zg.placement("cpu", ranks=[[0, 1]])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
@@ -196,7 +195,7 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
         x, mask = torch.randn(sum(rows), 6, dtype=torch.float64), (torch.rand(sum(rows)) < 0.7).double()
         mask[0] = 1
         expected = update_plainly(plain, optimizer, masked, x, mask)
-        differences.append((step(own(rows, x), own(rows, mask)) - expected).abs())
+        differences.append((step(own_of_any_size(rows, x), own_of_any_size(rows, mask)) - expected).abs())
     gathers = [collective.tensors for collective in step.collectives() if collective.kind == "all-gather"]
     return differences, {name for names in gathers for name in names}
 
@@ -212,7 +211,7 @@ def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro
 def packed(stage: int) -> list[Tensor]:
     model = make("mlp", torch.float64)
     step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=2, accumulation_outputs="packed")
-    return [step(own(rows, x), own(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)]
+    return [step(own_of_any_size(rows, x), own_of_any_size(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)]
 
 
 def test_packed_losses_have_an_entry_for_each_micro_batch_and_their_mean_is_that_of_the_whole(pool: Pool) -> None:
