@@ -108,7 +108,7 @@ class TrainStep(zg.ZeroGraph):
 
 
 def trained(name: str, stage: int, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> TrainStep:
-    """A graph that has made its first two steps: the first update may be another program than the later ones."""
+    """Return a graph after two steps: the first update may be another program than the later ones."""
     torch.manual_seed(0)
     model = MODELS[name][0]()
     step = TrainStep(model, optimizer(model.parameters()), stage)
@@ -154,7 +154,6 @@ def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
         ("gpt small", [0, 1, 2, 3]),
         ("resnet", [0, 3]),
         pytest.param("resnet", [1, 2], marks=pytest.mark.long),
-        ("gpt mid", [3]),
     ],
 )
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stages: list[int]) -> None:
@@ -171,20 +170,23 @@ def test_so_it_is_with_other_updates(pool: Pool, optimizer: Any, options: dict[s
         assert predicted == pytest.approx(seen, rel=0.1)
 
 
-def reports() -> list[tuple[zg.Memory, int, int]]:
-    """Return the prediction of each stage, and the bytes of its state and of the batch."""
+def reports() -> list[tuple[zg.Memory, int, int, int]]:
+    """Return the prediction of each stage, what is seen, and the bytes of its state and of the batch."""
     found = []
-    step = trained("gpt mid", 0, fused_adamw)
+    step, batch = trained("gpt mid", 0, fused_adamw), own_batch("gpt mid")
     for stage in range(4):
         step.config.enable_zero(stage > 0, stage=stage or 1)
-        step(*own_batch("gpt mid"))
-        found.append((step.memory, step.state_bytes(), sum(tensor.nbytes for tensor in own_batch("gpt mid"))))
+        step(*batch)
+        # The last stage has everything that may be wrong.
+        seen = most_alive_bytes(step, *batch) if stage == 3 else step.memory.peak
+        found.append((step.memory, seen, step.state_bytes(), sum(tensor.nbytes for tensor in batch)))
     return found
 
 
 def test_the_peak_is_explained_by_kind(pool: Pool) -> None:
     every = pool.run(2, reports)[0]
-    for memory, state, batch in every:
+    for memory, seen, state, batch in every:
+        assert memory.peak == pytest.approx(seen, rel=0.1)
         assert sum(memory.kinds.values()) == memory.peak
         # Hyperparameters are tensors of one number.
         assert memory.at_rest == pytest.approx(state, abs=64)
@@ -192,18 +194,10 @@ def test_the_peak_is_explained_by_kind(pool: Pool) -> None:
         assert memory.kinds["activations"] > 0
         assert memory.node
         assert memory.where.source
-    off, one, two, three = (memory for memory, _, _ in every)
+        assert "MiB at " in str(memory)
+        assert "activations " in str(memory)
+    off, one, two, three = (memory for memory, *_ in every)
     for split in (one, two, three):
         assert split.kinds["optimizer state"] == pytest.approx(off.kinds["optimizer state"] / 2, rel=0.01)
     assert "gathered" not in off.kinds
     assert three.kinds["gathered"] < two.kinds["gathered"] / 2
-
-
-def shown() -> str:
-    return str(trained("gpt mid", 3, fused_adamw).memory)
-
-
-def test_it_can_be_read(pool: Pool) -> None:
-    text = pool.run(2, shown)[0]
-    assert "MiB at " in text
-    assert "activations " in text
