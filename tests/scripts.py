@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import zerograph as zg
 from tests.pool import Pool
@@ -30,6 +32,45 @@ def run_script(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return pool.run(ranks, run or run_as_rank, port, str(script), options)
+
+
+def run_by_torchruns_agent(logs: Path, arguments: list[str], restarts: int = 0) -> dict[str, str]:
+    """Run a script on two ranks that torchrun's agent starts, but forks off a process that has imported everything.
+
+    Args:
+        logs: folder for what the ranks print.
+        arguments: those of the script, its path first.
+        restarts: how often the agent starts the ranks again.
+
+    Returns:
+        What the ranks of the last start print to ``"stdout"`` and ``"stderr"``.
+    """
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=logs.parent.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL),
+    )
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        elastic_launch(agent, _run_in_this_process)(arguments)
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    last = max(logs.glob("*/attempt_*"))
+    return {
+        name: "".join(path.read_text() for path in sorted(last.glob(f"*/{name}.log"))) for name in ("stdout", "stderr")
+    }
+
+
+def _run_in_this_process(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_as_rank(port: int, script: str, options: tuple[str, ...]) -> tuple[str, list[str]]:

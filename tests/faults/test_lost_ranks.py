@@ -22,7 +22,7 @@ from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.checkpoint import storage
 
 # Of a rank that is stopped nothing else tells: what a try of that takes. The others learn at once.
-TIMEOUT = {"is stopped": 12.0}
+TIMEOUT = {"is stopped": 8.0}
 GENEROUS = 60.0
 # Beyond the limit: asking who is there, and what a busy machine adds.
 LITTLE_MORE = 15.0

@@ -22,7 +22,7 @@ from zerograph.runtime.wire import collectives
 from zerograph.runtime.wire.peer import Peer
 
 # Seconds until all know, for a machine that is busy with other tests; the timeout is longer, but for a stopped rank.
-SOON, TIMEOUT, SHORT_TIMEOUT = 15.0, 120.0, 8.0
+SOON, TIMEOUT, SHORT_TIMEOUT = 15.0, 120.0, 6.0
 
 # What the lost rank is about to call: its note is not sent or sent, its summand not announced or announced.
 PLACES: dict[str, tuple[Any, str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
 from tests.pool import Pool
-from tests.scripts import run_as_rank, run_script
+from tests.scripts import run_as_rank, run_by_torchruns_agent, run_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Two at once: each on a port of its own.
@@ -93,36 +90,12 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_on_a_rank(arguments: list[str]) -> None:
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
 def crash(folder: Path, rank: int, step: int, delay: float) -> tuple[int, float]:
-    """(updates repeated, seconds from the death of a rank until the job goes on) of a run that ends well.
-
-    torchrun's agent starts the ranks, but forks them off a process that has imported everything.
-    """
+    """(updates repeated, seconds from the death of a rank until the job goes on) of a run that ends well."""
     script = folder.parent / "crashing.py"
     script.write_text(CRASHING)
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=folder.parent.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=2,
-        start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(str(folder.parent / "logs"), redirects=Std.ALL),
-    )
     how = [str(script), str(folder.parent), str(rank), str(step), str(delay)]
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    try:
-        elastic_launch(agent, run_on_a_rank)(command(folder, *how))
-    finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
+    run_by_torchruns_agent(folder.parent / "logs", command(folder, *how), restarts=2)
     resumed, died, went_on = (float((folder.parent / name).read_text()) for name in ("resumed", "died", "went on"))
     return step - int(resumed), went_on - died
 

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.pool import Pool
+from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
 
 ROOT = Path(__file__).parents[2]
@@ -48,18 +50,26 @@ def test_the_readmes_commands_work_with_its_program(program: Path, monkeypatch: 
         assert "while the script was imported" not in found.stderr
 
 
-def together(program: Path) -> str:
-    """Return its output under torchrun."""
+def printed_by_torchrun(program: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment["OMP_NUM_THREADS"] = "1"
     result = subprocess.run(
         [*TORCHRUN, str(program)], cwd=program.parent, env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
+    return checked(result.stdout, result.stderr)
+
+
+def printed_by_its_agent(program: Path) -> str:
+    printed = run_by_torchruns_agent(program.parent / "logs", [str(program)])
+    return checked(printed["stdout"], printed["stderr"])
+
+
+def checked(printed: str, errors: str) -> str:
     # torch complains about a process group that nobody destroyed, and so on.
-    assert "Warning" not in result.stderr
-    assert "destroy_process_group" not in result.stderr
-    return result.stdout
+    assert "Warning" not in errors
+    assert "destroy_process_group" not in errors
+    return printed
 
 
 def alone(program: Path) -> str:
@@ -72,8 +82,11 @@ def alone(program: Path) -> str:
     return printed.getvalue()
 
 
-def test_the_readme_runs_with_and_without_a_launcher(pool: Pool, program: Path) -> None:
-    single, both = pool.run(1, alone, program)[0], together(program)
+@pytest.mark.parametrize("launched", [printed_by_its_agent, pytest.param(printed_by_torchrun, marks=pytest.mark.long)])
+def test_the_readme_runs_with_and_without_a_launcher(
+    pool: Pool, program: Path, launched: Callable[[Path], str]
+) -> None:
+    single, both = pool.run(1, alone, program)[0], launched(program)
     assert "rank 0 of 1" in single
     assert "rank 0 of 2" in both
     assert float(single.split()[1]) == pytest.approx(float(both.split()[1]), abs=2e-4)

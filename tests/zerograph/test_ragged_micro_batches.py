@@ -211,7 +211,9 @@ def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro
 def packed(stage: int) -> list[Tensor]:
     model = make("mlp", torch.float64)
     step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=2, accumulation_outputs="packed")
-    return [step(own_of_any_size(rows, x), own_of_any_size(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)]
+    return [
+        step(own_of_any_size(rows, x), own_of_any_size(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)
+    ]
 
 
 def test_packed_losses_have_an_entry_for_each_micro_batch_and_their_mean_is_that_of_the_whole(pool: Pool) -> None:
