@@ -91,6 +91,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("overhead", "runtime/job/messages.py", "runtime/reduce_overhead.py"),
         _page("recompute"),
         _page("scripts", "zerograph/loops/*.py"),
+        _page("thin", "zerograph/ir/blocks.py"),
         _page("update"),
         _page("wire"),
         _page("peers", *_PEERS[1:], command="make bench"),

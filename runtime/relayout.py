@@ -5,7 +5,8 @@ Values travel one bucket at a time, so about one bucket of each kind is whole at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +30,14 @@ from zerograph.runtime.state import (
     TensorOrExtent,
     accumulated_gradients,
     bind_parameters,
+    coded_entry,
     gather_parts,
     in_memory,
+    initial_entry,
     initial_value,
     load_accumulated,
     load_part,
+    plain_entry,
     plain_states,
     store_of,
     stores_of,
@@ -125,16 +129,24 @@ def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Paramet
 
 
 def _copy_parts(
-    whole: Tensor, layout: Bucket, parameters: Sequence[nn.Parameter], source: Store, name: str = ""
+    whole: Tensor,
+    layout: Bucket,
+    parameters: Sequence[nn.Parameter],
+    source: Store,
+    name: str = "",
+    convert: Callable[[Tensor, nn.Parameter], Tensor] | None = None,
 ) -> None:
     """Copy parameters, or their parts of the state entry ``name``, from another store. A collective if that is split.
+
+    ``convert`` changes a part from the form that the source stores to that of ``layout``.
 
     A function of its own: no part of one source stays alive while the next source is gathered.
     """
     slots = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
     indices = [index for index, parameter in enumerate(source.parameters) if id(parameter) in slots]
     for index, part in gather_parts(source, indices, name):
-        _write_slot(whole, layout, slots[id(source.parameters[index])], part)
+        slot = slots[id(source.parameters[index])]
+        _write_slot(whole, layout, slot, part if convert is None else convert(part, source.parameters[index]))
 
 
 def _write_slot(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
@@ -157,22 +169,34 @@ def _create_entry(
         value = in_memory(value.state[name]) if isinstance(value, Store) else value
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in state for state in states):
+        if extent is not None and spec.codec is not None:
+            return _stored(initial_entry(store, name), extent)
         if extent is not None:
             folder = store.layout.storage.state
             fill(extent, initial_value(spec), fast=folder is not None and folder.fast)
             return extent
-        shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
-        return torch.full(shape, initial_value(spec), dtype=layout.dtype, device=layout.storage_device)
+        return initial_entry(store, name)
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     values = [state[name] for state in states]
     for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
-        _copy_parts(whole, layout, store.parameters, source, name)
+        convert = functools.partial(_entry_from, store, name, source)
+        _copy_parts(whole, layout, store.parameters, source, name, convert)
     for slot, value in zip(layout.slots, values, strict=True):
         if not isinstance(value, Store):
-            _write_slot(whole, layout, slot, torch.as_tensor(value))
+            plain = torch.as_tensor(value)
+            plain = plain.full_tensor() if is_dtensor(plain) else plain
+            _write_slot(whole, layout, slot, coded_entry(store, name, plain))
     if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
         broadcast_from_first(store.job, [whole])
     return _stored(_own_part(store.job, layout, whole), extent)
+
+
+def _entry_from(store: Store, name: str, source: Store, part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's entry of another store in the form that ``store`` keeps it in."""
+    if source.specs[name].codec == store.specs[name].codec:
+        return part
+    slot = next(slot for other, slot in source.slots() if other is parameter)
+    return coded_entry(store, name, plain_entry(source, name, part, slot))
 
 
 def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSbp) -> None:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.errors import InputError
+from zerograph.ir import blocks
 from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
+from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
@@ -268,8 +270,8 @@ def plain_states(store: Store) -> list[PlainState]:
     if store.fresh:
         return states
     for name, spec in store.specs.items():
-        for state, value in zip(states, _gather_all(store, name), strict=True):
-            state[name] = value.to(spec.plain_dtype, copy=True)
+        for (_, slot), state, value in zip(store.slots(), states, _gather_all(store, name), strict=True):
+            state[name] = plain_entry(store, name, value, slot).to(spec.plain_dtype, copy=True)
     return states
 
 
@@ -289,13 +291,64 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
         layout = store.layouts.get(name)
         entry = store.state[name]
         if layout is not None and not store.fresh:
-            load_part(store.job, layout, entry, [state.get(name) for state in states])
+            values = [state.get(name) for state in states]
+            load_part(
+                store.job,
+                layout,
+                entry,
+                [
+                    value if value is None or spec.codec is None else encode_entry(_whole(value), spec.codec)
+                    for value in values
+                ],
+            )
+            continue
+        if layout is not None and spec.codec is not None:
+            _overwrite(entry, initial_entry(store, name))
             continue
         value = states[0][name] if layout is None and states[0] else initial_value(spec)
         if isinstance(entry, Extent):
             fill(entry, value)
         else:
             entry.fill_(value)
+
+
+def initial_entry(store: Store, name: str) -> Tensor:
+    """Return this rank's part of a state entry before the first update, where its layout keeps it."""
+    layout, spec = store.layouts[name], store.specs[name]
+    shape = local_shape(layout.shape, layout.sbp, store.job.mesh)
+    value, device = initial_value(spec), layout.storage_device
+    if spec.codec is None:
+        return torch.full(shape, value, dtype=layout.dtype, device=device)
+    numel = shape[-1] // spec.codec.block_bytes * spec.codec.block
+    coded: Tensor = blocks.encode(torch.full((*shape[:-1], numel), value, device=device), *spec.codec.arguments)
+    return coded
+
+
+def plain_entry(store: Store, name: str, value: Tensor, slot: Slot) -> Tensor:
+    """Return a parameter's whole state entry, as the store keeps it, in the form that a plain optimizer keeps.
+
+    Args:
+        slot: the parameter's slot in the bucket.
+    """
+    spec = store.specs[name]
+    return value if spec.codec is None else decode_entry(value, torch.Size(slot.shape), spec.codec, spec.dtype)
+
+
+def coded_entry(store: Store, name: str, value: Tensor) -> Tensor:
+    """Return a parameter's whole state entry in the form that the store keeps; the inverse of :func:`plain_entry`."""
+    codec = store.specs[name].codec
+    return value if codec is None else encode_entry(value, codec)
+
+
+def _whole(value: Any) -> Tensor:
+    return value.whole() if isinstance(value, FileTensor) else torch.as_tensor(value)
+
+
+def _overwrite(target: TensorOrExtent, value: Tensor) -> None:
+    if isinstance(target, Extent):
+        write(target, value)
+    else:
+        target.copy_(value)
 
 
 def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence[Any]) -> None:
@@ -315,7 +368,7 @@ def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence
             if isinstance(value, FileTensor) and layout.rows is None:
                 value.copy_flat(own_part, low - slot.offset)
                 continue
-            whole = value.whole() if isinstance(value, FileTensor) else torch.as_tensor(value)
+            whole = _whole(value)
             laid = to_rows(whole, slot, layout.rows)[tuple(rows)]
             own_part.copy_(laid[..., low - slot.offset : high - slot.offset])
     if isinstance(target, Extent):

@@ -15,6 +15,7 @@ from zerograph.base.options import (
     check_by,
     checks,
     document,
+    hashable,
     is_number,
     is_one_of,
     one_of,
@@ -24,13 +25,13 @@ from zerograph.base.options import (
 )
 from zerograph.base.sizes import in_bytes
 from zerograph.errors import ConfigError, PlacementError, UnknownOptionError, did_you_mean
+from zerograph.ir.coded_state import SIGNED
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint, offload_to
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, nd_sbp
-from zerograph.ir.wire import WireFormat
-from zerograph.ir.wire import complaint as wire_complaint
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, dims_split, nd_sbp
+from zerograph.ir.wire import WireFormat, block_of, wire_complaint
 from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
 
@@ -159,9 +160,13 @@ class Config:
     wire: str | WireFormat | Mapping[str, Any] = option(
         "exact",
         check_by(wire_complaint),
-        """Format in which shards of parameters and parts of gradients are sent: ``"exact"`` (default), ``"bf16"``,
-        ``"int8"``, ``"int4"`` or a :func:`zerograph.wire`; or a dict of these by ``"gather"`` and ``"reduce"``, and
-        there by mesh dimension. Sums are computed in fp32. Everything else is sent as it is.""",
+        """Format in which parameters and gradients are sent: ``"exact"`` (default), ``"bf16"``, ``"int8"``, ``"int4"``
+        or a :func:`zerograph.wire`, or a dict by ``"gather"`` and ``"reduce"``, or there by mesh dimension.""",
+    )
+    optimizer_state: str = option(
+        "exact",
+        one_of("exact", "int8"),
+        """``"int8"``: store the state of elementwise optimizers in 8 bits. Default ``"exact"``.""",
     )
     grad_scaler: GradScaler | None = option(
         None,
@@ -427,6 +432,11 @@ class Config:
         """``memory_budget`` in bytes; None without budget."""
         return None if self.memory_budget is None else in_bytes(self.memory_budget)
 
+    @property
+    def block(self) -> int:
+        """Number of elements at whose multiples parameters begin in buckets."""
+        return max(block_of(self.wire), SIGNED.block if self.optimizer_state == "int8" else 1)
+
     def batch_on(self, mesh_dims: int) -> NdSbp:
         """Return the SBP of plain input tensors on a mesh of ``mesh_dims`` dimensions.
 
@@ -446,8 +456,8 @@ class Config:
             PlacementError: the mesh has no such dimension.
         """
         if self.zero_dim is None:
-            split = _dims_split(inputs) or _dims_split([self.batch_on(mesh_dims)])
-            free = split - _dims_split(parameters)
+            split = dims_split(inputs) or dims_split([self.batch_on(mesh_dims)])
+            free = split - dims_split(parameters)
             return max(free or split, default=mesh_dims - 1)
         if self.zero_dim >= mesh_dims:
             raise PlacementError(f"config.zero_dim is {self.zero_dim}, but the placement has {mesh_dims} dimension(s)")
@@ -455,7 +465,7 @@ class Config:
 
     def key(self) -> tuple[Any, ...]:
         """Return all options' values: a compiled step is for one such key."""
-        return tuple(_hashable(getattr(self, field.name)) for field in fields(self))
+        return tuple(hashable(getattr(self, field.name)) for field in fields(self))
 
     def shown(self, *, changed: bool = False) -> str:
         """Return the options as text that is equal on all ranks; with ``changed`` only mode, stage and changed ones."""
@@ -466,15 +476,6 @@ class Config:
             if self.mode == "off" and self.stage != "auto":
                 del values["stage"]
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
-
-
-def _dims_split(sbps: Sequence[NdSbp]) -> set[int]:
-    """Return the mesh dimensions along which any of them is split."""
-    return {dim for sbp in sbps for dim, entry in enumerate(sbp) if isinstance(entry, Split)}
-
-
-def _hashable(value: Any) -> Any:
-    return tuple((k, _hashable(v)) for k, v in value.items()) if isinstance(value, Mapping) else value
 
 
 def check_name(name: Any) -> None:

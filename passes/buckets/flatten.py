@@ -55,7 +55,8 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if context.gradients in ("accumulate", "edit"):
             _emit_sum(graph, sums[bucket.name], final, adds=context.gradients == "accumulate")
             continue
-        (_emit_owner_update if bucket.one_by_one else _emit_update)(graph, bucket, gradient.flat, final, update)
+        emit_update = _emit_owner_update if bucket.one_by_one or update.program.is_coded else _emit_update
+        emit_update(graph, bucket, gradient.flat, final, update)
         _add_unused_state(graph, bucket, update)
     drop_unread_edits(graph)
     named = {node_role.name: node for node in placeholders(graph, "parameter") if (node_role := role(node))}
@@ -350,25 +351,32 @@ def _update_values(graph: fx.Graph, bucket: Bucket) -> Callable[[fx.Node, Any], 
 
 def _emit_owner_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:
     """Emit one node for the updates of all parameters; ``localize`` selects those of each rank."""
-    states = [
-        _input(graph, Role("state", f"{bucket.name}.{name}"), (layout.padded,), layout.dtype, layout.storage_device)
-        for name, layout in update.layouts.items()
-    ]
+    states = [_state_input(graph, bucket, name, update) for name in update.program.state]
     numbers = list(_numbers(graph, update).values())
     with graph.inserting_before(graph.output_node()):
         updated = emit(graph, owner_update, (flat, gradient, numbers, states), _UPDATE)
         meta(updated)["bucket"] = bucket.name
         meta(updated)["signatures"] = tuple(
-            _owner_signature(sbp, len(numbers), len(states)) for sbp in bucket.split_sbp
+            _owner_signature(sbp, len(numbers), [sbp if state.meta["val"].dim() else broadcast for state in states])
+            for sbp in bucket.gradient_sbp
         )
         for index, node in enumerate((flat, *states)):
             new = emit(graph, operator.getitem, (updated, index), _UPDATE)
             emit(graph, aten.copy_.default, (node, new), _UPDATE)
 
 
-def _owner_signature(sbp: Sbp, numbers: int, states: int) -> Signature:
-    """Return the signature along one mesh dimension: the bucket and its states have the SBP ``sbp``."""
-    return Signature((sbp, sbp, *[broadcast] * numbers, *[sbp] * states), (sbp, *[sbp] * states))
+def _state_input(graph: fx.Graph, bucket: Bucket, name: str, update: BucketUpdate) -> fx.Node:
+    """Add an input for an entry of the state as it is stored."""
+    layout, spec = update.layouts.get(name), update.program.state[name]
+    entry = Role("state", f"{bucket.name}.{name}")
+    if layout is None:
+        return _input(graph, entry, (), spec.dtype, torch.device("cpu"))
+    return _input(graph, entry, layout.shape, layout.dtype, layout.storage_device)
+
+
+def _owner_signature(sbp: Sbp, numbers: int, states: Sequence[Sbp]) -> Signature:
+    """Return the signature along one mesh dimension: the bucket and its gradient have the SBP ``sbp``."""
+    return Signature((sbp, sbp, *[broadcast] * numbers, *states), (sbp, *states))
 
 
 def _write_new_state(

@@ -59,7 +59,7 @@ def owner_update_module(bucket: Bucket, update: BucketUpdate, rank: int, *, guar
         program = update.programs[index]
         if program not in modules:
             modules[program] = f"update_{len(modules)}"
-            root.add_module(modules[program], _in_place_module(program, first=update.first, guarded=guarded))
+            root.add_module(modules[program], in_place_module(program, first=update.first, guarded=guarded))
         shard = bucket.padded // bucket.ranks
         shape = slot.shape or (1,)
         own = {
@@ -86,7 +86,7 @@ def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequen
     return graph.call_function(aten.view.default, (part, list(shape)))
 
 
-def _in_place_module(program: UpdateProgram, *, first: bool, guarded: bool) -> fx.GraphModule:
+def in_place_module(program: UpdateProgram, *, first: bool, guarded: bool = False) -> fx.GraphModule:
     """Return the program as a module that writes its results in place and returns nothing.
 
     Its inputs are param, grad, every number, the condition if ``guarded``, and every state.

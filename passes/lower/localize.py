@@ -21,7 +21,8 @@ from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import enter, leave, pack
-from zerograph.passes.buckets.owner_updates import owner_update, owner_update_module
+from zerograph.passes.buckets.coded_updates import CodedUpdate, update_module
+from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.inline import inline_region
@@ -107,14 +108,19 @@ def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -
     name = meta(node)["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
     rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
-    module.add_submodule(f"update_{name}", owner_update_module(bucket, context.updates[name], rank, guarded=guarded))
+    update = update_module(bucket, context.updates[name], rank, guarded=guarded)
+    module.add_submodule(f"update_{name}", update)
     inputs = node.all_input_nodes
     flat = inputs[0]
     with module.graph.inserting_before(node):
         own = module.graph.call_module(f"update_{name}", tuple(inputs))
     own.meta |= {key: flat.meta[key] for key in ("val", "sbp", "global")} | {"origin": origin(node), "bucket": name}
     # The maximum over ranks, so that all ranks predict the same peak.
-    meta(own)["temporary"] = max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
+    meta(own)["temporary"] = (
+        update.temporary(flat.meta["val"])
+        if isinstance(update, CodedUpdate)
+        else max(computed_bytes(program.graph.graph) for program in set(context.updates[name].programs))
+    )
     for part in list(node.users):
         for write in list(part.users):
             if write.target is aten.copy_.default and write.args[0] in inputs:

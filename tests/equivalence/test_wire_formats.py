@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import zerograph as zg
 from tests.harness import LossStep, sum_of_squares
 from tests.models import mlp, part
 from tests.pool import Pool
@@ -47,10 +49,20 @@ def rounded(x: Tensor, code: str) -> Tensor:
     return (integers * scale).flatten()[: x.numel()].view(x.shape)
 
 
-def train_plainly(ranks: int, gather: str, reduce: str) -> dict[str, Tensor]:
-    """Train on one device: weights are coded for forward, and each rank's gradient is coded before the sum."""
+def train_plainly(ranks: int, gather: str, reduce: str, hosts: int = 1) -> dict[str, Tensor]:
+    """Train on one device: weights are coded for forward, and each rank's gradient is coded before the sum.
+
+    With several ``hosts`` the sums of each host's ranks are coded and summed once more.
+    """
     masters, copy = model(), model()
     update = optimizer(masters)
+
+    def summed(parts: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(parts[0])
+        for one in parts:
+            total += one if reduce == "exact" else rounded(one, reduce)
+        return total
+
     for x in inputs():
         for weight, master in zip(copy.parameters(), masters.parameters(), strict=True):
             weight.data = master.detach() if gather == "exact" else rounded(master.detach(), gather)
@@ -60,9 +72,9 @@ def train_plainly(ranks: int, gather: str, reduce: str) -> dict[str, Tensor]:
             sum_of_squares(copy, own).backward()
             gradients.append([weight.grad for weight in copy.parameters() if weight.grad is not None])
         for master, parts in zip(masters.parameters(), zip(*gradients, strict=True), strict=True):
-            master.grad = torch.zeros_like(master)
-            for gradient in parts:
-                master.grad += gradient if reduce == "exact" else rounded(gradient, reduce)
+            each = ranks // hosts
+            sums = [summed(list(parts[first : first + each])) for first in range(0, ranks, each)]
+            master.grad = sums[0] if hosts == 1 else summed(sums)
         update.step()
     return {name: value.clone() for name, value in masters.state_dict().items()}
 
@@ -101,3 +113,16 @@ def test_gathered_weights_are_the_coded_ones_at_every_stage(pool: Pool) -> None:
     for index, result in enumerate(results):
         code = BOTH[index % len(BOTH)]
         assert_equal(result, train_plainly(2, code, code))
+
+
+@pytest.mark.long
+def test_three_ranks_and_a_grid_of_hosts_compute_what_plain_pytorch_does(pool: Pool) -> None:
+    for index, result in enumerate(pool.run(3, train, [0, 3], [{"reduce": code} for code in BOTH])[0]):
+        assert_equal(result, train_plainly(3, "exact", BOTH[index % len(BOTH)]))
+    # On the grid an all-reduce along the first dimension follows the reduce-scatter along the last.
+    for index, result in enumerate(pool.run(4, on_a_grid, [2, 3])[0]):
+        assert_equal(result, train_plainly(4, "exact", BOTH[index % len(BOTH)], hosts=2))
+
+
+def on_a_grid(stages: list[int]) -> list[dict[str, Tensor]]:
+    return train(stages, [{"reduce": code} for code in BOTH], placement=zg.placement("cpu", ranks=[[0, 1], [2, 3]]))

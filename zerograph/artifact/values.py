@@ -20,9 +20,10 @@ from zerograph import _torch
 from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload, pytree
 from zerograph.artifact import operators
 from zerograph.errors import ArtifactError
+from zerograph.ir.blocks import Codec
 from zerograph.ir.dims import Dim, SizeGuard, SizeInput
 from zerograph.ir.loop import Result
-from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef
+from zerograph.ir.metadata import Boxing, Coded, Origin, Role, TensorRef
 from zerograph.ir.rank_numbers import RankNumber
 from zerograph.ir.region import GlobalSpec
 from zerograph.ir.sbp import Broadcast, PartialSum, Signature, Split
@@ -32,7 +33,7 @@ from zerograph.ir.update_program import StateSpec
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(Boxing, Broadcast, Dim, GlobalSpec, Origin, PartialSum, RankNumber, Result, Role, Signature),
+        *(Boxing, Broadcast, Codec, Coded, Dim, GlobalSpec, Origin, PartialSum, RankNumber, Result, Role, Signature),
         *(SizeGuard, SizeInput, Split, StateSpec, TensorRef),
     )
 }

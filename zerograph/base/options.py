@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -70,6 +70,11 @@ def is_number(value: Any) -> bool:
 
 
 SWITCH = Check(lambda value: isinstance(value, bool), "choose True or False")
+
+
+def hashable(value: Any) -> Any:
+    """Return an option's value as part of a key: a dict as its items."""
+    return tuple((k, hashable(v)) for k, v in value.items()) if isinstance(value, Mapping) else value
 
 
 def option(default: Any, check: Check, documentation: str) -> Any:

@@ -38,7 +38,7 @@ from zerograph.ir.dims import Dim
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import show
 from zerograph.ir.update_program import UpdateProgram
-from zerograph.passes.buckets.owner_updates import owner_update_module
+from zerograph.passes.buckets.coded_updates import update_module
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, restored
 
@@ -305,7 +305,7 @@ class Artifact:
         def owner_update(name: str) -> nn.Module:
             bucket = next(bucket for bucket in context.buckets if bucket.name == name)
             position = context.mesh.position[bucket.zero_dim]
-            return owner_update_module(bucket, context.updates[name], position, guarded=context.guarded)
+            return update_module(bucket, context.updates[name], position, guarded=context.guarded)
 
         def read() -> fx.GraphModule:
             # Called after the captured graph was read, which has the symbols of sizes.

@@ -15,6 +15,7 @@ from zerograph.config import Config
 from zerograph.errors import CaptureError
 from zerograph.ir.annotate import annotated_sbp
 from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, Slot, plan_buckets, split_dim, state_layout
+from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import role
@@ -23,7 +24,6 @@ from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, show
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
-from zerograph.ir.wire import block_of
 from zerograph.runtime.state import Store, store_of
 
 
@@ -199,7 +199,7 @@ def _can_keep(
         and store.job.mesh == mesh
         and store.layout.zero_dim == zero_dim
         and len(whole) == 1
-        and store.layout.block % block_of(config.wire) == 0
+        and store.layout.block % config.block == 0
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.storage.device == _memory(store.layout, config).device
         and _has_entries(store, first.program.state)
@@ -289,6 +289,11 @@ def _new_buckets(
                 f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
                 "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
             )
+        if split_dim(sbp) is not None and any(spec.codec is not None for spec in state.specs.values()):
+            raise CaptureError(
+                f"config.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be coded\n"
+                "Leave the parameter whole, or the state exact."
+            )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
         fused = update is not None and update.program.fused is not None
         parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name), fused))
@@ -299,7 +304,7 @@ def _new_buckets(
         split=config.policy.split,
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
-        block=block_of(config.wire),
+        block=config.block,
     )
     buckets = tuple(replace(bucket, storage=_memory(bucket, config)) for bucket in buckets)
     return [_planned(bucket, updates, [states[slot.name] for slot in bucket.slots]) for bucket in buckets]
@@ -333,14 +338,17 @@ def _state_layouts(
         shapes: shapes of each slot's entries; used only if the slots are updated one by one.
     """
     return {
-        name: state_layout(
-            bucket,
-            name,
-            [_state_shape(slot.shape, entry[name]) for slot, entry in zip(bucket.slots, shapes, strict=True)]
-            if bucket.one_by_one
-            else (),
-            spec.dtype,
-            torch.device("cpu") if spec.scalar else bucket.device,
+        name: coded_layout(
+            state_layout(
+                bucket,
+                name,
+                [_state_shape(slot.shape, entry[name]) for slot, entry in zip(bucket.slots, shapes, strict=True)]
+                if bucket.one_by_one
+                else (),
+                spec.stored_dtype,
+                torch.device("cpu") if spec.scalar else bucket.device,
+            ),
+            spec.codec,
         )
         for name, spec in specs.items()
         if bucket.one_by_one or not spec.scalar

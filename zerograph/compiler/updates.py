@@ -17,6 +17,7 @@ from zerograph.config import Config
 from zerograph.ir.offload import offload_device
 from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
+from zerograph.optim.coded import with_coded_state
 from zerograph.optim.hyperparameters import NotLiftedError
 
 
@@ -32,6 +33,8 @@ class Updates:
     optimizers: Optimizers
     scheduled: dict[int, set[Path]] = field(default_factory=dict)
     _programs: Programs = field(default_factory=Programs)
+    # Updates with coded state, by those with exact state.
+    _coded: dict[UpdateProgram, UpdateProgram] = field(default_factory=dict)
     # By (optimizer, group): the hyperparameters at the last step.
     _last: dict[tuple[int, int], dict[Path, float]] = field(default_factory=dict)
     # By (optimizer, group): the hyperparameters that are inputs, with the numbers that the update compares them with.
@@ -64,6 +67,10 @@ class Updates:
                         inputs = {hyperparameters.LR, *self._lifted.get((number, index), ())}
                         if program is None or traced_name != group_name or set(program.numbers.values()) != inputs:
                             program = self._program(number, index, parameter, members.device(parameter), config)
+                        if config.optimizer_state == "int8" and not program.is_coded:
+                            if program not in self._coded:
+                                self._coded[program] = with_coded_state(program, name)
+                            program = self._coded[program]
                         updates[name] = Update(program, group_name, group, optimizer)
         return updates
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Code = Literal["bf16", "int8", "int4"]
+Code = Literal["bf16", "int8", "int4", "root", "fourth_root"]
 
 # Largest integer of a code.
-_LIMITS = {"int8": 127, "int4": 7}
+_LIMITS = {"int8": 127, "int4": 7, "root": 127, "fourth_root": 255}
 # Elements that the CPU codes at once: they and their temporaries stay in a core's cache.
-_CHUNK = 2**15
+_CHUNK = 2**17
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Codec:
     """How a tensor is coded.
 
     Attributes:
-        code: ``"bf16"``, or integers of 8 or 4 bits.
+        code: ``"bf16"``; ``"int8"`` and ``"int4"``: integers that the scale multiplies; ``"root"`` and
+            ``"fourth_root"``: 8 bits for the root of a magnitude with its sign, or for the fourth root.
         block: number of elements with one scale; 1 for bf16, which has none.
         scales: dtype of the scales.
     """
@@ -60,7 +61,7 @@ class Codec:
 
 
 def _code_bytes(code: str, block: int) -> int:
-    return {"bf16": 2 * block, "int8": block, "int4": block // 2}[code]
+    return {"bf16": 2 * block, "int4": block // 2}.get(code, block)
 
 
 def _encode(x: Tensor, code: Code, block: int, scales: torch.dtype) -> Tensor:
@@ -85,14 +86,21 @@ def _encode_blocks(values: Tensor, into: Tensor, code: Code, scales: torch.dtype
     block, limit = values.shape[1], _LIMITS[code]
     integers, scale = into.split([_code_bytes(code, block), scales.itemsize], 1)
     stored = scale.view(scales)
-    stored.copy_(values.abs().amax(1, keepdim=True).div_(limit))
+    magnitudes = values if code == "fourth_root" else values.abs()
+    largest = magnitudes.amax(1, keepdim=True)
+    stored.copy_(largest if "root" in code else largest.div_(limit))
     wide = stored.float()
     # A scale too small for a reciprocal codes zeros.
     inverse = torch.where(wide >= torch.finfo(torch.float32).tiny, wide.reciprocal(), 0.0)
-    rounded = torch.mul(values, inverse).round_().clamp_(-limit, limit)
-    if code == "int8":
-        integers.view(torch.int8).copy_(rounded)
+    if code == "fourth_root":
+        # Not 0: an optimizer divides by the root of such an entry.
+        integers.copy_(torch.mul(values, inverse).sqrt_().sqrt_().mul_(limit).round_().clamp_min_(1))
+    elif code == "root":
+        integers.view(torch.int8).copy_(magnitudes.mul_(inverse).sqrt_().mul_(limit).copysign_(values).round_())
+    elif code == "int8":
+        integers.view(torch.int8).copy_(torch.mul(values, inverse).round_().clamp_(-limit, limit))
     else:
+        rounded = torch.mul(values, inverse).round_().clamp_(-limit, limit)
         # The first half of a block is in the low bits, the second half in the high bits; each is offset by 8.
         low, high = rounded.chunk(2, 1)
         integers.copy_(torch.add(low, high, alpha=16).add_(8 + 8 * 16))
@@ -121,7 +129,12 @@ def _decode_fake(coded: Tensor, code: Code, block: int, scales: torch.dtype, dty
 def _decode_blocks(coded: Tensor, into: Tensor, code: Code, scales: torch.dtype) -> None:
     """Write the values of blocks ``[blocks, block_bytes]`` to ``[blocks, block]`` of fp32."""
     integers, scale = coded.split([_code_bytes(code, into.shape[1]), scales.itemsize], 1)
-    if code == "int8":
+    if code == "fourth_root":
+        into.copy_(integers).div_(_LIMITS[code]).square_().square_()
+    elif code == "root":
+        into.copy_(integers.view(torch.int8)).div_(_LIMITS[code])
+        into.mul_(into.abs())
+    elif code == "int8":
         into.copy_(integers.view(torch.int8))
     else:
         low, high = into.chunk(2, 1)

@@ -99,6 +99,11 @@ def nd_sbp(sbp: Sbp | Sequence[Sbp], mesh_dims: int) -> NdSbp:
     return entries
 
 
+def dims_split(sbps: Sequence[NdSbp]) -> set[int]:
+    """Return the mesh dimensions along which any of them is split."""
+    return {dim for sbp in sbps for dim, entry in enumerate(sbp) if isinstance(entry, Split)}
+
+
 def show(sbp: NdSbp) -> str:
     """Return the text of an SBP: ``S(0)`` for one mesh dimension, ``(S(0), B)`` for two."""
     return str(sbp[0]) if len(sbp) == 1 else "(" + ", ".join(map(str, sbp)) + ")"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.blocks import Codec
+
 Path = tuple[Any, ...]
 """Keys from a parameter group to one of its numbers: ``("lr",)``, ``("betas", 0)``."""
 
@@ -23,12 +25,19 @@ class StateSpec:
         initial: the value before the first update if that is a constant; None if the first update computes it
             (SGD's momentum is the first gradient).
         plain_dtype: the dtype that the optimizer itself would keep.
+        codec: how the entry is stored; None: as it is.
     """
 
     scalar: bool
     dtype: torch.dtype
     initial: float | None
     plain_dtype: torch.dtype
+    codec: Codec | None = None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that a store keeps."""
+        return self.dtype if self.codec is None else torch.uint8
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,3 +75,8 @@ class UpdateProgram:
     shapes: Mapping[str, tuple[int, ...]]
     numbers: Mapping[str, Path]
     thresholds: Mapping[str, set[float]]
+
+    @property
+    def is_coded(self) -> bool:
+        """True if an entry of the state is stored in coded form."""
+        return any(spec.codec is not None for spec in self.state.values())

@@ -58,7 +58,7 @@ def wire(code: str, *, block: int | None = None, scales: torch.dtype | None = No
     return WireFormat(Codec(cast(Code, code), block or _BLOCK, scales or _SCALES[code]))
 
 
-def complaint(value: Any) -> str:
+def wire_complaint(value: Any) -> str:
     """Return what is wrong with a value of ``config.wire``; empty for a valid one."""
     if not isinstance(value, Mapping):
         return "" if _is_format(value) else _ADVICE

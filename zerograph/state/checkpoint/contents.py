@@ -12,6 +12,7 @@ from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.coded_state import saved_name
 from zerograph.ir.mesh import Mesh, local_part
 from zerograph.ir.sbp import Split, is_dtensor
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
@@ -39,7 +40,8 @@ class Named:
     def state_names(self, store: Store, entry: str) -> list[str | None]:
         """Return the name of one optimizer state entry for each parameter of the store; None where it has no name."""
         prefixes = (self.states.get(id(parameter)) for parameter in store.parameters)
-        return [None if prefix is None else prefix + entry for prefix in prefixes]
+        name = saved_name(entry, store.specs[entry].codec)
+        return [None if prefix is None else prefix + name for prefix in prefixes]
 
 
 def names_of(members: Members, optimizers: Optimizers) -> Named:
@@ -73,7 +75,8 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
         entries = named.state_names(store, name)
         layout = store.layouts.get(name)
         if layout is not None:
-            _add_slots(pieces, layout, entries, spec.plain_dtype, reader.flat(state), mesh)
+            dtype = spec.plain_dtype if spec.codec is None else layout.dtype
+            _add_slots(pieces, layout, entries, dtype, reader.flat(state), mesh)
             continue
         for number, entry in enumerate(entries):
             if entry is not None:

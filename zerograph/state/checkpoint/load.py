@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import CheckpointError, ConfigError
+from zerograph.ir.coded_state import decode_saved, plain_name, saved_name
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Chunk, Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
@@ -93,7 +94,8 @@ def load(
         for name, tensor in plain_members(members).items():
             tensor.copy_(reader.whole(name))
     for number in plan.optimizers:
-        state_dict.load_optimizer(optimizers[number], plain_optimizer_state(reader, number, groups[number]))
+        shapes = plain_shapes(optimizers[number], groups[number])
+        state_dict.load_optimizer(optimizers[number], plain_optimizer_state(reader, number, groups[number], shapes))
 
 
 def _check_names(checkpoint: Index, members: Members) -> None:
@@ -136,8 +138,14 @@ def _check_optimizers(checkpoint: Index, optimizers: Optimizers, groups: Sequenc
             check_hyperparameters(optimizer, saved)
         except ConfigError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from error
+        own = plain_shapes(optimizer, saved)
         shapes = {
-            key: {name: checkpoint.tensors[f"optimizers.{number}.state.{key}.{name}"].shape for name in sorted(names)}
+            key: {
+                plain_name(name): own[key]
+                if plain_name(name) != name
+                else checkpoint.tensors[f"optimizers.{number}.state.{key}.{name}"].shape
+                for name in sorted(names)
+            }
             for key, names in _saved_states(checkpoint, number).items()
         }
         check_entries(optimizer, saved, shapes)
@@ -181,11 +189,12 @@ def _fits(
     entries = [saved.get(numbers[id(parameter)], set()) for parameter in store.parameters]
     if not any(entries):
         return True
-    if any(names != set(store.specs) for names in entries):
+    if any(names != {saved_name(entry, spec.codec) for entry, spec in store.specs.items()} for names in entries):
         return False
     tensors = reader.index.tensors
     for name in store.specs:
-        keys = [f"optimizers.{number}.state.{numbers[id(parameter)]}.{name}" for parameter in store.parameters]
+        entry = saved_name(name, store.specs[name].codec)
+        keys = [f"optimizers.{number}.state.{numbers[id(parameter)]}.{entry}" for parameter in store.parameters]
         layout = store.layouts.get(name)
         if layout is None:
             if any(tensors[key].shape != () for key in keys) or len({float(reader.whole(key)) for key in keys}) > 1:
@@ -224,7 +233,8 @@ def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, oth
 def _has_state(reader: Reader, store: Store, named: Named) -> bool:
     """Return whether the checkpoint has optimizer state for the store."""
     start = named.states[id(store.parameters[0])]
-    return any(start + name in reader.index.tensors for name in store.specs)
+    entries = (saved_name(name, spec.codec) for name, spec in store.specs.items())
+    return any(start + entry in reader.index.tensors for entry in entries)
 
 
 def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool) -> None:
@@ -261,10 +271,32 @@ def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
             raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
 
 
-def plain_optimizer_state(reader: Reader, number: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``state_dict()`` of the plain optimizer would return."""
+def plain_shapes(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.Size]:
+    """Return the shape of each parameter of an optimizer, by its number in saved groups."""
+    numbers = [number for group in groups for number in group["params"]]
+    return {number: parameter.shape for number, parameter in zip(numbers, parameters_of(optimizer), strict=True)}
+
+
+def plain_optimizer_state(
+    reader: Reader,
+    number: int,
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[Any, Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """Return what ``state_dict()`` of the plain optimizer would return.
+
+    Args:
+        number: number of the optimizer.
+        groups: its saved groups.
+        shapes: shape of each parameter, by number in the groups: coded entries are decoded; None: they stay codes.
+    """
+
+    def entry(key: int, name: str) -> tuple[str, Tensor]:
+        value = reader.whole(f"optimizers.{number}.state.{key}.{name}")
+        return (name, value) if shapes is None else (plain_name(name), decode_saved(name, value, shapes[key]))
+
     states = {
-        key: {name: reader.whole(f"optimizers.{number}.state.{key}.{name}") for name in sorted(names)}
+        key: dict(entry(key, name) for name in sorted(names))
         for key, names in sorted(_saved_states(reader.index, number).items())
     }
     return {"state": states, "param_groups": groups}

@@ -1,0 +1,202 @@
+"""Optimizer state in eight bits: the same bits on any number of ranks, and those of plain PyTorch with such state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.harness import LossStep, prepare
+from tests.models import part
+from tests.pool import Pool
+from zerograph.optim.coded import with_coded_state
+from zerograph.optim.program import trace_update
+
+STEPS, SAMPLES = 3, 8
+KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(7, 75)
+
+
+def adamw(module: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused)
+
+
+def product(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients are sums of products of small integers, which are exact in any order."""
+    return (module(x) * y).sum()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda width: torch.randint(-4, 5, (SAMPLES, width), generator=generator).float()  # noqa: E731
+    return [(draw(7), draw(75)) for _ in range(STEPS)]
+
+
+def codes_of(step: zg.ZeroGraph) -> dict[str, Tensor]:
+    """The state of a plain optimizer that decodes the codes: equal codes, equal bits."""
+    states = step.state_dict()["optimizers"][0]["state"]
+    return {f"{number}.{key}": states[number][key] for number in states for key in KEYS}
+
+
+def train(stages: list[int], options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Return parameters and state after training at each stage."""
+    results = []
+    module = model()
+    step = LossStep(module, adamw(module), loss=product, optimizer_state="int8", **options)
+    initial = step.state_dict()
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        for x, y in batches():
+            step(part(x), part(y))
+        results.append(step.state_dict()["modules"]["model"] | codes_of(step))
+    return results
+
+
+def rounded(value: Tensor, power: int) -> Tensor:
+    """Return what eight bits keep of a parameter's entry: its root of this power, relative to its block's largest."""
+    limit = {2: 127, 4: 255}[power]
+    blocks = nn.functional.pad(value.flatten(), (0, -value.numel() % 256)).view(-1, 256)
+    largest = blocks.abs().amax(1, keepdim=True)
+    root = (blocks * torch.where(largest > 0, 1 / largest, 0)).abs().sqrt()
+    kept = (root * limit).round() / limit if power == 2 else (root.sqrt() * limit).round().clamp(min=1) / limit
+    kept = kept * kept if power == 2 else (kept * kept) * (kept * kept)
+    signs = torch.copysign(kept, blocks) if power == 2 else kept
+    return (signs * largest).flatten()[: value.numel()].view(value.shape)
+
+
+def train_plainly() -> dict[str, Tensor]:
+    module = model()
+    update = adamw(module)
+    for x, y in batches():
+        update.zero_grad()
+        product(module, x, y).backward()
+        update.step()
+        for state in update.state.values():
+            state["exp_avg"], state["exp_avg_sq"] = rounded(state["exp_avg"], 2), rounded(state["exp_avg_sq"], 4)
+    states = {f"{number}.{key}": state[key] for number, state in enumerate(update.state.values()) for key in KEYS}
+    return dict(module.state_dict()) | states
+
+
+def test_bits_depend_neither_on_the_ranks_nor_on_the_stage(pool: Pool) -> None:
+    expected = train([0], {})[0]
+    two = pool.run(2, train, [0, 1, 2, 3], {})[0]
+    four = pool.run(4, train, [0, 3], {"bucket_size": 1})[0]
+    for result in (*two, *four):
+        for name, value in expected.items():
+            assert torch.equal(result[name], value), name
+
+
+def test_an_update_is_that_of_plain_pytorch_with_rounded_state() -> None:
+    result, expected = train([2], {})[0], train_plainly()
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_state_takes_at_most_27_percent() -> None:
+    def state_bytes(**options: Any) -> int:
+        module = nn.Linear(64, 256)
+        step = LossStep(module, adamw(module), 2, product, **options)
+        prepared = prepare(step, torch.zeros(8, 64), torch.zeros(8, 256))
+        return prepared.memory.kinds["optimizer state"]
+
+    assert state_bytes(optimizer_state="int8") <= 0.27 * state_bytes()
+
+
+def test_checkpoints_keep_codes_and_load_from_exact_state_and_back(tmp_path: Path) -> None:
+    def step(state: str, stage: int) -> LossStep:
+        module = model()
+        return LossStep(module, adamw(module), stage, product, optimizer_state=state)
+
+    coded = step("int8", 1)
+    for x, y in batches():
+        coded(x, y)
+    coded.save(tmp_path / "coded")
+    again, exact = step("int8", 3), step("exact", 2)
+    for loaded in (again, exact):
+        loaded.load(tmp_path / "coded")
+    for name, value in codes_of(coded).items():
+        assert torch.equal(codes_of(again)[name], value)
+        assert torch.equal(codes_of(exact)[name], value)
+    exact.save(tmp_path / "exact")
+    once_more = step("int8", 2)
+    once_more.load(tmp_path / "exact")
+    # One more step: the loaded state is coded, and decoded again.
+    losses = [one(*batches()[0]) for one in (coded, again, once_more)]
+    for other in (again, once_more):
+        for name, value in codes_of(coded).items():
+            assert torch.equal(codes_of(other)[name], value), name
+    assert torch.equal(losses[0], losses[1])
+
+
+def test_a_skipped_step_changes_no_bit_of_the_state() -> None:
+    module = model()
+    step = LossStep(module, adamw(module, fused=True), 2, product, optimizer_state="int8", on_nonfinite="skip")
+    x, y = batches()[0]
+    step(x, y)
+    before = [value.clone() for store in step._stores() for value in (store.flat, *store.state.values())]
+    with pytest.warns(UserWarning, match="skip"):
+        step(torch.full_like(x, torch.inf), y)
+    after = [value for store in step._stores() for value in (store.flat, *store.state.values())]
+    assert all(map(torch.equal, before, after))
+    step(x, y)
+    assert not torch.equal(step._stores()[0].flat, before[0])
+
+
+def coded(optimizer: Any, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, str]:
+    """The kind of each coded entry of an optimizer's state."""
+    parameter = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+    made = optimizer([parameter], **options)
+    program = trace_update(made, made.param_groups[0], parameter.shape, dtype, "cpu")
+    state = with_coded_state(program, "model.weight").state
+    return {name: spec.codec.code for name, spec in state.items() if spec.codec is not None}
+
+
+def test_entries_that_are_never_negative_have_a_code_of_their_own() -> None:
+    adam = {"exp_avg": "root", "exp_avg_sq": "fourth_root"}
+    for kind in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam):
+        assert coded(kind) == adam
+    assert coded(torch.optim.Adam, amsgrad=True) == adam | {"max_exp_avg_sq": "fourth_root"}
+    assert coded(torch.optim.SGD, momentum=0.9) == {"momentum_buffer": "root"}
+    assert coded(torch.optim.Adagrad) == {"sum": "fourth_root"}
+    assert coded(torch.optim.Adadelta) == {"square_avg": "fourth_root", "acc_delta": "fourth_root"}
+    assert coded(torch.optim.RMSprop, momentum=0.9) == {"square_avg": "fourth_root", "momentum_buffer": "root"}
+
+
+def test_what_cannot_be_coded_is_refused() -> None:
+    with pytest.raises(zg.CaptureError, match=r"RMSprop, which updates model\.weight, takes the root of a difference"):
+        coded(torch.optim.RMSprop, centered=True)
+    with pytest.raises(zg.CaptureError, match=r"Adafactor, which updates model\.weight, is not elementwise"):
+        coded(torch.optim.Adafactor)
+    with pytest.raises(zg.CaptureError, match=r"exp_avg of torch\.float64"):
+        coded(torch.optim.AdamW, torch.float64)
+    module = model()
+    zg.annotate(module.weight, sbp=zg.sbp.split(0))
+    step = LossStep(module, adamw(module), 2, product, optimizer_state="int8")
+    with pytest.raises(zg.CaptureError, match=r"weight is split S\(0\): its state cannot be coded"):
+        prepare(step, *(torch.zeros(8, width) for width in (7, 75)), ranks=5)
+
+
+def test_a_compiled_step_with_codes_is_written_and_read(tmp_path: Path) -> None:
+    def step() -> LossStep:
+        module = model()
+        options = {"optimizer_state": "int8", "wire": {"reduce": "int8"}}
+        return LossStep(module, adamw(module), 2, product, **options)
+
+    compiled, loaded = step(), step()
+    for x, y in batches():
+        compiled(x, y)
+    compiled.export_compiled(tmp_path / "step.zg")
+    loaded.load_compiled(tmp_path / "step.zg")
+    for x, y in batches():
+        loaded(x, y)
+    for name, value in codes_of(compiled).items():
+        assert torch.equal(codes_of(loaded)[name], value)
