@@ -1,4 +1,4 @@
-"""Cost of an operator on a rank, in bytes: those that it moves, and for its products those that take as long."""
+"""Cost of an operator on a rank, in bytes: what it moves, plus for matrix products what would take as long to move."""
 
 from __future__ import annotations
 

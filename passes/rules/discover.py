@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, is_mutable, pytree
 from zerograph.base import cache
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Signature, Split, broadcast, partial_sum
-from zerograph.passes.rules.registry import output_values, tensor_arguments
+from zerograph.passes.rules.registry import all_broadcast
 
 # Maximum elements of the inputs and outputs of one run. A larger search would take longer than the step.
 MOST_ELEMENTS = 2**22
@@ -50,10 +50,10 @@ def discover(
     file = _file(node, inputs, ranks, folder or cache.folder("rules"))
     cached = _read(file)
     # A file may contain anything: signatures that the search cannot find are not accepted.
-    possible = cached is not None and cached[:1] == (_whole(node),)
+    possible = cached is not None and cached[:1] == (all_broadcast(node),)
     if cached and possible and all(trial.allows(signature) and trial.holds(signature) for signature in cached[1:]):
         return cached
-    signatures = (_whole(node), *(signature for signature in trial.candidates() if trial.holds(signature)))
+    signatures = (all_broadcast(node), *(signature for signature in trial.candidates() if trial.holds(signature)))
     _write(file, signatures)
     return signatures
 
@@ -244,10 +244,6 @@ def _close(left: Tensor, right: Tensor) -> bool:
     tolerance = max(1e-9, 100 * torch.finfo(left.dtype).eps)
     scale = float(right.abs().nan_to_num(0.0, 0.0).max()) if right.numel() else 0.0
     return torch.allclose(left, right, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True)
-
-
-def _whole(node: fx.Node) -> Signature:
-    return Signature((broadcast,) * len(tensor_arguments(node)), (broadcast,) * len(output_values(node)))
 
 
 def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> Path:

@@ -88,7 +88,7 @@ def train(name: str, dtype: torch.dtype, options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "reduce_dtype"),
-    [("gpt", torch.bfloat16, None), ("gpt_tied", torch.float16, torch.float32)],
+    [("gpt_of_one_block", torch.bfloat16, None), ("gpt_tied_of_one_block", torch.float16, torch.float32)],
 )
 def test_stages_and_plain_autocast_agree_bitwise(
     pool: Pool, name: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None
@@ -395,7 +395,7 @@ def most_held(graph: fx.Graph) -> dict[str, int]:
 def counted() -> list[dict[str, float]]:
     """Return for each stage bytes per parameter: between steps, the peak of each kind in a step, and on the wire."""
     torch.manual_seed(0)
-    model = Gpt(False, 64, 96, 6)
+    model = Gpt(False, 64, 96, 4)
     psi = sum(parameter.numel() for parameter in model.parameters())
     step = TrainStep(model, adamw(model), bucket_size=2**16)
     step.config.enable_amp()

@@ -129,7 +129,7 @@ def test_activations_are_those_of_one_micro_batch(pool: Pool) -> None:
     assert seen(pool)[3, 1].live - seen(pool)[3, 8].live > 0.7 * whole
 
 
-def test_the_foretold_peak_is_that_of_live_tensors(pool: Pool) -> None:
+def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
     for one in seen(pool).values():
         assert one.memory.peak == pytest.approx(one.live, rel=0.01)
         assert sum(one.memory.kinds.values()) == one.memory.peak

@@ -104,7 +104,7 @@ def test_no_stage_and_no_way_of_computing_again_changes_a_bit(pool: Pool) -> Non
     assert len({one.numbers for one in seen(pool).values()}) == 1
 
 
-def test_less_is_held_as_foretold(pool: Pool) -> None:
+def test_less_is_held_as_predicted(pool: Pool) -> None:
     found = seen(pool)
     for (stage, way), one in found.items():
         assert one.predicted == pytest.approx(one.live, rel=0.02)

@@ -87,7 +87,7 @@ def train_plainly(tied: bool, size: int, dtype: torch.dtype) -> dict[str, Tensor
     return {"losses": torch.stack(losses), **model.state_dict()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int) -> None:
     wanted = train_plainly(False, 8, torch.float64)
     for found in pool.run(ranks, train, [0, 3], False, 8, torch.float64)[0]:

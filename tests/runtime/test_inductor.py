@@ -86,7 +86,9 @@ def test_collectives_keep_their_order() -> None:
 
 
 @every_size
-def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str = "gpt") -> tuple[list[Tensor], list[Tensor], int]:
+def steps_by(
+    backend: str, stage: int, dtype: torch.dtype, name: str = "gpt_of_one_block"
+) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
     model = make(name, dtype)
     step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)

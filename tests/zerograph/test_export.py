@@ -93,17 +93,17 @@ def saved_plainly(path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def tied(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tied") / "checkpoint"
-    pool.run(2, saved_plainly, path, "gpt_tied")
+    pool.run(2, saved_plainly, path, "gpt_tied_of_one_block")
     return path
 
 
 def test_tied_weights_are_written_once_and_read_twice(tied: Path, tmp_path: Path) -> None:
-    assert zg.read_checkpoint(tied)["modules"]["model"].keys() == make("gpt_tied").state_dict().keys()
+    assert zg.read_checkpoint(tied)["modules"]["model"].keys() == make("gpt_tied_of_one_block").state_dict().keys()
     file = tmp_path / "weights.safetensors"
     assert CliRunner().invoke(app, ["export", str(tied), str(file)]).exit_code == 0
     held = load_file(file)
     assert "head.weight" not in held
-    model = make("gpt_tied")
+    model = make("gpt_tied_of_one_block")
     missing, unexpected = model.load_state_dict(held, strict=False)
     assert (missing, unexpected) == (["head.weight"], [])
     for key, value in zg.read_checkpoint(tied)["modules"]["model"].items():

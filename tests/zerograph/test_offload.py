@@ -101,7 +101,7 @@ def test_training_is_bitwise_the_same(
     pool.run(2, same_with_and_without, tmp_path, optimizer, stages, options)
 
 
-def foretold_and_seen(folder: Path) -> tuple[zg.Memory, int, int, int]:
+def predicted_and_seen(folder: Path) -> tuple[zg.Memory, int, int, int]:
     model = make("gpt")
     step = TrainStep(model, fused_adamw(model.parameters()), 3, bucket_size=2**13)
     into_files(step, folder)
@@ -112,7 +112,7 @@ def foretold_and_seen(folder: Path) -> tuple[zg.Memory, int, int, int]:
 
 
 def test_the_memory_forecast_knows_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
-    for memory, seen, at_rest, everything in pool.run(2, foretold_and_seen, tmp_path):
+    for memory, seen, at_rest, everything in pool.run(2, predicted_and_seen, tmp_path):
         assert memory.peak == pytest.approx(seen, rel=0.1)
         assert memory.at_rest == pytest.approx(at_rest, abs=2000)
         # Step counts, one for each bucket, and handles.

@@ -203,7 +203,7 @@ def on_two_ranks() -> dict[str, Any]:
     graph = Forward(masks, seed=3)
     return {
         "mlp": train_noisily("mlp", [0, 1, 2, 3], torch.float32),
-        "gpt": train_noisily("gpt", [3], torch.float64),
+        "gpt_of_one_block": train_noisily("gpt_of_one_block", [3], torch.float64),
         "masks": [graph(part(torch.ones(8, 6))) for _ in range(2)],
         "resumed": resumed(),
     }
@@ -231,7 +231,7 @@ def resumed() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 def test_two_ranks_draw_what_one_device_draws(pool: Pool) -> None:
     first, second = pool.run(2, on_two_ranks)
-    for name, dtype, tolerance in (("mlp", torch.float32, 1e-6), ("gpt", torch.float64, 1e-12)):
+    for name, dtype, tolerance in (("mlp", torch.float32, 1e-6), ("gpt_of_one_block", torch.float64, 1e-12)):
         alone = train_noisily(name, [0], dtype)[0]
         for losses in (*first[name], *second[name]):
             torch.testing.assert_close(losses, alone, rtol=tolerance, atol=0)

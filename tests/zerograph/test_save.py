@@ -22,7 +22,7 @@ from zerograph.runtime.checkpoint.boxes import boxes
 State = dict[str, Tensor]
 
 
-def step_of(stage: int, name: str = "gpt", **options: Any) -> TrainStep:
+def step_of(stage: int, name: str = "gpt_of_one_block", **options: Any) -> TrainStep:
     model = make(name)
     return TrainStep(model, adamw(model), stage, backend="eager", **options)
 
@@ -36,7 +36,7 @@ def saved_and_gone_on(path: Path, stages: list[int]) -> list[tuple[list[float], 
     found = []
     for stage in stages:
         step = step_of(stage)
-        data = batches("gpt", 4)
+        data = batches("gpt_of_one_block", 4)
         go(step, data[:2])
         step.save(path / str(stage))
         found.append((go(step, data[2:]), step.state_dict()["modules"]["model"]))
@@ -50,7 +50,7 @@ def gone_on_from(
     found = []
     for stage in stages:
         step = step_of((stage + 1) % 4 if compiled else stage, bucket_size=bucket_size)
-        data = batches("gpt", 4)
+        data = batches("gpt_of_one_block", 4)
         if compiled:
             step.compile(*map(part, data[0]))
         else:
@@ -89,11 +89,11 @@ def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: An
 
 def test_a_checkpoint_is_the_plain_state_of_model_and_optimizer(checkpoints: Any) -> None:
     state = zg.read_checkpoint(checkpoints[0] / "2")
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     optimizer = adamw(model)
     model.load_state_dict(state["modules"]["model"])
     optimizer.load_state_dict(state["optimizers"][0])
-    losses = [float(loss) for loss in train_plainly(model, optimizer, batches("gpt", 4)[2:])]
+    losses = [float(loss) for loss in train_plainly(model, optimizer, batches("gpt_of_one_block", 4)[2:])]
     assert losses == pytest.approx(checkpoints[1][2][0], abs=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_what_a_checkpoint_reads_as_loads_into_a_graph(checkpoints: Any) -> None
 def test_export_writes_one_file_that_the_plain_model_loads(checkpoints: Any, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(checkpoints[0] / "3"), str(tmp_path)])
     assert result.exit_code == 0, result.output
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     expected = zg.read_checkpoint(checkpoints[0] / "3")["modules"]["model"]
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
@@ -195,9 +195,9 @@ def made_in_some_way(way: str) -> TrainStep:
     torch.manual_seed(0)
     if way == "made split":
         with zg.sharded_init():
-            model = make("gpt")
+            model = make("gpt_of_one_block")
     else:
-        model = make("gpt")
+        model = make("gpt_of_one_block")
     if way == "a layer split by the user":
         zg.to_global(model.head, placement=zg.placement("cpu", ranks=[0, 1]), sbp=zg.sbp.split(1))
     step = TrainStep(model, adamw(model), 3, backend="eager")
@@ -207,7 +207,7 @@ def made_in_some_way(way: str) -> TrainStep:
 
 
 def resumed_however_made(path: Path, way: str) -> tuple[list[float], list[float]]:
-    data = batches("gpt", 4)
+    data = batches("gpt_of_one_block", 4)
     first = made_in_some_way(way)
     go(first, data[:2])
     first.save(path)
@@ -223,7 +223,7 @@ def test_training_goes_on_however_parameters_are_placed(pool: Pool, tmp_path: Pa
 
 
 def saved_in_the_background(path: Path) -> tuple[list[float], list[float], list[str], str]:
-    step, data = step_of(2), batches("gpt", 6)
+    step, data = step_of(2), batches("gpt_of_one_block", 6)
     go(step, data[:2])
     step.save(path, asynchronous=True, keep=2)
     expected = go(step, data[2:4])

@@ -161,7 +161,7 @@ class Recompiles:
             )
 
     def count_sizes(self, kind: Hashable, change: SizeChange | None, doing: str) -> None:
-        """Count a compilation for sizes. Warn once of a line that each of the last ones failed at, and at the eighth.
+        """Count a compilation for sizes. Warn of a line that each of the last ones failed at, and at the eighth.
 
         Args:
             kind: the kind of the inputs, without their sizes.
@@ -176,7 +176,7 @@ class Recompiles:
         if len(changes) == RECOMPILE_LIMIT:
             problem = f"{doing} is compiled for the {RECOMPILE_LIMIT}th time because of sizes alone"
         elif len(changes) == _SAME_LINE_LIMIT and change.place and len({(one.dims, one.place) for one in last}) == 1:
-            problem = f"each of the last {_SAME_LINE_LIMIT} new sizes had {doing} compiled again"
+            problem = f"each of the last {_SAME_LINE_LIMIT} new sizes compiled {doing} again"
         else:
             return
         place = f"\n  {change.place}" if change.place else ""
