@@ -65,6 +65,7 @@ class BatchLayout:
         cut: whether each input is cut into micro-batches.
         packed: outputs have one entry per micro-batch.
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
+        attention: the form of attention where ranks split the sequence; see ``config.attention``.
     """
 
     inputs: tuple[NdSbp, ...]
@@ -72,6 +73,7 @@ class BatchLayout:
     cut: tuple[bool, ...] = ()
     packed: bool = False
     early_outputs: int = 0
+    attention: str = "auto"
 
 
 @dataclass(frozen=True)

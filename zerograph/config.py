@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,13 +24,13 @@ from zerograph.base.options import (
     whole_number,
 )
 from zerograph.base.sizes import in_bytes
-from zerograph.errors import ConfigError, PlacementError, UnknownOptionError, did_you_mean
+from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
 from zerograph.ir.coded_state import SIGNED
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint, offload_to
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, dims_split, nd_sbp
+from zerograph.ir.sbp import Sbp, Split, broadcast
 from zerograph.ir.wire import WireFormat, block_of, wire_complaint
 from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
 
@@ -228,18 +228,37 @@ class Config:
         Check(
             lambda value: (
                 value is None
-                or (isinstance(value, tuple) and bool(value) and all(sbp in (Split(0), broadcast) for sbp in value))
+                or (
+                    isinstance(value, tuple)
+                    and bool(value)
+                    and all(isinstance(sbp, Split) or sbp == broadcast for sbp in value)
+                )
             ),
-            "give a tuple of sbp.split(0) and sbp.broadcast, one per mesh dimension",
+            "give a tuple of sbp.split(d) and sbp.broadcast, one per mesh dimension",
         ),
-        """SBP of plain input tensors along each mesh dimension: ``split(0)`` if each rank passes its part,
-        ``broadcast`` if ranks pass the same. Default None: ``split(0)`` along all.""",
+        """SBP of plain input tensors along each mesh dimension: ``split(0)`` if each rank passes its rows of the batch,
+        ``split(1)`` if each rank passes its piece of the sequence, ``broadcast`` if ranks pass the same. A tensor that
+        has no such dimension is the same on all ranks along it. Default None: ``split(0)`` along all.""",
+    )
+    sequence_parallel: int = option(
+        1,
+        whole_number(1, "ranks"),
+        """Number of ranks that split each sequence. Without ``placement`` the ranks form rows of so many, and the ranks
+        of a row pass the same plain tensors, whole; each takes its piece. Default 1: sequences are not split.""",
+    )
+    attention: str = option(
+        "auto",
+        one_of("auto", "ulysses", "gather"),
+        """The form of attention where ranks split the sequence: ``"ulysses"`` exchanges positions for heads before
+        attention and back after it, ``"gather"`` gathers keys and values. ``"auto"`` (default): the one that sends and
+        holds fewer bytes, for each attention.""",
     )
     zero_dim: int | None = option(
         None,
         whole_number(0, "mesh dimensions", optional=True),
         """The mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None: the last
         dimension along which inputs are split and no parameter is; otherwise the last one along which inputs are split.
+        If sequences are split, it is the one of most ranks among these.
         Parameters that the user split along it stay as they are: ZeRO splits the others.""",
     )
     recompute: str = option(
@@ -436,32 +455,6 @@ class Config:
     def block(self) -> int:
         """Number of elements at whose multiples parameters begin in buckets."""
         return max(block_of(self.wire), SIGNED.block if self.optimizer_state == "int8" else 1)
-
-    def batch_on(self, mesh_dims: int) -> NdSbp:
-        """Return the SBP of plain input tensors on a mesh of ``mesh_dims`` dimensions.
-
-        Raises:
-            PlacementError: ``batch_sbp`` has another number of entries.
-        """
-        return (Split(0),) * mesh_dims if self.batch_sbp is None else nd_sbp(self.batch_sbp, mesh_dims)
-
-    def zero_dim_on(self, mesh_dims: int, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
-        """Return the mesh dimension along which ZeRO splits.
-
-        Args:
-            inputs: placements of the batch's tensors; if none is split, ``batch_sbp`` counts.
-            parameters: placements that the user gave parameters.
-
-        Raises:
-            PlacementError: the mesh has no such dimension.
-        """
-        if self.zero_dim is None:
-            split = dims_split(inputs) or dims_split([self.batch_on(mesh_dims)])
-            free = split - dims_split(parameters)
-            return max(free or split, default=mesh_dims - 1)
-        if self.zero_dim >= mesh_dims:
-            raise PlacementError(f"config.zero_dim is {self.zero_dim}, but the placement has {mesh_dims} dimension(s)")
-        return self.zero_dim
 
     def key(self) -> tuple[Any, ...]:
         """Return all options' values: a compiled step is for one such key."""

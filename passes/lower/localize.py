@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
+from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.memory import computed_bytes
@@ -88,12 +89,16 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
         _squeeze_global_ones(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
+    elif node.target in (FORWARD, BACKWARD):
+        _begin_mask_at_own_queries(node, context)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     # A whole tensor that is computed from whole tensors only is the same on all ranks.
     if unchanged.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
         unchanged.add(node)
         return
+    if node.target in (aten.view.default, aten._unsafe_view.default) and not _is_viewable(node):
+        node.target = aten.reshape.default
     node.meta["val"] = evaluate(node)
     computed_shapes = [tuple(value.shape) for value in rules.output_values(node)]
     if computed_shapes != shapes:
@@ -101,6 +106,38 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
             f"{node.target} yields local shapes {computed_shapes} where its SBP {meta(node)['sbp']} says {shapes}: "
             f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
         )
+
+
+def _begin_mask_at_own_queries(node: fx.Node, context: Context) -> None:
+    """Let the causal mask of attention begin at the position of this rank's first query."""
+    arguments = rules.arguments(node)
+    query = arguments["query"]
+    sbp = meta(query)["sbp"]
+    if not arguments["is_causal"] or Split(POSITIONS) not in sbp:
+        return
+    first = local_start_numbers(meta(query)["global"], sbp, context.mesh)[POSITIONS]
+    assert first is not None
+    names = ["query", "key", "value"]
+    if node.target is BACKWARD:
+        names = ["grad_out", *names, "out", "logsumexp"]
+    node.target = causal_attention if node.target is FORWARD else causal_attention_backward
+    tensors = [arguments[name] for name in names]
+    node.args, node.kwargs = (*tensors, first.at(context.mesh.position), arguments["scale"]), {}
+    meta(node)["rank_arguments"] = {len(tensors): first}
+
+
+def _is_viewable(node: fx.Node) -> bool:
+    """Return whether a view has no need to copy.
+
+    The result of a boxing is contiguous, where the global tensor may not be.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    try:
+        source.meta["val"].view(node.args[1])
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -> None:

@@ -1,17 +1,21 @@
-"""batch_first: put the batch first where a view flattens it with other dimensions, so that it stays split.
+"""batch_first: put split dimensions first where a view flattens them with others, so that they stay split.
 
-``nn.Transformer``, ``nn.MultiheadAttention`` and recurrent networks compute on ``(time, batch, channels)``, and a
-matrix product flattens that to ``(time batch) channels``: a slice of the batch is no slice of those rows. Rows of a
-product, a pointwise operator or a sum may stand in any order, so this pass flattens ``(batch time)`` instead, and
-restores the order for readers that depend on it. The rules tell which do not: a dimension that may be split may be
-permuted, if all operands that are split together are permuted together.
+Ranks split the batch, the sequence, or both. A matrix product flattens ``(batch, time, channels)`` to
+``(batch time) channels``: a slice of the sequence is no slice of those rows, nor is one of the batch where the time
+comes first, as in ``nn.Transformer``, ``nn.MultiheadAttention`` and recurrent networks. Rows of a product, a pointwise
+operator or a sum may stand in any order. So this pass puts the rows of each rank together, and restores the order for
+readers that depend on it. For two ranks along the sequence the order is ``(s:2 batch time/2)``: on each rank, whose
+part of ``s`` has size 1, that is the order of the program, and nothing is copied. The rules tell which readers do not
+depend on it: a dimension that may be split may be permuted, if all operands that are split together are permuted
+together.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, size_key
+from zerograph.ir.attention import BACKWARD
 from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
@@ -31,34 +36,85 @@ from zerograph.passes.context import Context
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
+# For each index that ranks split, the dimension of a tensor that runs over it, or None.
+_Dims = tuple[int | None, ...]
+
 
 def batch_first(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Flatten the batch before the dimensions that it is flattened with, not after them."""
+    """Flatten what ranks split before the dimensions that it is flattened with, not after them."""
     if context.ranks > 1:
-        walk = _Walk(context.ranks)
-        for node in placeholders(module.graph, "input"):
-            sbps = context.batch.inputs[int(meta(node)["role"].name)]
-            split = next((sbp.dim for sbp in sbps if isinstance(sbp, Split)), None)
-            if split is not None:
-                walk.batch[node] = split
-        for node in list(module.graph.nodes):
+        inputs = {
+            node: [sbp.dim if isinstance(sbp, Split) else None for sbp in context.batch.inputs[int(role.name)]]
+            for node in placeholders(module.graph, "input")
+            if (role := meta(node)["role"]) is not None
+        }
+        walk = _Walk(_indices(list(inputs.values()), context.mesh.shape))
+        for node, dims in inputs.items():
+            walk.dims[node] = tuple(dims[index.mesh_dims[0]] for index in walk.indices)
+        for node in list(module.graph.nodes) if walk.indices else ():
             walk.visit(node)
+        walk.record_sequences()
     return module
 
 
 @dataclass(frozen=True)
+class _Index:
+    """An index that ranks split: the batch, or the sequence.
+
+    Attributes:
+        mesh_dims: the mesh dimensions along which all inputs are split alike.
+        shape: number of ranks along each.
+        is_sequence: an input is split along another dimension than 0.
+    """
+
+    mesh_dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_sequence: bool
+
+    @property
+    def ranks(self) -> int:
+        """Number of parts."""
+        return math.prod(self.shape)
+
+
+def _indices(inputs: Sequence[Sequence[int | None]], mesh_shape: Sequence[int]) -> tuple[_Index, ...]:
+    """Return the indices that ranks split, from the dimension that each mesh dimension splits of each input."""
+    alike: dict[tuple[int | None, ...], list[int]] = {}
+    for mesh_dim, ranks in enumerate(mesh_shape):
+        dims = tuple(dims[mesh_dim] for dims in inputs)
+        if ranks > 1 and any(dim is not None for dim in dims):
+            alike.setdefault(dims, []).append(mesh_dim)
+    return tuple(
+        _Index(tuple(mesh_dims), tuple(mesh_shape[dim] for dim in mesh_dims), any(dims))
+        for dims, mesh_dims in alike.items()
+    )
+
+
+@dataclass(frozen=True)
 class _Order:
-    """Dimension ``dim`` runs over ``(batch, front, inner)``; in the program it runs over ``(front, batch, inner)``."""
+    """The rows of dimension ``dim`` run over ``factors``; those of the program run over them in another order.
+
+    Attributes:
+        dim: the dimension.
+        factors: sizes, in the program's order, slowest first.
+        places: indices of the factors in the order that the rows have.
+        starts: for each index that ranks split, the number of its slowest factor; None if the dimension has none.
+    """
 
     dim: int
-    front: Size
-    batch: Size
-    inner: Size
+    factors: tuple[Size, ...]
+    places: tuple[int, ...]
+    starts: _Dims
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The factors in a form that can be compared without a guard."""
-        return tuple(map(size_key, (self.front, self.batch, self.inner)))
+        """The rows' order in a form that can be compared without a guard."""
+        return tuple(map(size_key, self.factors)), self.places
+
+    @property
+    def dims(self) -> _Dims:
+        """The dimension for each index that ranks split."""
+        return tuple(None if start is None else self.dim for start in self.starts)
 
 
 @dataclass
@@ -66,14 +122,14 @@ class _Walk:
     """One walk over the nodes.
 
     Attributes:
-        ranks: number of ranks.
-        batch: the batch dimension of each tensor that has one; a list for a node with several results.
+        indices: the indices that ranks split.
+        dims: the split dimensions of each tensor that has one; a list for a node with several results.
         order: the order of tensors whose rows are permuted, likewise.
         restored: permuted tensors with the program's order.
     """
 
-    ranks: int
-    batch: dict[fx.Node, Any] = field(default_factory=dict)
+    indices: tuple[_Index, ...]
+    dims: dict[fx.Node, Any] = field(default_factory=dict)
     order: dict[fx.Node, Any] = field(default_factory=dict)
     restored: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -88,7 +144,7 @@ class _Walk:
             assert isinstance(index, int)
             # Results that the operator was told not to compute are None, and no outputs of its signature.
             number = sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
-            for table in (self.batch, self.order):
+            for table in (self.dims, self.order):
                 if isinstance(table.get(source), list):
                     table[node] = table[source][number]
         elif node.target in _VIEWS:
@@ -98,85 +154,174 @@ class _Walk:
         else:
             self._restore_inputs(node)
 
+    def record_sequences(self) -> None:
+        """Record where ``place`` should keep a sequence split."""
+        sequences = [(number, index.mesh_dims) for number, index in enumerate(self.indices) if index.is_sequence]
+        for node, dims in self.dims.items() if sequences else ():
+            outputs = dims if isinstance(dims, list) else [dims]
+            meta(node)["sequence_dims"] = tuple(
+                {
+                    mesh_dim: each[number]
+                    for number, mesh_dims in sequences
+                    for mesh_dim in mesh_dims
+                    if each is not None and each[number] is not None
+                }
+                for each in outputs
+            )
+
     def _view(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        shape, target = hints(source.meta["val"].shape), hints(node.meta["val"].shape)
-        order = self.order.get(source)
-        dim = order.dim if order else self.batch.get(source)
-        if dim is None:
+        dims, order = self.dims.get(source), self.order.get(source)
+        if dims is None:
             return
+        shape, target = hints(source.meta["val"].shape), hints(node.meta["val"].shape)
         if self.order:
             # A permuted tensor has other strides than the program's tensor.
             node.target = aten.reshape.default
-        same = _same_dimension(shape, target, dim)
-        if same is not None:
-            self.batch[node] = same
-            if order:
-                self.order[node] = replace(order, dim=same)
-            return
         if order:
+            same = _same_dimension(shape, target, order.dim)
+            if same is not None:
+                self.order[node] = order = replace(order, dim=same)
+                others = self._dims_after(shape, target, dims)
+                self.dims[node] = tuple(a if b is None else b for a, b in zip(others, order.dims, strict=True))
+                return
             with node.graph.inserting_before(node):
-                sizes = (order.batch, order.front, order.inner)
-                node.target, node.args = aten.reshape.default, (_factored(node, source, dim, sizes), _shape(node))
-            self.batch[node] = _batch_dim(target, math.prod(hints((*shape[:dim], order.front))), self.ranks)
+                node.args = (_in_program_order(node, source, order), _shape(node))
+            node.target = aten.reshape.default
+            factors = hints((*shape[: order.dim], *order.factors, *shape[order.dim + 1 :]))
+            shift = len(order.factors) - 1
+            starts = [
+                order.dim + start if start is not None else dim + shift * (dim > order.dim) if dim is not None else None
+                for start, dim in zip(order.starts, dims, strict=True)
+            ]
+            self.dims[node] = self._dims_after(factors, target, starts)
             return
-        merged = _merged(shape, target, dim)
-        if merged is None:
-            self.batch[node] = _batch_dim(target, math.prod(shape[:dim]), self.ranks)
-            return
-        start, end, into = merged
-        symbolic = _shape(source)
-        front, inner = math.prod(symbolic[start:dim]), math.prod(symbolic[dim + 1 : end])
-        dims = [d for d in range(len(shape)) if d != dim]
-        dims.insert(start, dim)
-        with node.graph.inserting_before(node):
-            moved = emit(node.graph, aten.permute.default, (source, dims), origin(node))
-        node.target, node.args = aten.reshape.default, (moved, _shape(node))
-        self.batch[node], self.order[node] = into, _Order(into, front, symbolic[dim], inner)
+        merged = next((m for dim in dims if dim is not None and (m := _merged(shape, target, dim))), None)
+        result = self._dims_after(shape, target, dims)
+        if merged is not None:
+            start, end, into = merged
+            order = self._order(_shape(source)[start:end], [d - start if d is not None else None for d in dims], into)
+            result = tuple(
+                into if dim is not None and start <= dim < end else other
+                for dim, other in zip(dims, result, strict=True)
+            )
+            if order is not None:
+                with node.graph.inserting_before(node):
+                    rows = emit(
+                        node.graph,
+                        aten.reshape.default,
+                        (source, [*_shape(source)[:start], *order.factors, *_shape(source)[end:]]),
+                        origin(node),
+                    )
+                    rows = _permuted(node, rows, start, order.places)
+                node.target, node.args = aten.reshape.default, (rows, _shape(node))
+                self.order[node] = order
+        self.dims[node] = result
+
+    def _order(self, sizes: Sequence[Size], dims: Sequence[int | None], into: int) -> _Order | None:
+        """Return the order of rows over dimensions of these sizes; None if it is that of the program.
+
+        Args:
+            sizes: the flattened dimensions.
+            dims: the dimension among them of each index that ranks split.
+            into: the dimension of the result.
+        """
+        factors: list[Size] = []
+        # For each factor that ranks split, its mesh dimension. A part of rows is as large as its rank says.
+        first: dict[int, int] = {}
+        starts: list[int | None] = [None] * len(dims)
+        for number, size in enumerate(sizes):
+            split = [(mesh_dim, ranks) for i in _at(dims, number) for mesh_dim, ranks in self._parts(i)]
+            for index in _at(dims, number):
+                starts[index] = len(factors)
+            if not isinstance(size, int):
+                if split:
+                    first[len(factors)] = min(mesh_dim for mesh_dim, _ in split)
+                factors.append(size)
+                continue
+            for mesh_dim, ranks in sorted(split):
+                first[len(factors)] = mesh_dim
+                factors.append(ranks)
+            factors.append(size // math.prod(ranks for _, ranks in split))
+        places = sorted(range(len(factors)), key=lambda place: (first.get(place, math.inf), place))
+        if places == list(range(len(factors))):
+            return None
+        return _Order(into, tuple(factors), tuple(places), tuple(starts))
+
+    def _parts(self, index: int) -> Iterator[tuple[int, int]]:
+        return zip(self.indices[index].mesh_dims, self.indices[index].shape, strict=True)
+
+    def _dims_after(self, shape: Sequence[int], target: Sequence[int], dims: Sequence[int | None]) -> _Dims:
+        """Return the split dimensions of a view's result, from those of its source."""
+        return tuple(
+            None if dim is None else _dim_after(shape, target, dim, index.ranks)
+            for dim, index in zip(dims, self.indices, strict=True)
+        )
 
     def _compute(self, node: fx.Node) -> None:
         inputs = rules.tensor_arguments(node)
-        orders = {o.key: o for tensor in inputs if (o := self.order.get(tensor))}
-        if not any(self.batch.get(tensor) is not None for tensor in inputs):
+        if not any(self.dims.get(tensor) is not None for tensor in inputs):
             return
+        orders = {o.key: o for tensor in inputs if (o := self.order.get(tensor))}
         if len(orders) > 1:
             self._restore_inputs(node)
-            inputs = rules.tensor_arguments(node)
-            orders = {}
-        signature = self._signature(node, inputs)
-        if signature is None:
-            if orders:
-                self._restore_inputs(node)
-                signature = self._signature(node, rules.tensor_arguments(node))
-            orders = {}
-        if signature is None:
-            return
-        batch_dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.outputs]
+            inputs, orders = rules.tensor_arguments(node), {}
+        signatures = [self._signature(node, inputs, number) for number in range(len(self.indices))]
         if orders:
             (order,) = orders.values()
+            if not _all_alike(signatures, [start is not None for start in order.starts]):
+                self._restore_inputs(node)
+                inputs, orders = rules.tensor_arguments(node), {}
+                signatures = [self._signature(node, inputs, number) for number in range(len(self.indices))]
+        if not any(signatures):
+            return
+        if orders:
+            signature = next(s for s, start in zip(signatures, order.starts, strict=True) if start is not None)
+            assert signature is not None
             for tensor, sbp in zip(inputs, signature.inputs, strict=True):
                 if isinstance(sbp, Split) and tensor not in self.order:
                     self._permute_input(node, tensor, replace(order, dim=sbp.dim))
-            permuted = [None if dim is None else replace(order, dim=dim) for dim in batch_dims]
+            permuted = [replace(order, dim=s.dim) if isinstance(s, Split) else None for s in signature.outputs]
             _store(self.order, node, permuted)
-        _store(self.batch, node, batch_dims)
+        if node.target is BACKWARD:
+            # Gradients that are partial sums become split as their tensors are.
+            sources = [rules.arguments(node)[name] for name in ("query", "key", "value")]
+            _store(self.dims, node, [self.dims.get(source) for source in sources])
+            return
+        outputs = len(rules.output_values(node))
+        dims = [tuple(_split_output(signature, number) for signature in signatures) for number in range(outputs)]
+        _store(self.dims, node, [each if any(dim is not None for dim in each) else None for each in dims])
 
-    def _signature(self, node: fx.Node, inputs: Sequence[fx.Node]) -> Signature | None:
-        """Return the first signature in which every input with a batch dimension is split along it."""
-        wanted = [self.batch.get(tensor) for tensor in inputs]
-        for signature in rules.signatures_of(node, self.ranks) or ():
+    def _signature(self, node: fx.Node, inputs: Sequence[fx.Node], number: int) -> Signature | None:
+        """Return the first signature in which every input with a split dimension is split along it.
+
+        Along a sequence some may be whole if there is none: attention to gathered keys.
+        """
+        index = self.indices[number]
+        wanted = [None if (dims := self.dims.get(tensor)) is None else dims[number] for tensor in inputs]
+        if not any(dim is not None for dim in wanted):
+            return None
+        most, best = 0, None
+        for signature in rules.signatures_of(node, index.ranks) or ():
             split = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.inputs]
-            if any(dim is not None for dim in split) and all(
-                dim is None or dim == split_dim for dim, split_dim in zip(wanted, split, strict=True)
-            ):
+            pairs = [(dim, at) for dim, at in zip(wanted, split, strict=True) if dim is not None]
+            matched = sum(dim == at for dim, at in pairs)
+            if matched == len(pairs):
                 return signature
-        return None
+            if matched > most and index.is_sequence and all(at in (dim, None) for dim, at in pairs):
+                most, best = matched, signature
+        return best
 
     def _permute_input(self, node: fx.Node, source: fx.Node, order: _Order) -> None:
+        """Let the node read a tensor in the program's order in this order."""
+        shape = _shape(source)
         with node.graph.inserting_before(node):
-            sizes = (order.front, order.batch, order.inner)
-            node.replace_input_with(source, _exchanged(node, source, order.dim, sizes))
+            sizes = [*shape[: order.dim], *order.factors, *shape[order.dim + 1 :]]
+            rows = emit(source.graph, aten.reshape.default, (source, sizes), origin(node))
+            rows = _permuted(node, rows, order.dim, order.places)
+            rows = emit(source.graph, aten.reshape.default, (rows, shape), origin(node))
+            node.replace_input_with(source, rows)
 
     def _restore_inputs(self, node: fx.Node) -> None:
         for source in dict.fromkeys(node.all_input_nodes):
@@ -184,10 +329,35 @@ class _Walk:
             if isinstance(order, _Order):
                 if source not in self.restored:
                     with node.graph.inserting_before(node):
-                        self.restored[source] = _exchanged(
-                            node, source, order.dim, (order.batch, order.front, order.inner)
+                        rows = _in_program_order(node, source, order)
+                        self.restored[source] = emit(
+                            source.graph, aten.reshape.default, (rows, _shape(source)), origin(node)
                         )
+                    self.dims[self.restored[source]] = tuple(
+                        None if dim is None or (start is not None and not _is_slowest(order, start)) else dim
+                        for dim, start in zip(self.dims[source], order.starts, strict=True)
+                    )
                 node.replace_input_with(source, self.restored[source])
+
+
+def _at(dims: Sequence[int | None], number: int) -> list[int]:
+    return [index for index, dim in enumerate(dims) if dim == number]
+
+
+def _all_alike(signatures: Sequence[Signature | None], chosen: Sequence[bool]) -> bool:
+    """Return whether there are chosen signatures, and they are equal."""
+    each = list(itertools.compress(signatures, chosen))
+    return None not in each and len({(s.inputs, s.outputs) for s in each if s is not None}) == 1
+
+
+def _split_output(signature: Signature | None, number: int) -> int | None:
+    sbp = None if signature is None else signature.outputs[number]
+    return sbp.dim if isinstance(sbp, Split) else None
+
+
+def _is_slowest(order: _Order, start: int) -> bool:
+    """Return whether a factor is the slowest one in the program's order."""
+    return math.prod(hints(order.factors[:start])) == 1
 
 
 def _store(table: dict[fx.Node, Any], node: fx.Node, values: list[Any]) -> None:
@@ -206,23 +376,29 @@ def _is_described(node: fx.Node) -> bool:
     return not random or rules.arguments(node).get("dropout_p") == 0
 
 
-def _exchanged(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[Size, Size, Size]) -> fx.Node:
-    """Emit ``source`` with the first two of ``sizes``, the factors of dimension ``dim``, exchanged."""
-    factors = _factored(reader, source, dim, sizes)
-    return emit(source.graph, aten.reshape.default, (factors, _shape(source)), origin(reader))
+def _in_program_order(reader: fx.Node, source: fx.Node, order: _Order) -> fx.Node:
+    """Emit ``source`` with one dimension per factor in place of the permuted one, in the program's order."""
+    shape = _shape(source)
+    sizes = [*shape[: order.dim], *(order.factors[place] for place in order.places), *shape[order.dim + 1 :]]
+    rows = emit(source.graph, aten.reshape.default, (source, sizes), origin(reader))
+    return _permuted(reader, rows, order.dim, sorted(range(len(order.places)), key=order.places.__getitem__))
 
 
-def _factored(reader: fx.Node, source: fx.Node, dim: int, sizes: tuple[Size, Size, Size]) -> fx.Node:
-    """Emit the same, with one dimension per factor."""
-    shape, node_origin = _shape(source), origin(reader)
-    factors = emit(source.graph, aten.reshape.default, (source, [*shape[:dim], *sizes, *shape[dim + 1 :]]), node_origin)
-    dims = list(range(len(shape) + 2))
-    dims[dim], dims[dim + 1] = dim + 1, dim
-    return emit(source.graph, aten.permute.default, (factors, dims), node_origin)
+def _permuted(reader: fx.Node, source: fx.Node, start: int, places: Sequence[int]) -> fx.Node:
+    """Emit ``source`` with the dimensions from ``start`` on in the order ``places``."""
+    dims = list(range(source.meta["val"].dim()))
+    dims[start : start + len(places)] = [start + place for place in places]
+    return emit(source.graph, aten.permute.default, (source, dims), origin(reader))
 
 
 def _shape(node: fx.Node) -> list[Size]:
     return list(node.meta["val"].shape)
+
+
+def _dim_after(shape: Sequence[int], target: Sequence[int], dim: int, ranks: int) -> int | None:
+    """Return the dimension of a view's result that a split dimension of its source becomes, or None."""
+    same = _same_dimension(shape, target, dim)
+    return same if same is not None else _batch_dim(target, math.prod(shape[:dim]), ranks)
 
 
 def _same_dimension(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Drop copies over unread memory and slices of everything; replace lookups of all positions in order by views."""
+    """Drop copies over unread memory, slices of everything and empty parts; replace lookups of everything by views."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         _replace(node, _whole(node, 0))
@@ -28,6 +28,8 @@ def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _replace(node, _copy_source(node))
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         _replace(node, _as_view(node))
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        _replace(node, _only_part(node))
     drop_unused(graph)
     return module
 
@@ -62,6 +64,20 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
 def _may_change(node: fx.Node) -> bool:
     """Return whether the node is an input or a view of one. State is written at the end; a copy keeps the old value."""
     return base_of(node).op != "call_function"
+
+
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """Return a copy of the only part of a concatenation that has elements, or None.
+
+    A key-value cache of transformers begins empty, and the positions of a concatenation cannot stay split.
+    """
+    value = node.meta["val"]
+    parts = [part for part in node.all_input_nodes if 0 not in part.meta["val"].shape]
+    if len(parts) != 1 or parts[0].meta["val"].shape != value.shape or parts[0].meta["val"].dtype != value.dtype:
+        return None
+    with node.graph.inserting_before(node):
+        layout = torch.contiguous_format
+        return emit(node.graph, aten.clone.default, (parts[0],), origin(node), memory_format=layout)
 
 
 def _as_view(node: fx.Node) -> fx.Node | None:

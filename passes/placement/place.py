@@ -23,6 +23,7 @@ from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes import rules
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
+from zerograph.passes.placement.attention import of_one_form
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.cost import PACKET
 from zerograph.passes.placement.problem import PlacementProblem, TensorId, placement_problem
@@ -67,6 +68,9 @@ def _place_along(problem: PlacementProblem, context: Context) -> PlacementProble
     if problem.ranks == 1:
         # All placements are equal.
         return problem
+    if problem.is_sequence:
+        # Each operator keeps the sequence split where it can: chains would be solved one by one to the same end.
+        return _computed_split(problem, free)
     improve(problem, free)
     if problem.total_cost() > _WORTH_SECOND_TRY:
         other = replace(problem, sbp={}, signature={})
@@ -74,10 +78,15 @@ def _place_along(problem: PlacementProblem, context: Context) -> PlacementProble
         improve(other, free)
         if other.total_cost() < problem.total_cost():
             problem = other
-    for node in reversed(free):
-        _split_if_readers_do(node, problem, free)
+    problem = _computed_split(problem, free)
     if problem.is_time:
         _sink_below_loop(problem, free)
+    return problem
+
+
+def _computed_split(problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> PlacementProblem:
+    for node in reversed(free):
+        _split_if_readers_do(node, problem, free)
     return problem
 
 
@@ -194,7 +203,7 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
         return (rules.all_broadcast(node),)
     signatures = problem.signatures(node)
     if signatures is not None:
-        return signatures
+        return of_one_form(node, signatures, problem, context)
     # Along time nothing can be gathered: ``hoist_batch_statistics`` refuses what needs it.
     if problem.ranks > 1 and not (problem.is_time and context.missing_rules.action == "gather"):
         if context.missing_rules.action == "discover":

@@ -28,6 +28,9 @@ TensorId = tuple[fx.Node, int]
 # for what cannot be placed otherwise; it is squared for tensors that follow from the batch alone.
 _WHOLE_BATCH = 1e6 * PACKET
 
+# Where a sequence stays split, a boxing is cheaper before an operator than after it: others may read its result too.
+_LATER = 1.01
+
 
 @dataclass
 class PlacementProblem:
@@ -38,6 +41,7 @@ class PlacementProblem:
         dim: the mesh dimension.
         zero_dim: the mesh dimension along which ZeRO splits.
         batch_is_split: whether the batch is split along this dimension.
+        is_sequence: the sequence is split along this dimension.
         ranks: number of ranks along this dimension.
         values: the tensors that each node yields, in the shape that the ranks along this dimension hold together.
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
@@ -54,6 +58,7 @@ class PlacementProblem:
     batch_is_split: bool
     ranks: int
     values: dict[fx.Node, tuple[Tensor, ...]]
+    is_sequence: bool = False
     is_time: bool = False
     batch_only: frozenset[fx.Node] = frozenset()
     output_sbps: Mapping[TensorId, Sbp] = field(default_factory=dict)
@@ -184,6 +189,10 @@ class PlacementProblem:
         total = signature_cost(signature)
         for tensor, have, need in zip(inputs, haves, signature.inputs, strict=True):
             total += self.cost(tensor, have, (need,))
+        for index, dims in enumerate(meta(node).get("sequence_dims", ()) if self.is_sequence else ()):
+            if self.dim in dims:
+                later = self.cost((node, index), signature.outputs[index], (Split(dims[self.dim]),))
+                total += _LATER * later
         if penalize_splits and not any(isinstance(have, Split) for have in haves):
             for index, sbp in enumerate(signature.outputs):
                 if isinstance(sbp, Split):
@@ -217,11 +226,13 @@ def placement_problem(graph: fx.Graph, context: Context, placed: Sequence[Placem
             _local_part(value, sbp, context.mesh) for value, sbp in zip(tensors, prefixes, strict=True)
         )
     dim = len(placed)
-    batch_is_split = any(isinstance(sbp[dim], Split) for sbp in context.batch.inputs)
+    splits = {sbp[dim] for sbp in context.batch.inputs if isinstance(sbp[dim], Split)}
+    batch_is_split, is_sequence = bool(splits), bool(splits - {Split(0)})
     is_time = dim == context.time_dim
     batch_only = batch_only_nodes(graph) if is_time else frozenset()
     ranks = context.mesh.shape[dim]
-    return PlacementProblem(graph, dim, context.policy.dim, batch_is_split, ranks, values, is_time, batch_only)
+    zero_dim = context.policy.dim
+    return PlacementProblem(graph, dim, zero_dim, batch_is_split, ranks, values, is_sequence, is_time, batch_only)
 
 
 def _local_part(value: Any, sbp: NdSbp, mesh: Mesh) -> Tensor:

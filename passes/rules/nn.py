@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerograph.ir.attention import BACKWARD, FORWARD
 from zerograph.ir.flex_attention import BATCH, HEADS
 from zerograph.ir.flex_attention import flex_attention as FLEX
 from zerograph.ir.flex_attention import flex_attention_backward as FLEX_BACKWARD
@@ -54,27 +55,37 @@ def _group_norm_backward(operands: Operands) -> str:
 rule(aten.native_group_norm.default, _group_norm)
 rule(aten.native_group_norm_backward.default, _group_norm_backward, linear=(0,))
 
-# Scaled dot product attention: batch and heads can be split, positions and channels cannot.
-rule(
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    lambda operands: "b h q! d!, b h k! d!, b h k! e!" + _mask(operands, 3) + " -> b h q! e!, b h q!",
-    batch=4,
-)
-rule(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    lambda operands: (
-        "b h q! e!, b h q! d!, b h k! d!, b h k! e!, b h q! e!, b h q!"
-        + _mask(operands, 6)
-        + " -> b h q! d!, b h k! d!, b h k! e!"
-    ),
-    batch=4,
-)
+
+# Scaled dot product attention: batch, heads and queries can be split, keys and channels cannot. A causal mask of split
+# queries begins at their position; see zerograph/ir/attention.py.
+def _for_cpu(operands: Operands) -> tuple[list[str], list[str]]:
+    """Return the factors of query, key and value, and those of a mask if there is one.
+
+    Several heads of queries may share one of keys.
+    """
+    backward = "grad_out" in operands.arguments
+    query, key = operands.inputs[backward], operands.inputs[backward + 1]
+    heads = "h" if query.shape[1] == key.shape[1] else "(h g)"
+    masks = operands.inputs[6 if backward else 3 :]
+    texts = {2: "q k!", 4: "b 1 q k!" if masks and masks[0].shape[1] == 1 else f"b {heads} q k!"}
+    return [f"b {heads} q d!", "b h k! d!", "b h k! e!"], [texts[mask.dim()] for mask in masks]
 
 
-def _mask(operands: Operands, position: int) -> str:
-    if len(operands.inputs) <= position:
-        return ""
-    return ", " + {2: "q! k!", 4: "b h q! k!"}[operands.inputs[position].dim()]
+def _for_cpu_forward(operands: Operands) -> str:
+    tensors, masks = _for_cpu(operands)
+    out = tensors[0].replace("d!", "e!")
+    return ", ".join([*tensors, *masks]) + f" -> {out}, {out.removesuffix(' e!')}"
+
+
+def _for_cpu_backward(operands: Operands) -> str:
+    tensors, masks = _for_cpu(operands)
+    out = tensors[0].replace("d!", "e!")
+    saved = [out, out.removesuffix(" e!")]
+    return ", ".join([out, *tensors, *saved, *masks]) + " -> " + ", ".join(tensors)
+
+
+rule(FORWARD, _for_cpu_forward, batch=4)
+rule(BACKWARD, _for_cpu_backward, batch=4)
 
 
 def _attention(operands: Operands) -> str:

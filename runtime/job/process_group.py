@@ -79,12 +79,13 @@ _jobs: dict[tuple[float, str], Job] = {}
 _meshes: dict[tuple[str, str], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
-def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
+def join(timeout: float, placement: DeviceMesh | None = None, row: int = 1) -> Job:
     """Return the job of all ranks; initialise the process group if needed. Every rank must call it.
 
     Args:
         timeout: seconds until a collective without an answer is an error.
-        placement: the mesh; None: one dimension of all ranks.
+        placement: the mesh; None: all ranks.
+        row: without placement, the ranks along the last of two dimensions; 1 or all ranks: one dimension.
 
     Raises:
         PlacementError: the placement leaves ranks out, or they do not ascend along a dimension.
@@ -93,7 +94,7 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
     """
     world = _world()
     all_ranks = torch.arange(dist.get_world_size(), device="cpu")
-    grid = all_ranks if placement is None else placement.mesh.cpu()
+    grid = _rows(all_ranks, row) if placement is None else placement.mesh.cpu()
     _check_grid(grid, all_ranks)
     key = timeout, str(grid.tolist())
     if key not in _jobs:
@@ -104,6 +105,17 @@ def join(timeout: float, placement: DeviceMesh | None = None) -> Job:
             agree(job, "working together", digest(facts), lambda: facts)
         _jobs[key] = job
     return _jobs[key]
+
+
+def _rows(all_ranks: torch.Tensor, row: int) -> torch.Tensor:
+    if row in (1, len(all_ranks)):
+        return all_ranks
+    if len(all_ranks) % row:
+        raise PlacementError(
+            f"config.sequence_parallel = {row} does not divide the {len(all_ranks)} ranks of the job\n"
+            "Start a multiple of it, or choose a number that divides them."
+        )
+    return all_ranks.view(-1, row)
 
 
 def _world() -> dist.ProcessGroup:

@@ -1,12 +1,14 @@
-"""How four ranks are arranged on a 2x2 mesh, and which family is trained on it."""
+"""How ranks are arranged on a mesh, and which family is trained on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from zerograph.ir.sbp import Split
 
 GRID = [[0, 1], [2, 3]]
 COLUMNS, ROWS = (zg.sbp.broadcast, zg.sbp.split(0)), (zg.sbp.broadcast, zg.sbp.split(1))
@@ -14,11 +16,13 @@ COLUMNS, ROWS = (zg.sbp.broadcast, zg.sbp.split(0)), (zg.sbp.broadcast, zg.sbp.s
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A mesh, how the batch lies on it, and the SBP of the parameters whose names end so."""
+    """A mesh, how the batch lies on it, the SBP of the parameters whose names end so, and further options."""
 
     title: str
     batch_sbp: tuple[zg.sbp.Sbp, ...]
     annotations: tuple[tuple[str, tuple[zg.sbp.Sbp, ...]], ...] = ()
+    ranks: tuple[tuple[int, ...], ...] | tuple[int, ...] = ((0, 1), (2, 3))
+    options: tuple[tuple[str, object], ...] = ()
 
     def place(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -28,7 +32,12 @@ class Arrangement:
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole batch."""
-        return tensor.chunk(4)[zg.rank()] if self == HYBRID else tensor.chunk(2)[zg.rank() // 2]
+        grid = torch.tensor(self.ranks)
+        position = (grid == zg.rank()).nonzero()[0].tolist()
+        for sbp, ranks, index in zip(self.batch_sbp, grid.shape, position, strict=True):
+            if isinstance(sbp, Split) and sbp.dim < tensor.dim():
+                tensor = tensor.chunk(ranks, sbp.dim)[index]
+        return tensor
 
 
 HYBRID = Arrangement("2x2, hybrid shards", (zg.sbp.split(0), zg.sbp.split(0)))
@@ -42,3 +51,7 @@ TENSOR_PARALLEL = Arrangement(
 )
 
 ON_A_MESH = {"bert": HYBRID, "resnet": HYBRID, "llama": TENSOR_PARALLEL}
+
+# The sequence between two ranks, alone and beside data parallelism.
+SEQUENCE = Arrangement("1x2, sequences", (zg.sbp.split(1),), ranks=(0, 1))
+ROWS_AND_SEQUENCE = Arrangement("2x2, rows and sequences", (zg.sbp.split(0), zg.sbp.split(1)))

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import zerograph as zg
 from tests.harness import Predict
 from tests.pool import Pool
+from zerograph.compiler.input_layout import zero_dim_on
+from zerograph.ir.mesh import Mesh
 
 LINE, GRID = [0, 1], [[0, 1], [2, 3]]
 STEPS, SAMPLES, INPUTS, HIDDEN, OUTPUTS = 3, 8, 8, 6, 4
@@ -394,14 +396,14 @@ def test_what_a_graph_cannot_keep_split_is_refused_and_left_alone(pool: Pool) ->
 
 
 def test_zero_goes_where_the_batch_is_split_and_no_parameter_is() -> None:
-    config = zg.Config()
-    assert config.zero_dim_on(2, [(S0, S0)]) == 1
-    assert config.zero_dim_on(2, [(S0, S0)], [(B, S0)]) == 0
-    assert config.zero_dim_on(2, [(S0, B), (B, B)], [(B, S0)]) == 0
+    config, grid = zg.Config(), Mesh((2, 2), (0, 0), ("", ""))
+    assert zero_dim_on(config, grid, [(S0, S0)]) == 1
+    assert zero_dim_on(config, grid, [(S0, S0)], [(B, S0)]) == 0
+    assert zero_dim_on(config, grid, [(S0, B), (B, B)], [(B, S0)]) == 0
     # None is left: what is split there already stays, ZeRO splits the others.
-    assert config.zero_dim_on(2, [(S0, B)], [(S0, B)]) == 0
-    assert config.zero_dim_on(1, [(S0,)], [(S1,)]) == 0
+    assert zero_dim_on(config, grid, [(S0, B)], [(S0, B)]) == 0
+    assert zero_dim_on(config, Mesh((2,), (0,), ("",)), [(S0,)], [(S1,)]) == 0
     # No input is split: as plain ones would be.
-    assert config.zero_dim_on(2, [(B, B)]) == 1
+    assert zero_dim_on(config, grid, [(B, B)]) == 1
     config.zero_dim = 1
-    assert config.zero_dim_on(2, [(S0, B)], [(B, S0)]) == 1
+    assert zero_dim_on(config, grid, [(S0, B)], [(B, S0)]) == 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.family import Family
-from tests.equivalence.mesh_layouts import GRID, Arrangement
+from tests.equivalence.mesh_layouts import Arrangement
 from tests.harness import LossStep, deviation, joined
 from tests.models import part
 
@@ -74,8 +74,10 @@ def train(
     own = part if arrangement is None else arrangement.part
     if arrangement is not None:
         arrangement.place(model)
-        step.config.placement = zg.placement("cpu", ranks=GRID)
+        step.config.placement = zg.placement("cpu", ranks=torch.tensor(arrangement.ranks).tolist())
         step.config.batch_sbp = arrangement.batch_sbp
+        for name, value in arrangement.options:
+            setattr(step.config, name, value)
     initial = step.state_dict()
     results: dict[Stage, Result] = {}
     for stage in stages:

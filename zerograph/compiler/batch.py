@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph._torch import pytree
 from zerograph.capture.trace import TensorSpec
+from zerograph.compiler.input_layout import is_sequence, sequence_length
 from zerograph.errors import InputError, PlacementError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.dims import Dim
 from zerograph.ir.marks import Marks, marks_of
-from zerograph.ir.mesh import Mesh, piece_count
+from zerograph.ir.mesh import Mesh, global_shape, piece_count
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, broadcast, from_dtensor, is_dtensor, show, to_dtensor
 from zerograph.runtime.job.differences import SHOWN_WITH
 
@@ -53,6 +54,7 @@ class Batch:
         sizes: the sizes of each dynamic dimension in this call: of rows for each part that mesh dimensions make, in
             row-major order, else one.
         variant: number of the form of the sizes that one step serves.
+        passed: the inputs as the user passed them, if this rank's part is a piece of whole sequences.
     """
 
     tensors: tuple[Tensor, ...]
@@ -70,6 +72,12 @@ class Batch:
     marks: tuple[Marks, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     variant: int = 0
+    passed: tuple[Tensor, ...] = ()
+
+    @property
+    def splits_sequence(self) -> bool:
+        """True if ranks split another dimension of an input than 0."""
+        return any(isinstance(entry, Split) and entry.dim > 0 for sbp in self.sbp for entry in sbp)
 
     def pattern(self) -> tuple[Hashable, Hashable]:
         """Return what must be equal on all ranks, and the marks.
@@ -120,7 +128,7 @@ class Batch:
         """Return this batch with other tensors, which must have the same metadata."""
         # dataclasses.replace() takes long beside a small step.
         batch = object.__new__(Batch)
-        vars(batch).update(vars(self), tensors=tensors)
+        vars(batch).update(vars(self), tensors=tensors, passed=())
         return batch
 
     def shapes(self) -> dict[str, str]:
@@ -154,6 +162,7 @@ def read_batch(
     plain: NdSbp,
     micro_batches: int = 1,
     meta: torch.device | None = None,
+    sequence_parallel: int = 1,
 ) -> Batch:
     """Read the arguments of a call.
 
@@ -167,6 +176,7 @@ def read_batch(
         plain: SBP of plain tensors; 0-d and replicated ones are ``B``.
         micro_batches: number of micro-batches.
         meta: the device that tensors on the meta device stand for.
+        sequence_parallel: number of ranks that take pieces of whole sequences.
 
     Raises:
         InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
@@ -177,7 +187,8 @@ def read_batch(
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
-    read = [_read(leaf, name, mesh, grid, plain) for name, leaf in inputs]
+    length = sequence_length(inputs, sequence_parallel) if sequence_parallel > 1 else None
+    read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
@@ -202,6 +213,7 @@ def read_batch(
         tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
         tuple(_marks(leaf, name) for name, leaf in inputs),
+        passed=() if length is None else tuple(leaf for _, leaf in inputs),
     )
 
 
@@ -290,7 +302,9 @@ def _check_micro_batches(
             )
 
 
-def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Tensor, TensorSpec, NdSbp]:
+def _read(
+    leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp, length: int | None
+) -> tuple[Tensor, TensorSpec, NdSbp]:
     if type(leaf).__name__ == "BlockMask":
         raise InputError(
             f"{name} is a BlockMask, which has tensors of this rank and a function of the whole batch's rows\n"
@@ -317,8 +331,12 @@ def _read(leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp) -> tuple[Te
         raise InputError(f"{name} has the layout {leaf.layout}: pass a dense tensor ({name}.to_dense())")
     if leaf.dim() == 0 or is_replicated(leaf):
         return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), all_broadcast(mesh.dims)
-    shape = (leaf.shape[0] * piece_count(plain, mesh), *leaf.shape[1:])
-    return leaf.contiguous(), TensorSpec(shape, leaf.dtype, leaf.device), plain
+    sbp = tuple(broadcast if isinstance(entry, Split) and entry.dim >= leaf.dim() else entry for entry in plain)
+    if length is not None and is_sequence(leaf, length):
+        leaf = leaf.chunk(mesh.shape[-1], 1)[mesh.position[-1]]
+    elif length is not None:
+        sbp = (*sbp[:-1], broadcast)
+    return leaf.contiguous(), TensorSpec(global_shape(leaf.shape, sbp, mesh), leaf.dtype, leaf.device), sbp
 
 
 def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tensor, TensorSpec, NdSbp]:

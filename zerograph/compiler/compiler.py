@@ -24,6 +24,7 @@ from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenSte
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
+from zerograph.compiler.input_layout import rows_on, zero_dim_on
 from zerograph.compiler.layout import PlannedBucket, Update
 from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
 from zerograph.compiler.memory_search import Candidate, search_memory
@@ -221,7 +222,7 @@ class Compiler:
         for message in captured.state_changes.warnings:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), comparison, self._warn)
-        parts = piece_count(self.config.batch_on(mesh.dims), mesh)
+        parts = piece_count(rows_on(self.config, mesh), mesh)
         check_indices(captured, batch, parts, self.micro_batches, comparison, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
@@ -290,7 +291,7 @@ class Compiler:
 
     def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
         annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
-        return self.config.zero_dim_on(mesh.dims, batch.sbp, annotations)
+        return zero_dim_on(self.config, mesh, batch.sbp, annotations)
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats, if recomputation needs them."""

@@ -22,8 +22,8 @@ from zerograph.compiler.batch import Batch
 from zerograph.compiler.size_variants import Shapes, SizeChange, Variant, Where, size_change
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
-from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import Split
+from zerograph.ir.mesh import Mesh, global_shape
+from zerograph.ir.sbp import Split, broadcast
 
 # Combinations of sizes that are remembered with what they select.
 _MAX_SELECTED = 1 << 12
@@ -183,6 +183,8 @@ class Dimensions:
         taken: Collection[int],
     ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
         """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
+        if history.refused is None and batch.splits_sequence:
+            history.refused = "ranks split another dimension of an input than 0"
         shapes, rows, parts = _global_shapes(batch, everybody, mesh, grid)
         uneven = {where for where, each in rows.items() if _is_uneven(each, batch.micro_batches)}
         reason = history.needs_equal_rows(mode)
@@ -225,7 +227,8 @@ def _global_shapes(
         at += dims
         parts[number] = tuple(shape[0] for shape in each)
         lengths = _along(torch.tensor(grid), _split_dims(batch, number, mesh), each, batch.names[number])
-        shapes[number] = (sum(lengths), *_other_sizes(batch.names[number], each))
+        others = tuple(broadcast if entry == Split(0) else entry for entry in batch.sbp[number])
+        shapes[number] = global_shape((sum(lengths), *_other_sizes(batch.names[number], each)), others, mesh)
         rows[number, 0] = lengths
     return shapes, rows, parts
 
@@ -296,8 +299,8 @@ def _along(ranks: Tensor, split: Sequence[int], each: Sequence[tuple[int, ...]],
 
 
 def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
-    """Return the mesh dimensions of several ranks that split an input."""
-    return [dim for dim, sbp in enumerate(batch.sbp[number]) if isinstance(sbp, Split) and mesh.shape[dim] > 1]
+    """Return the mesh dimensions of several ranks that split the rows of an input."""
+    return [dim for dim, sbp in enumerate(batch.sbp[number]) if sbp == Split(0) and mesh.shape[dim] > 1]
 
 
 def _is_dynamic(variant: Variant) -> bool:

@@ -21,7 +21,7 @@ from zerograph import _torch
 from zerograph.base.source import raising_line
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError, ZeroGraphError
-from zerograph.ir.sbp import NdSbp, Split, show
+from zerograph.ir.sbp import NdSbp, Split, broadcast, show
 from zerograph.runtime.job.liveness import name_ranks
 from zerograph.runtime.job.process_group import Job, explaining_failures
 
@@ -83,7 +83,8 @@ def compare_inputs(job: Job, batch: Batch, doing: str) -> Comparison:
     """
     if job.size == 1 or not batch.tensors:
         return NO_COMPARISON
-    own = [_values(tensor) if plain else _NO_VALUES for tensor, plain in zip(batch.tensors, batch.plain, strict=True)]
+    passed = batch.passed or batch.tensors
+    own = [_values(tensor) if plain else _NO_VALUES for tensor, plain in zip(passed, batch.plain, strict=True)]
     numbers = [[values.digest, int(values.constant), values.lowest, values.highest] for values in own]
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)  # [inputs * 4]
     received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
@@ -178,10 +179,11 @@ def choices_for(name: str, grid: object) -> str:
 
 def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None:
     """Refuse a plain input whose values differ between ranks that hold the same part of the batch."""
-    for ranks in _replica_groups(comparison.grid, batch.sbp[number]):
+    sbp = tuple(broadcast if batch.passed and entry != Split(0) else entry for entry in batch.sbp[number])
+    for ranks in _replica_groups(comparison.grid, sbp):
         if len({comparison.values[rank][number].digest for rank in ranks}) == 1:
             continue
-        name, tensor, sbp = batch.names[number], batch.tensors[number], batch.sbp[number]
+        name, tensor = batch.names[number], (batch.passed or batch.tensors)[number]
         head = f"{name} of shape {tuple(tensor.shape)} is {show(sbp)}, but differs between {name_ranks(ranks)}"
         if tensor.dim():
             raise InputError(f"{head}\nPass the same tensor on these ranks, or let the graph split it.")

@@ -232,6 +232,7 @@ class Preparation:
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
                 early_outputs=self.early_outputs,
+                attention=config.attention,
             ),
             gradients=self.gradients,
             numerics=Numerics(

@@ -138,12 +138,13 @@ class Snapshot:
 def take_snapshot(call: Call, tree: Tree, batch: Batch, situation: Situation) -> Snapshot | None:
     """Return the snapshot of a call, or None where identical objects may still have changed.
 
-    That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. The arguments are
-    those of :class:`Snapshot`.
+    That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. Pieces of whole
+    sequences are cut at each call. The arguments are those of :class:`Snapshot`.
     """
     groups = (group for optimizer in call.optimizers for group in optimizer.param_groups)
     if (
         batch.mesh is not None
+        or batch.passed
         or _torch.has_gradient_hooks(tree.members.parameters.values())
         or not all(map(_Group.is_comparable, groups))
     ):

@@ -16,6 +16,7 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dimensions import Dimensions, Kind, Mode, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
+from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import (
     Members,
     Tree,
@@ -87,14 +88,20 @@ class Steps:
         members = replace(self.members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         config = self._compiler.config
-        plain = config.batch_on(mesh.dims)
-        batch = read_batch(args, kwargs, mesh, grid, plain, self._compiler.micro_batches, members.meta)
+        batch = self._read((args, kwargs), mesh, grid, members.meta)
         kind = batch.pattern()[0], config.dynamic_shapes
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         sizes = [local_sizes(batch)] * mesh.size
         batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
         facts = self._facts(members)
         return members, batch, (tuple(facts.values()), batch.key(), members.meta)
+
+    def _read(
+        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh, grid: Any, meta: torch.device | None = None
+    ) -> Batch:
+        config = self._compiler.config
+        plain = batch_on(config, mesh)
+        return read_batch(*arguments, mesh, grid, plain, self._compiler.micro_batches, meta, config.sequence_parallel)
 
     def facts(self, members: Members) -> dict[str, str]:
         """Return what a captured graph depends on besides its inputs and the code, as text by name."""
@@ -181,8 +188,7 @@ class Steps:
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
-        job, plain = call.job, call.config.batch_on(call.job.mesh.dims)
-        batch = read_batch(*call.arguments, job.mesh, job.grid, plain, self._compiler.micro_batches)
+        batch = self._read(call.arguments, call.job.mesh, call.job.grid)
         self._compiler.updates.lift_changed(call.config)
         facts = self._facts(members)
         situation = Situation(
@@ -196,7 +202,7 @@ class Steps:
         last = self._last_situation
         if last is not None and situation.is_like(last):
             return Selection(batch, last, members, facts, repeated=True)
-        if job.size > 1:
+        if call.job.size > 1:
             key = situation.facts, situation.config, situation.pattern
             if key not in self._digests:
                 self._digests[key] = digest({**batch.facts(), **show_facts(facts, call.config.shown())})

@@ -78,6 +78,15 @@ def local_shape(shape: Sequence[int], sbp: Sequence[Sbp], mesh: Mesh) -> tuple[i
     return tuple(local)
 
 
+def global_shape(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
+    """Return the global shape of a tensor from the shape of its shards, which are equal."""
+    whole = list(shape)
+    for dim_sbp, ranks in zip(sbp, mesh.shape, strict=True):
+        if isinstance(dim_sbp, Split):
+            whole[dim_sbp.dim] *= ranks
+    return tuple(whole)
+
+
 def _local_size(size: int, ranks: int, mesh_dim: int) -> int:
     """Return the size of a shard along a dimension of size ``size``, which may be symbolic."""
     return size // ranks if isinstance(size, int) else sizes_of(size).part(size, ranks, mesh_dim)

@@ -197,6 +197,8 @@ class NodeMeta(_Global, total=False):
     Placement:
 
     Attributes:
+        sequence_dims: for each tensor that the node yields, the dimension that stays split along each mesh dimension
+            that splits a sequence; see ``batch_first``.
         signature: the signature chosen along each mesh dimension, for nodes of operators.
         signatures: the only signature that ``place`` may choose along each mesh dimension, for operators without a
             rule.
@@ -248,6 +250,7 @@ class NodeMeta(_Global, total=False):
     needs: list[NdSbp]
     shortage: Shortage
     update_input: str
+    sequence_dims: tuple[dict[int, int], ...]
     signature: tuple[Signature, ...]
     signatures: tuple[Signature, ...]
     target_sbp: NdSbp

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerograph import _torch
+from zerograph.compiler.input_layout import rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
@@ -77,7 +78,7 @@ class Recorded(ZeroGraph):
     def parts(self) -> int:
         """Return the number of parts that the batch of one call is split into over the ranks."""
         job = self._join()
-        return piece_count(self.config.batch_on(job.mesh.dims), job.mesh)
+        return piece_count(rows_on(self.config, job.mesh), job.mesh)
 
     def outputs_of_all_ranks(self, outputs: list[list[tuple[int, int]]]) -> list[list[list[tuple[int, int]]]] | None:
         """Return the outputs that each rank needs of each call, or None if all ranks agree. A collective.
@@ -200,7 +201,7 @@ class Recorded(ZeroGraph):
             return value
         job = self._join()
         whole, dim = gather_whole(job, value, sbp), meta.batch_dim
-        for along, batch_sbp in enumerate(self.config.batch_on(job.mesh.dims)):
+        for along, batch_sbp in enumerate(rows_on(self.config, job.mesh)):
             if dim is not None and batch_sbp != broadcast:
                 whole = whole.chunk(job.mesh.shape[along], dim)[job.mesh.position[along]]
         if tuple(whole.shape) != meta.shape:

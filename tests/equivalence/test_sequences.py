@@ -1,0 +1,184 @@
+"""Ranks that split the sequence: alone, beside data parallelism, in each form of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.equivalence.families import FAMILIES, LossOf
+from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, Arrangement
+from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
+from tests.harness import LossStep, update_plainly
+from tests.pool import Pool
+from zerograph.inspection.step import Prepared
+from zerograph.ir.mesh import Mesh
+
+# Losses of transformers are computed in fp32.
+CAUSAL, EXACT = 1e-6, 1e-10
+BOUNDS = {"gpt2": CAUSAL, "llama": CAUSAL, "qwen3": CAUSAL, "mixtral": CAUSAL, "bert": EXACT, "t5": EXACT}
+FORMS = ("ulysses", "gather")
+LAYOUTS = {"sequence": (2, SEQUENCE), "rows-and-sequence": (4, ROWS_AND_SEQUENCE)}
+
+
+def train_as_rank(name: str, arrangement: Arrangement, form: str, stages: Sequence[Stage]) -> dict[Stage, Result]:
+    arrangement = replace(arrangement, options=(("attention", form),))
+    return train(FAMILIES[name], torch.float64, stages, arrangement=arrangement)[0]
+
+
+# Bert has padding and a loss over masked positions; GPT-2 a causal mask, labels that are shifted, and all stages.
+SHORT = {("gpt2", "ulysses", "sequence"): STAGES, ("bert", "gather", "rows-and-sequence"): (3,)}
+LONG = {(name, form, layout): ("off", 2) for name in BOUNDS for form in FORMS for layout in LAYOUTS}
+# T5 adds a table of positions to scores, which is no kernel with heads.
+LONG = {case: stages for case, stages in LONG.items() if case not in SHORT and case[:2] != ("t5", "ulysses")}
+
+
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [
+        *(pytest.param(*item, id="-".join(item[0])) for item in SHORT.items()),
+        *(pytest.param(*item, id="-".join(item[0]), marks=pytest.mark.long) for item in LONG.items()),
+    ],
+)
+def test_ranks_that_split_the_sequence_compute_what_one_device_computes(
+    pool: Pool, case: tuple[str, str, str], stages: Sequence[Stage]
+) -> None:
+    name, form, layout = case
+    ranks, arrangement = LAYOUTS[layout]
+    everybody = pool.run(ranks, train_as_rank, name, arrangement, form, stages)
+    wanted = train_plainly(FAMILIES[name], torch.float64)
+    first = everybody[0][stages[0]]
+    assert largest_deviation(first, wanted) <= BOUNDS[name]
+    for results in everybody:
+        assert all(equal(result, first) for result in results.values())
+
+
+def llama(key_heads: int = 4, heads: int = 4) -> LossOf:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=8 * heads,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=8,
+        intermediate_size=64,
+    )
+    return LossOf(transformers.LlamaForCausalLM(config), "input_ids", "labels")
+
+
+def prepared(model: nn.Module, mesh: Mesh, batch_sbp: Sequence[zg.sbp.Sbp], *batch: Tensor, **options: Any) -> Prepared:
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_sbp=tuple(batch_sbp), **options)
+    return step.prepare(mesh, *batch)
+
+
+def activations(step: Prepared) -> list[tuple[str, str, int]]:
+    """Phase, kind and bytes of the collectives that move activations or labels, along the last mesh dimension."""
+    large = [one for one in step.collectives() if one.tensor_bytes > 16 and "gradient" not in one.what]
+    return [(one.phase, one.kind, one.tensor_bytes) for one in large]
+
+
+ROWS, LENGTH = 4, 128
+LABELS = ("forward", "all-gather", 8 * ROWS * LENGTH)
+MESHES = {
+    "sequence": (Mesh((2,), (0,), ("sequence",)), (zg.sbp.split(1),)),
+    "rows-and-sequence": (Mesh((2, 2), (0, 0), ("rows", "sequence")), (zg.sbp.split(0), zg.sbp.split(1))),
+}
+
+
+def tokens(mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """This rank's part of tokens and labels: half of the rows if ranks split them, and half of the sequence."""
+    ids = torch.randint(64, (ROWS * 2 // mesh.size, LENGTH // 2), generator=torch.Generator().manual_seed(0))
+    return ids, ids.clone()
+
+
+@pytest.mark.parametrize("layout", MESHES)
+def test_ulysses_sends_four_all_to_alls_per_attention_and_pass(layout: str) -> None:
+    mesh, batch_sbp = MESHES[layout]
+    step = prepared(llama(), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+    rows = ROWS * 2 // mesh.size
+    one = 4 * rows * LENGTH * 32
+    wanted = [(phase, "all-to-all", one) for phase in ("forward", "backward") for _ in range(2 * 4)]
+    labels = ("forward", "all-gather", 8 * rows * LENGTH)
+    assert sorted(activations(step)) == sorted([labels, *wanted])
+
+
+def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients() -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    step = prepared(llama(key_heads=1), mesh, batch_sbp, *tokens(mesh))
+    one = 4 * ROWS * LENGTH * 8
+    wanted = [("forward", "all-gather", one)] * 4 + [("backward", "reduce-scatter", one)] * 4
+    assert sorted(activations(step)) == sorted([LABELS, *wanted])
+
+
+class Mean(nn.Module):
+    """Masked mean of a feature over all positions, with one label per row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 6), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, mask: Tensor, label: Tensor) -> Tensor:
+        hidden = self.head(self.embed(ids)) * mask.unsqueeze(-1)
+        return nn.functional.cross_entropy(hidden.sum(1) / mask.sum(1, keepdim=True), label)
+
+
+def whole_sequences() -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
+    """Train on whole sequences that four ranks split in rows of two; messages for inputs that do not fit."""
+    torch.manual_seed(0)
+    model = Mean().double()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2, sequence_parallel=2)
+    row, losses = zg.rank() // 2, []
+    for ids, mask, label in mean_batches():
+        losses.append(step(*(tensor.chunk(2)[row] for tensor in (ids, mask, label))))
+    state = step.state_dict()["modules"]["model"]
+    ids, mask, label = (tensor[:1] for tensor in mean_batches()[0])
+    messages = []
+    for bad in (ids[:, :7], mask[:, :7], label), (ids.roll(zg.rank()), mask, label), (label, label, label):
+        try:
+            step(*bad)
+        except zg.ZeroGraphError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return losses, state, messages
+
+
+def mean_batches() -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randint(16, (4, 8), generator=generator),
+            (torch.arange(8) < torch.randint(1, 9, (4, 1), generator=generator)).long(),
+            torch.randint(6, (4,), generator=generator),
+        )
+        for _ in range(3)
+    ]
+
+
+def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
+    losses, state, messages = pool.run(4, whole_sequences)[0]
+    torch.manual_seed(0)
+    model = Mean().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    wanted = [update_plainly(model, optimizer, lambda module, *batch: module(*batch), *b) for b in mean_batches()]
+    torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+    words = [
+        "has 7 positions in dimension 1, which config.sequence_parallel = 2 does not divide",
+        "is (S(0), B), but differs between ranks 0, 1",
+        "no input is a sequence: tokens [batch, length]",
+    ]
+    assert len(messages) == len(words), messages
+    for message, word in zip(messages, words, strict=True):
+        assert word in message
+
+
+def test_ulysses_needs_heads_that_ranks_divide() -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    with pytest.raises(zg.ConfigError, match="6 heads of queries and 3 of keys, which 2 ranks do not divide"):
+        prepared(llama(key_heads=3, heads=6), mesh, batch_sbp, *tokens(mesh), attention="ulysses")

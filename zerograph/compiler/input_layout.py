@@ -1,0 +1,113 @@
+"""How plain inputs lie on the mesh by the options of a graph, and along which mesh dimension ZeRO splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from zerograph.config import Config
+from zerograph.errors import ConfigError, InputError, PlacementError
+from zerograph.ir.annotate import is_replicated
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split, is_dtensor, nd_sbp
+
+# The dimension of inputs that runs over the positions of a sequence.
+_POSITIONS = 1
+
+
+def batch_on(config: Config, mesh: Mesh) -> NdSbp:
+    """Return the SBP of plain input tensors on a mesh.
+
+    Raises:
+        ConfigError: both ``batch_sbp`` and ``sequence_parallel`` say how inputs are split.
+        PlacementError: ``batch_sbp`` has another number of entries, or the last mesh dimension another number of ranks
+            than ``sequence_parallel``.
+    """
+    ranks = config.sequence_parallel
+    if ranks == 1:
+        return (Split(0),) * mesh.dims if config.batch_sbp is None else nd_sbp(config.batch_sbp, mesh.dims)
+    if config.batch_sbp is not None:
+        raise ConfigError(
+            f"config.sequence_parallel = {ranks} and config.batch_sbp both say how inputs are split\n"
+            "Leave batch_sbp out if ranks pass whole sequences, or sequence_parallel if each passes its piece."
+        )
+    if mesh.shape[-1] != ranks:
+        raise PlacementError(
+            f"config.sequence_parallel is {ranks}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
+            "Leave config.placement out, or give it that many ranks along its last dimension."
+        )
+    return (*(Split(0),) * (mesh.dims - 1), Split(_POSITIONS))
+
+
+def rows_on(config: Config, mesh: Mesh) -> NdSbp:
+    """Return the SBP of the rows of plain input tensors: the same, without mesh dimensions that split sequences."""
+    return tuple(entry if entry == Split(0) else broadcast for entry in batch_on(config, mesh))
+
+
+def with_sequence_dim(mesh: Mesh, ranks: int) -> Mesh:
+    """Return a mesh of one dimension as rows of ``ranks`` ranks, which split sequences; any other mesh unchanged.
+
+    Raises:
+        PlacementError: the number of ranks is no multiple.
+    """
+    if ranks == 1 or mesh.dims > 1 or mesh.size == ranks:
+        return mesh
+    if mesh.size % ranks:
+        raise PlacementError(f"config.sequence_parallel = {ranks} does not divide the {mesh.size} ranks of the job")
+    groups = tuple(f"{mesh.groups[0]}{dim}" for dim in range(2))
+    return Mesh((mesh.size // ranks, ranks), divmod(mesh.position[0], ranks), groups)
+
+
+def sequence_length(inputs: Iterable[tuple[str, Tensor]], ranks: int) -> int:
+    """Return the number of positions of the plain inputs, of which ranks take their pieces.
+
+    It is dimension 1 of the first tensor of tokens [batch, length], or else of the first [batch, length, channels].
+
+    Raises:
+        InputError: no input is a sequence, or the ranks do not divide its length.
+    """
+    plain = [(name, x) for name, x in inputs if not is_dtensor(x) and not is_replicated(x)]
+    tokens = [(name, x) for name, x in plain if x.dim() == 2 and not x.is_floating_point()]
+    name, first = next(iter([*tokens, *((name, x) for name, x in plain if x.dim() == 3)]), (None, None))
+    option = f"config.sequence_parallel = {ranks}"
+    if first is None:
+        raise InputError(
+            f"{option}, but no input is a sequence: tokens [batch, length], or [batch, length, channels]\n"
+            "Pass one, or say with config.batch_sbp which dimension of the inputs ranks split."
+        )
+    length = first.shape[_POSITIONS]
+    if length % ranks or not length:
+        raise InputError(
+            f"{name} has {length} positions in dimension 1, which {option} does not divide\n"
+            "Pad the sequences to a multiple of it, with labels of -100 at the end."
+        )
+    return length
+
+
+def is_sequence(x: Tensor, length: int) -> bool:
+    """Return whether a plain input has the positions of the sequence in dimension 1."""
+    return x.dim() > _POSITIONS and x.shape[_POSITIONS] == length
+
+
+def zero_dim_on(config: Config, mesh: Mesh, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
+    """Return the mesh dimension along which ZeRO splits.
+
+    Args:
+        inputs: placements of the batch's tensors; if none is split, those of plain ones count.
+        parameters: placements that the user gave parameters.
+
+    Raises:
+        PlacementError: the mesh has no such dimension.
+    """
+    if config.zero_dim is not None:
+        if config.zero_dim >= mesh.dims:
+            raise PlacementError(
+                f"config.zero_dim is {config.zero_dim}, but the placement has {mesh.dims} dimension(s)"
+            )
+        return config.zero_dim
+    split = dims_split(inputs) or dims_split([batch_on(config, mesh)])
+    free = split - dims_split(parameters) or split or {mesh.dims - 1}
+    if any(isinstance(entry, Split) and entry.dim for sbp in inputs for entry in sbp):
+        return max(free, key=lambda dim: (mesh.shape[dim], -dim))
+    return max(free)
