@@ -1,28 +1,38 @@
 """Tokens per second of ``step.generate()`` between steps; written to results/generate.md.
 
-python benchmarks/generate.py        # a minute or two
+python benchmarks/generate.py        # some minutes; the second part needs root, ip and tc
 
-A Llama of random weights in fp32, sharded over two ranks of one machine, gloo; one row of 16 tokens on each rank,
-greedy. Every way runs transformers' own loop with a dynamic cache, in turn, in the same processes; medians of 3 rounds,
-rank 0's time. "Gathered once" and "in units" are step.generate() without and with a memory budget that does not hold
-the model. "Gathered for each token" gathers all buckets before each forward and frees them after it, as a loop over
-step.full_parameters() does. "Plain" is model.generate() on a whole model. The time for a token includes that of the
-gathers. The ratio is one of wire to compute: here a gather goes through the memory of one host, and the two cores that
-compute also move its bytes.
+A Llama of random weights in fp32, sharded over two ranks; one row of 16 tokens on each rank, greedy, transformers' own
+loop. Ways run in turn, in the same processes. "Plain" is model.generate() on a whole model. "Gathered once" and "in
+units" are step.generate() without and with a memory budget that does not hold the model. "Gathered for each token"
+gathers all buckets before each forward and frees them after it, as a loop over step.full_parameters() does. "Gathers
+alone" gathers and frees all buckets, without a forward. The time for a token includes that of the gathers; rank 0's
+time, medians. On one host a gather is a copy through memory, by the two cores that also compute. Between two hosts
+(network namespaces, joined by a veth pair that tc tbf shapes) it is what the wire takes. The last part generates in one
+process: as a graph, the decode step with its static cache of keys and values runs without Python of the model, and
+Inductor compiles it to kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
@@ -32,15 +42,23 @@ from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "generate.md"
-HEADER = ["new tokens", "way", "ms per token", "gathered once is faster by"]
-WAYS = ("plain", "gathered once", "in units", "gathered for each token")
-ROUNDS, LENGTHS = 3, (32,)
+HEADER = ["", "way", "ms per token", "gathered once is faster by"]
+WAYS = ("plain", "gathered once", "in units", "gathered for each token", "gathers alone")
+NEW = 32
+# Of the wire between two hosts, as tc has it.
+RATE = "1gbit"
+HOSTS = ("zerograph0", "zerograph1")
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
-def llama() -> Any:
+def llama(hidden: int = 1024, layers: int = 4) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8, vocab_size=2048
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        vocab_size=2048,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -68,51 +86,182 @@ def gathered_for_each_forward(step: Forward) -> Any:
         hook.remove()
 
 
-def measured(new: int) -> list[float]:
+def measured(rounds: int) -> list[float]:
     """Return the milliseconds of each way for a token."""
+    torch.set_num_threads(1)
     plain = llama()
     with zg.sharded_init():
         model = llama()
     step = Forward(model)
     ids = torch.arange(16).view(1, 16) + zg.rank()
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
 
-    def generate(budget: int | None) -> Any:
+    def generate(budget: int | None, **options: Any) -> Any:
         step.config.memory_budget = budget
         return step.generate(model, ids, **options)
 
-    def for_each_token() -> Any:
+    def for_each_token(**options: Any) -> Any:
         with gathered_for_each_forward(step):
             return model.generate(ids, **options)
 
-    runs: list[Callable[[], Any]] = [
-        lambda: plain.generate(ids, **options),
-        lambda: generate(None),
-        lambda: generate(1),
+    def gathers(max_new_tokens: int, **options: Any) -> Any:
+        for _ in range(max_new_tokens):
+            with step.full_parameters():
+                pass
+
+    runs: list[Callable[..., Any]] = [
+        lambda **options: plain.generate(ids, **options),
+        lambda **options: generate(None, **options),
+        lambda **options: generate(1, **options),
         for_each_token,
+        gathers,
     ]
-    seconds: list[list[float]] = [[] for _ in runs]
-    tokens = [run() for run in runs]
+
+    def run(way: Callable[..., Any], new: int) -> Any:
+        return way(max_new_tokens=new, min_new_tokens=new, do_sample=False)
+
+    tokens = [run(way, 2) for way in runs[:-1]]
     assert all(torch.equal(other, tokens[0]) for other in tokens)
-    for _ in range(ROUNDS):
+    return medians([functools.partial(run, way, NEW) for way in runs], rounds)
+
+
+def medians(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Run each in turn and return its milliseconds for a token."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
         for run, taken in zip(runs, seconds, strict=True):
             began = time.perf_counter()
             run()
             taken.append(time.perf_counter() - began)
-    return [statistics.median(taken) / new * 1e3 for taken in seconds]
+    return [statistics.median(taken) / NEW * 1e3 for taken in seconds]
+
+
+def between_hosts(rounds: int) -> list[float]:
+    """Return what :func:`measured` does between two network namespaces."""
+    with two_hosts():
+        processes = []
+        for rank, host in enumerate(HOSTS):
+            # The namespaces share memory, which two hosts do not.
+            environment = {
+                "ZEROGRAPH_WIRE": "sockets",
+                "GLOO_SOCKET_IFNAME": "wire",
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": "29500",
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+            }
+            command = ["ip", "netns", "exec", host, sys.executable, __file__, "--measure", str(rounds)]
+            processes.append(
+                subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+            )
+        outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("a rank between two hosts has failed")
+    times: list[float] = json.loads(outputs[0].splitlines()[-1])
+    return times
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[None]:
+    """Make two network namespaces with a wire of :data:`RATE` between them."""
+
+    def run(command: str) -> None:
+        subprocess.run(command.split(), check=True)
+
+    try:
+        for host in HOSTS:
+            run(f"ip netns add {host}")
+        run(f"ip link add wire netns {HOSTS[0]} type veth peer name wire netns {HOSTS[1]}")
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            run(f"ip -n {host} addr add {address}/24 dev wire")
+            run(f"ip -n {host} link set wire up")
+            run(f"ip -n {host} link set lo up")
+            run(f"tc -n {host} qdisc add dev wire root tbf rate {RATE} burst 256kb latency 50ms")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], check=False)
+
+
+class DecodeGraph:
+    """The decode step of a model as one graph of ATen operators, which reads and writes a static cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._graph = model, None
+
+    def __call__(self, *, past_key_values: Any, **inputs: Any) -> Any:
+        layers = past_key_values.layers
+        state = [tensor for layer in layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        weights = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+        def use(cache: Sequence[torch.Tensor]) -> None:
+            for layer, (keys, values, length) in zip(layers, zip(*[iter(cache)] * 3, strict=True), strict=True):
+                layer.keys, layer.values, layer.cumulative_length = keys, values, length
+
+        def forward(weights: Any, cache: Any, tensors: Any) -> Any:
+            use(cache)
+            options = {**inputs, **tensors, "past_key_values": past_key_values}
+            return torch.func.functional_call(self._model, weights, (), options).logits
+
+        if self._graph is None:
+            self._graph = make_fx(forward, tracing_mode="fake")(weights, state, tensors)
+            use(state)
+        return CausalLMOutputWithPast(logits=self._graph(weights, state, tensors), past_key_values=past_key_values)
+
+
+def decoded(hidden: int, layers: int, rounds: int) -> list[float]:
+    """Return the milliseconds for a token in one process: dynamic cache, static cache, as a graph, with Inductor."""
+    torch.set_num_threads(1)
+    model, ids = llama(hidden, layers), torch.arange(16).view(1, 16)
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+
+    def run(compiled: Callable[..., Any] | None, **more: Any) -> Any:
+        # What transformers does on GPUs.
+        with patch.multiple(
+            model,
+            create=True,
+            _valid_auto_compile_criteria=lambda *_: compiled is not None,
+            get_compiled_call=lambda _: compiled,
+        ):
+            return model.generate(ids, **options, **more)
+
+    static = {"cache_implementation": "static"}
+    graph, kernels = DecodeGraph(model), torch.compile(model.__call__)
+    runs = [
+        lambda: run(None),
+        lambda: run(None, **static),
+        lambda: run(graph, **static),
+        lambda: run(kernels, **static),
+    ]
+    with torch.no_grad():
+        tokens = [way() for way in runs]
+        assert all(torch.equal(other, tokens[0]) for other in tokens)
+        return medians(runs, rounds)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--measure"]:
+        times = measured(int(sys.argv[2]))
+        if zg.rank() == 0:
+            print(json.dumps(times))
+        return
     size = sum(parameter.nbytes for parameter in llama().parameters())
-    lines = [f"{size / 1e6:.0f} MB of parameters.", "", line(HEADER), line(["---"] * len(HEADER))]
-    print("\n".join(lines), flush=True)
+    lines = [f"{size / 1e6:.0f} MB of parameters, {NEW} new tokens.", "", line(HEADER), line(["---"] * len(HEADER))]
     pool = Pool(size=2)
-    for new in LENGTHS:
-        times = pool.run(2, measured, new)[0]
+    places: dict[str, Callable[[], list[float]]] = {"one host": lambda: pool.run(2, measured, 3)[0]}
+    if os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc"))):
+        places[f"two hosts, {RATE}"] = lambda: between_hosts(1)
+    for place, run in places.items():
+        times = run()
         for way, value in zip(WAYS, times, strict=True):
-            lines.append(line([str(new), way, f"{value:.1f}", f"{value / times[1]:.1f}"]))
-            print(lines[-1], flush=True)
+            lines.append(line([place, way, f"{value:.1f}", f"{value / times[1]:.1f}"]))
     pool.close()
+    names = ["parameters", "dynamic cache", "static cache", "as a graph", "with Inductor"]
+    lines += ["", "One process, ms per token:", "", line(names), line(["---"] * len(names))]
+    for hidden, layers in ((1024, 4), (256, 8)):
+        size = sum(parameter.nbytes for parameter in llama(hidden, layers).parameters())
+        lines.append(line([f"{size / 1e6:.0f} MB", *(f"{value:.1f}" for value in decoded(hidden, layers, 3))]))
+    print("\n".join(lines), flush=True)
     command = f"`python benchmarks/generate.py`, torch {torch.__version__}, transformers {transformers.__version__}"
     RESULTS.write_text(page("Generating between steps", command, __doc__, *lines))
 

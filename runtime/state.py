@@ -189,9 +189,10 @@ def initial_value(spec: StateSpec) -> float:
     return 0.0 if spec.initial is None else spec.initial
 
 
-def unshard(store: Store) -> None:
-    """Give split parameters their whole values, for the user to read or change. A collective."""
-    start_unshard(store)()
+def unshard(stores: Iterable[Store]) -> None:
+    """Give split parameters their whole values, for the user to read or change. A collective; gathers overlap."""
+    for finish in [start_unshard(store) for store in stores]:
+        finish()
 
 
 def start_unshard(store: Store) -> Callable[[], None]:

@@ -147,8 +147,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _gathered(call: Generation) -> Iterator[None]:
     """Gather all parameters inside, and free them at the end."""
     try:
-        for store in call.stores:
-            unshard(store)
+        unshard(call.stores)
         yield
     finally:
         for store in call.stores:
@@ -282,10 +281,9 @@ class _UnitGather:
         """Gather the wanted buckets, free all others but those that follow, and start to gather these."""
         self._finish_pending()
         self._free([store for store in self._resident if store not in (*wanted, *following)])
-        for store in wanted:
-            if store not in self._resident:
-                unshard(store)
-                self._resident.append(store)
+        missing = [store for store in wanted if store not in self._resident]
+        unshard(missing)
+        self._resident += missing
         self._pending = {store: start_unshard(store) for store in following if store not in self._resident}
 
     def _finish_pending(self) -> None:

@@ -257,8 +257,7 @@ class Stateful:
         with one_thread("full_parameters()"):
             sharded = [store for store in self._stores(self._adopted()) if not store.is_unsharded]
             self._agree_to_gather("entering full_parameters()", [store.layout for store in sharded])
-            for store in sharded:
-                unshard(store)
+            unshard(sharded)
         try:
             yield
         finally:

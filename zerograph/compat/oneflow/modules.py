@@ -90,8 +90,7 @@ def _open(module: nn.Module) -> None:
     # An earlier call may have failed before it closed its stores.
     _close(module)
     stores = [store for store in stores_of(module.parameters()) if not store.is_unsharded]
-    for store in stores:
-        unshard(store)
+    unshard(stores)
     _opened[id(module)] = stores
 
 
