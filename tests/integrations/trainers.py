@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from zerograph.runtime.state import stores_of
@@ -201,17 +203,30 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes, **tokens))
 
 
+def llama_in_8_bits() -> Any:
+    """Load the Llama as bitsandbytes quantizes it."""
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Of several ranks transformers lets one save.
+        llama().config.save_pretrained(folder)
+        save_file(llama().state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
+        config = BitsAndBytesConfig(load_in_8bit=True)
+        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
 def adapter(folder: Path, ranks: int, zero: int | None, kind: str) -> list[dict[str, float]]:
     import peft
 
     layers = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
     config = {
         "lora": lambda: peft.LoraConfig(r=2, **layers),
+        "lora in 8 bits": lambda: peft.LoraConfig(r=2, **layers),
         "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **layers),
         "ia3": lambda: peft.IA3Config(feedforward_modules=[], **layers),
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     }[kind]()
-    base = llama()
+    base = llama_in_8_bits() if kind == "lora in 8 bits" else llama()
     model = peft.get_peft_model(base, config)
     trainer = trainer_class(zero)(
         model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,9 @@ def refused(folders: dict[str, Path], root: Path) -> dict[str, str]:
     (torch.float32, torch.bfloat16)[zg.rank()]
     calls: dict[str, Any] = {
         "argument": lambda: zg.from_pretrained(gpt2, folders["gpt2"], device_map="auto"),
+        "none": lambda: zg.from_pretrained(gpt2, None),  # type: ignore[arg-type]
+        "damaged index": lambda: zg.from_pretrained(llama, root / "index"),
+        "no safetensors": lambda: zg.from_pretrained(llama, root / "bin"),
         "class": lambda: zg.from_pretrained(nn.Linear, folders["gpt2"]),
         "folder": lambda: zg.from_pretrained(gpt2, root / "nowhere"),
         "offline": lambda: zg.from_pretrained(gpt2, "somebody/a-model", local_files_only=True),
@@ -197,7 +201,8 @@ def refused(folders: dict[str, Path], root: Path) -> dict[str, str]:
     for name, call in calls.items():
         with pytest.raises((zg.ZeroGraphError, OSError)) as error:
             call()
-        found[name] = f"{error.type.__name__}: {error.value}"
+        notes = getattr(error.value, "__notes__", [])
+        found[name] = " ".join([f"{error.type.__name__}: {error.value}", *notes])
     return found
 
 
@@ -205,10 +210,19 @@ def test_what_cannot_be_loaded_is_an_error_on_all_ranks(pool: Pool, folders: dic
     damaged = pretrained.save(pretrained.make("llama"), tmp_path / "damaged")
     file = max(damaged.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
+    index, unsafe = shutil.copytree(folders["llama"], tmp_path / "index"), tmp_path / "bin"
+    (index / "model.safetensors.index.json").write_text("{")
+    shutil.copytree(folders["llama"], unsafe, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (unsafe / "pytorch_model.bin").touch()
     first, second = pool.run(2, refused, folders, tmp_path)
     for found in (first, second):
         assert found["argument"].startswith("ConfigError: from_pretrained() does not take device_map=: give device=")
         assert found["class"].startswith("ConfigError")
+        assert found["none"].startswith("ConfigError: from_pretrained() takes a folder or an id")
+        assert found["damaged index"].startswith("CheckpointError")
+        assert "index" in found["damaged index"]
+        assert found["no safetensors"].startswith("OSError")
+        assert "reads safetensors files only" in found["no safetensors"]
         assert found["folder"].startswith("OSError")
         assert "nowhere" in found["folder"]
         assert found["offline"].startswith("OSError")

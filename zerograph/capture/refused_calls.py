@@ -32,6 +32,8 @@ def refused_calls() -> Iterator[None]:
             stack.enter_context(patch.object(kind, "step", _refuse_scheduler_step))
         for module, name in _collectives():
             stack.enter_context(patch.object(module, name, _refusing(name)))
+        for name in _QUANTIZED if (layers := sys.modules.get("bitsandbytes.nn.modules")) else ():
+            stack.enter_context(patch.object(getattr(layers, name), "forward", _refuse_quantized))
         stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
         yield
 
@@ -53,6 +55,19 @@ def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> 
         f"  {line}   {code}\n"
         "Leave it out: give the scheduler to add_optimizer(optimizer, lr_scheduler), and the graph steps it after each "
         "update; or step it outside build()."
+    )
+
+
+# Layers of bitsandbytes, which replace the data of their weights as they run.
+_QUANTIZED = ("Linear8bitLt", "Linear4bit", "Embedding8bit", "Embedding4bit")
+
+
+def _refuse_quantized(layer: object, *_: object, **__: object) -> NoReturn:
+    line, code = source.running_line()
+    raise CaptureError(
+        f"build() calls {type(layer).__name__} of bitsandbytes\n  {line}   {code}\n"
+        "Replace linear layers of 8 bits with zerograph.integrations.bitsandbytes.use_plain_linears(model). Load "
+        "layers of 4 bits, and embeddings, in 8 bits or 16 bits instead."
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from zerograph import data
 from zerograph._torch import pytree
 from zerograph.errors import ConfigError
+from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.rows import global_loader
 from zerograph.loops.deferred import values_of
@@ -256,6 +257,7 @@ class Accelerator(accelerate.Accelerator):
         return one
 
     def _admit(self, model: nn.Module, place: bool | None) -> None:
+        use_plain_linears(model)
         if loop_of(model) is None and (place or (place is None and self.device_placement)):
             model.to(self.device)
         if not any(model is one for one in self._models):

@@ -8,6 +8,7 @@ values. After it has returned, each rank reads its parts.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,20 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerograph.errors import ConfigError
+from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.relayout import create_provisional_store, provisional_layout, split_part
 from zerograph.state.sharded_init import is_recording, join_for
 
+_QUANTIZED = (
+    "a quantized model is loaded whole, by its own from_pretrained(); layers of 8 bits are then sharded after "
+    "zerograph.integrations.bitsandbytes.use_plain_linears(model)"
+)
 # Arguments of transformers that place or convert weights in ways that shards do not have.
 _REFUSED: Mapping[str, str] = {
     "device_map": "give device= instead",
-    "quantization_config": "a quantized model cannot be sharded",
-    "load_in_4bit": "a quantized model cannot be sharded",
-    "load_in_8bit": "a quantized model cannot be sharded",
-    "gguf_file": "a quantized model cannot be sharded",
+    "quantization_config": _QUANTIZED,
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "gguf_file": _QUANTIZED,
     "state_dict": "construct the model in zg.sharded_init() and load the state with step.load_state_dict()",
     "tp_plan": "zerograph places the parameters",
     "tp_size": "zerograph places the parameters",
@@ -79,12 +84,12 @@ def from_pretrained(
     if is_recording() or torch.compiler.is_compiling():
         raise ConfigError("from_pretrained() inside sharded_init() or build(): call it outside; it shards the model")
     job = join_for("from_pretrained()", placement)
-    doing = f"loading {os.fspath(folder_or_id)}"
+    doing = f"loading {folder_or_id}"
     problem: BaseException | None = None
     result: Any = None
     facts: dict[str, str] = {}
     try:
-        _check_arguments(cls, kwargs)
+        _check_arguments(cls, folder_or_id, kwargs)
         result, opened = _load_lazily(cls, folder_or_id, args, kwargs)
         facts = _facts(_model(result), opened)
     except BaseException as error:
@@ -94,12 +99,14 @@ def from_pretrained(
     return result
 
 
-def _check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(cls: Any, folder_or_id: Any, kwargs: Mapping[str, Any]) -> None:
     if not callable(getattr(cls, "from_pretrained", None)):
         raise ConfigError(f"from_pretrained() takes a model class of transformers, not {cls!r:.60}")
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"from_pretrained() does not take {name}=: {advice}")
+    if not isinstance(folder_or_id, (str, os.PathLike)):
+        raise ConfigError(f"from_pretrained() takes a folder or an id of a model, not {folder_or_id!r:.60}")
     if kwargs.get("use_safetensors") is False:
         raise ConfigError("from_pretrained() reads safetensors files only: leave use_safetensors=False out")
 
@@ -162,13 +169,20 @@ def _load_lazily(
         opened.append(_LazyFile(filename))
         return opened[-1]
 
-    with mock.patch.object(modeling_utils, "safe_open", open_lazily):
-        result = cls.from_pretrained(source, *args, **{**kwargs, "use_safetensors": True})
+    try:
+        with mock.patch.object(modeling_utils, "safe_open", open_lazily):
+            result = cls.from_pretrained(source, *args, **{**kwargs, "use_safetensors": True})
+    except OSError as error:
+        if "safetensors" in str(error):
+            error.add_note("zg.from_pretrained() reads safetensors files only, which model.save_pretrained() writes.")
+        raise
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{source}: its index of safetensors files is damaged: {error}") from error
     model = _model(result)
     if not isinstance(model, modeling_utils.PreTrainedModel):
         raise ConfigError(f"from_pretrained() loads models of transformers; {cls!r:.60} made a {type(model).__name__}")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError(f"{os.fspath(source)} is quantized: a quantized model cannot be sharded")
+        raise ConfigError(f"{os.fspath(source)}: {_QUANTIZED}")
     if not any(isinstance(tensor, FileTensor) for tensor in model.state_dict(keep_vars=True).values()):
         raise ConfigError(
             f"transformers {importlib.import_module('transformers').__version__} took no weights of "
