@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,9 @@ def llama_in_8_bits() -> Any:
         llama().config.save_pretrained(folder)
         save_file(llama().state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
         config = BitsAndBytesConfig(load_in_8bit=True)
-        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+        # The model keeps its path, which must be the same on all ranks.
+        with contextlib.chdir(folder):
+            return LlamaForCausalLM.from_pretrained(".", quantization_config=config, dtype=torch.float32)
 
 
 def adapter(folder: Path, ranks: int, zero: int | None, kind: str) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ Updates and communication belong to the graph: tensors in ``build()`` are those 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -32,7 +33,8 @@ def refused_calls() -> Iterator[None]:
             stack.enter_context(patch.object(kind, "step", _refuse_scheduler_step))
         for module, name in _collectives():
             stack.enter_context(patch.object(module, name, _refusing(name)))
-        for name in _QUANTIZED if (layers := sys.modules.get("bitsandbytes.nn.modules")) else ():
+        layers = sys.modules.get("bitsandbytes.nn.modules")
+        for name in filter(functools.partial(hasattr, layers), _QUANTIZED):
             stack.enter_context(patch.object(getattr(layers, name), "forward", _refuse_quantized))
         stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
         yield

@@ -100,7 +100,8 @@ def use_plain_linears(model: nn.Module) -> nn.Module:
         if isinstance(module, layers.Linear8bitLt)
     }
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        # A layer may have several names.
+        for name, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, name, new[child])
     return new.get(model, model)

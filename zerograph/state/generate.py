@@ -282,8 +282,8 @@ class _UnitGather:
         self._finish_pending()
         self._free([store for store in self._resident if store not in (*wanted, *following)])
         missing = [store for store in wanted if store not in self._resident]
-        unshard(missing)
         self._resident += missing
+        unshard(missing)
         self._pending = {store: start_unshard(store) for store in following if store not in self._resident}
 
     def _finish_pending(self) -> None:
