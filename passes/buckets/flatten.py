@@ -203,16 +203,10 @@ def _flat_gradient(
     graph: fx.Graph, bucket: Bucket, flat: fx.Node, edited: Mapping[str, Edited], context: Context
 ) -> FlatGradient:
     bucket_edits = [edited[slot.name] for slot in bucket.slots]
-    ready = [edit.raw for edit in bucket_edits]
-    # With several micro-batches their sum is reduced: the gradient of each one is added to it, and freed.
-    if not context.policy.reduce_early and not context.has_time:
-        # A norm needs the reduced gradient before backward may have ended for others.
-        first = min((norm for edit in bucket_edits for norm in edit.norms), default=graph.output_node())
-        ready += [edit.raw for edit in edited.values() if edit.raw < first]
     raw = {slot.name: edit.raw for slot, edit in zip(bucket.slots, bucket_edits, strict=True)}
     dtype = _reduce_dtype(bucket, context)
     own_raw = {name: _as_dtype(graph, gradient, dtype) for name, gradient in raw.items()}
-    ready = [max(ready), *own_raw.values()]
+    ready = [*(edit.raw for edit in bucket_edits), *own_raw.values()]
     return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, own_raw, ready), bucket_edits)
 
 

@@ -24,9 +24,11 @@ from tests.harness import Case
 from tests.models import batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
+from zerograph.ir.metadata import meta, origin
 from zerograph.runtime.wire import collectives, selection
 
 c10d = torch.ops._c10d_functional
+mm = torch.ops.aten.mm.default
 
 
 class _Wire(TorchDispatchMode):
@@ -160,3 +162,18 @@ def test_stage2_gathers_each_bucket_once_and_stage3_twice() -> None:
         # Backward reads every weight but those of embeddings and, here, no bias alone in its bucket.
         assert count == (1 if all(_unread_by_backward("gpt_tied", t.removeprefix("model.")) for t in tensors) else 2)
     assert sum(count == 2 for count in counts.values()) >= 8
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_are_reduced_while_backward_goes_on(stage: int) -> None:
+    prepared = Case("gpt", stage, bucket_size=8192).prepared()
+    nodes = list(prepared.graph.graph.nodes)
+    products = [at for at, node in enumerate(nodes) if node.target is mm and origin(node).phase == "backward"]
+    reductions = [
+        at
+        for at, node in enumerate(nodes)
+        if "boxing" in node.meta and "gradient" in str(meta(node)["boxing"].tensor) and products[0] < at
+    ]
+    assert len(reductions) > 4
+    # Backward has nothing left to hide that of the last bucket.
+    assert sum(at < products[-1] for at in reductions) > len(reductions) / 2

@@ -13,7 +13,8 @@ class ZeroPolicy:
         name: name of the stage in texts.
         split: parameters, optimizer state and master weights are stored S(0), else B.
         reshard_after_forward: gathered parameters are freed after forward and gathered again for backward.
-        reduce_early: a bucket's gradient is reduced as soon as it is complete, else after backward.
+        reduce_early: each micro-batch's gradient is reduced, and at most two buckets are whole at once. Else gradients
+            stay whole until the update, and their sum over micro-batches is reduced.
         assigns_owners: each parameter is whole on one rank, its owner, so that shards do not cut through parameters.
         dim: the mesh dimension that ZeRO splits along.
     """

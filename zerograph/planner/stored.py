@@ -50,7 +50,7 @@ def stored_bytes(
     """Count the bytes of all buckets of a step.
 
     Args:
-        early: gradients are split as soon as they are computed, not at the end of backward.
+        early: gradients are split as soon as they are reduced, not kept whole until the update.
         reduce_dtype: as in the configuration.
     """
     stored = {"device": 0, "host": 0, "files": 0}
