@@ -260,7 +260,8 @@ class ZeroGraph(Inspected, Stateful):
             device: the device that tensors on the meta device stand for. ``"meta"``: an accelerator that this build of
                 torch need not support; tensors on the CPU stand for it too. It is traced with the CPU's operators.
             transport: how ranks exchange tensors: ``"torch"`` by torch's collectives, as over NCCL; ``"gloo"`` as over
-                gloo between hosts; ``"host"`` as over gloo between ranks of one host that share memory.
+                gloo between hosts; ``"host"`` as over gloo between ranks of one host that share memory; ``"hosts"`` as
+                over gloo between hosts that have several ranks each.
 
         Raises:
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 LINK = "eth0"
 _PROGRAMS = ("ip", "nsenter", "tc", "unshare")
-_UNSHARE = ("unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "cat")
+_UNSHARE = ("unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "cat")
 # Bytes that leave at once, and the time that a packet may wait for its turn before it is dropped.
 _BURST, _QUEUE = "1mb", "200ms"
 
@@ -126,11 +126,9 @@ def _first_process(stack: contextlib.ExitStack) -> int:
 
     def end() -> None:
         # The kernel ends all processes of a namespace with its first, and only then does unshare end.
-        for child in children.read_text().split():
-            os.kill(int(child), signal.SIGKILL)
-        holder.wait()
         assert holder.stdin is not None
         holder.stdin.close()
+        holder.wait()
 
     stack.callback(end)
     limit = time.monotonic() + 10.0

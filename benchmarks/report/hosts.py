@@ -27,7 +27,8 @@ step of as many processes that exchange nothing, on the same cores. **wire**: by
 the parameters once (stages off to 2: half for the gradients, half for the update or the parameters), one and a half
 times at stage 3. **limit**: the greater of the two; a step that hides one behind the other takes that long. **/ peer**:
 over the best peer of the stage. **sent**: MB of 10^6 bytes that a host sends in a step, by the counters of its
-interface, headers included. **flat**: the same if every rank sent its pieces to every rank of the other host.
+interface, headers included. **flat**: bytes of whole parameters and gradients if every rank sent its pieces to every
+rank of the other host; a step that exchanges rows of an embedding sends less on any number of ranks.
 **losses**: mean over the ranks, of the first steps."""
 
 

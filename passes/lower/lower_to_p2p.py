@@ -24,6 +24,11 @@ def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if "all-gather" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
             start.target = context.backend.exchanges["all-gather"]
+    if "reduce-scatter, summed" in context.backend.exchanges:
+        for start in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+            whole, _, ranks, group = start.args
+            start.target = context.backend.exchanges["reduce-scatter, summed"]
+            start.args = whole, ranks, group
     if "reduce-scatter" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
             _sum_pieces(graph, start, context)

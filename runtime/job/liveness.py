@@ -131,6 +131,7 @@ class Liveness:
         broke_off: where this rank broke off a step, so that some of its exchanges may be unfinished; empty if it did
             not.
         ended: by rank of this host, a function that returns whether its process has ended.
+        host_names: by rank the name of its host; empty if they are not known.
         hang_up: closes this rank's connections, which ends all waiting exchanges on both sides.
     """
 
@@ -141,6 +142,7 @@ class Liveness:
     agreed: int = 0
     broke_off: str = ""
     ended: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    host_names: Sequence[str] = ()
     hang_up: Callable[[], None] = lambda: None
     _doing: dict[int, str] = field(default_factory=dict)
     _idle: str = "outside of the graph, which has done nothing yet"
@@ -155,6 +157,15 @@ class Liveness:
     _blocked_at: int | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _process: int = field(default_factory=os.getpid)
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """Return the ranks as text, with their hosts if the job has several: ``ranks 2, 3 on host1``."""
+        if len(set(self.host_names)) < 2:
+            return name_ranks(ranks)
+        by_host: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            by_host.setdefault(self.host_names[rank], []).append(rank)
+        return ", ".join(f"{name_ranks(members)} on {host}" for host, members in by_host.items())
 
     @contextlib.contextmanager
     def busy(self, doing: str) -> Iterator[None]:

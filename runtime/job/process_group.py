@@ -464,7 +464,7 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
     own = liveness.own_failure()
     answers = liveness.ask()
     lost = () if own is not None else answers.lost()
-    head = f"rank {liveness.rank} of {liveness.size} lost {name_ranks(lost) if lost else 'the others'} while {doing}"
+    head = f"rank {liveness.rank} of {liveness.size} lost {liveness.name(lost) if lost else 'the others'} while {doing}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     liveness.report_failure(CommunicationError(head), lost)
     lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines())]

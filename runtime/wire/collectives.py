@@ -2,7 +2,8 @@
 
 Each operator starts its exchange and returns at once; ``_c10d_functional.wait_tensor`` waits for it, as for torch's own
 collectives. The memory that an exchange sends stays alive until then; a gather or a sum sends from its result. Ranks of
-one host read each other's memory (``direct``); others send and receive over gloo.
+one host read each other's memory (``direct``); others send and receive over gloo. Where each host has several ranks,
+an exchange has two hops (``across_hosts``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.ir.rows import library as rows_library
-from zerograph.runtime.wire import direct
-from zerograph.runtime.wire.direct import HostGroup
+from zerograph.runtime.wire import across_hosts, direct
+from zerograph.runtime.wire.direct import DirectExchange, HostGroup
 from zerograph.runtime.wire.peer import INLINE
 
 # Bytes of a sum up to which gloo's all-reduce is about as fast.
@@ -44,8 +45,12 @@ def _gather_pieces_fake(shard: Tensor, ranks: int, group_name: str) -> Tensor:
 def _gather_into(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-gather into a gather buffer, ``[ranks * n, *rest]``, of which the shard is this rank's piece."""
     pieces = buffer.chunk(ranks)
-    own = pieces[_torch.process_group(group_name).rank()]
-    _exchange(buffer, [own] * ranks, pieces, group_name)
+    group = _torch.process_group(group_name)
+    own = pieces[group.rank()]
+    if (hosts := direct.spanning_group(group)) is not None:
+        _torch.register_works(buffer, [across_hosts.Gather(hosts, pieces)])
+    else:
+        _exchange(buffer, [own] * ranks, pieces, group_name)
     return buffer
 
 
@@ -113,6 +118,22 @@ def _exchange_pieces_fake(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     return whole.new_empty((ranks - 1, whole.shape[0] // ranks, *whole.shape[1:]))
 
 
+def _reduce_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Start a reduce-scatter along dimension 0 over several hosts: ``[ranks * n, *rest]`` to ``[n, *rest]``.
+
+    The ranks of each host sum first, and wait for each other here.
+    """
+    hosts = direct.spanning_group(_torch.process_group(group_name))
+    assert hosts is not None
+    total = _reduce_pieces_fake(whole, ranks, group_name)
+    _torch.register_works(total, [across_hosts.Reduction(hosts, whole, total)])
+    return total
+
+
+def _reduce_pieces_fake(whole: Tensor, ranks: int, group_name: str) -> Tensor:
+    return whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
+
+
 def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum. All ranks get the same bits."""
     return _sum_ranks_(part.clone(), ranks, group_name)
@@ -125,9 +146,11 @@ def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum in the memory of the contiguous tensor."""
     group = _torch.process_group(group_name)
-    host_group = direct.host_group(group)
-    if host_group is not None and total.nbytes <= INLINE:
-        work: dist.Work = _SumOfAll(host_group, total)
+    host_group, hosts = direct.host_group(group), direct.spanning_group(group)
+    if hosts is not None and total.nbytes > _SMALL:
+        work: dist.Work = across_hosts.Sum(hosts, total.view(-1))
+    elif host_group is not None and total.nbytes <= INLINE:
+        work = _SumOfAll(host_group, total)
     elif host_group is not None and total.nbytes > _SMALL:
         work = _SumOfPieces(host_group, total.view(-1))
     else:
@@ -151,7 +174,7 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     """
     group = _torch.process_group(group_name)
     if (host_group := direct.host_group(group)) is not None:
-        _torch.register_works(result, [_DirectExchange(host_group, outgoing, incoming)])
+        _torch.register_works(result, [DirectExchange(host_group, outgoing, incoming)])
         return
     rank, ranks = group.rank(), group.size()
     works: list[dist.Work | None] = []
@@ -165,39 +188,6 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     _torch.register_works(result, [work for work in works if work is not None])
 
 
-class _DirectExchange(dist.Work):
-    """An exchange in which each rank reads the others' memory.
-
-    Args:
-        outgoing, incoming: by place in the group, as in :func:`_exchange`.
-        adds: add what is received to ``incoming``.
-    """
-
-    def __init__(
-        self, host_group: HostGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False
-    ) -> None:
-        super().__init__()
-        host_group.free_places()
-        self._announcements = []
-        for place, peer in host_group.others():
-            # Both ranks announce once per exchange, so under the same number.
-            number = peer.announce(outgoing[place])
-            peer.expect(number, incoming[place], adds)
-            self._announcements.append((peer, number))
-
-    def wait(self, timeout: object = None) -> bool:
-        """Read, then return when the others have read this rank's memory, which may then change.
-
-        ``timeout`` is ignored: the peers' own limit holds.
-        """
-        for peer, number in self._announcements:
-            peer.read(number)
-        # All reads come first: with three ranks each would else wait for the next.
-        for peer, number in self._announcements:
-            peer.wait_unused(number)
-        return True
-
-
 class _SumOfAll(dist.Work):
     """A sum in which each rank receives every rank's tensor and adds them in rank order: the same bits on each."""
 
@@ -205,7 +195,7 @@ class _SumOfAll(dist.Work):
         super().__init__()
         self._rank, self._total = host_group.rank, total
         self._parts = list(total.new_empty((len(host_group.peers), *total.shape)))  # [ranks][*shape]
-        self._exchange = _DirectExchange(host_group, [total] * len(host_group.peers), self._parts)
+        self._exchange = DirectExchange(host_group, [total] * len(host_group.peers), self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete."""
@@ -224,11 +214,11 @@ class _SumOfPieces(dist.Work):
         super().__init__()
         self._host_group, self._pieces = host_group, total.tensor_split(len(host_group.peers))
         self._own = [self._pieces[host_group.rank]] * len(host_group.peers)
-        self._reduction = _DirectExchange(host_group, self._pieces, self._own, adds=True)
+        self._reduction = DirectExchange(host_group, self._pieces, self._own, adds=True)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete and the others have read this rank's piece."""
-        return self._reduction.wait() and _DirectExchange(self._host_group, self._own, self._pieces).wait()
+        return self._reduction.wait() and DirectExchange(self._host_group, self._own, self._pieces).wait()
 
 
 class _CheckedWork(dist.Work):
@@ -270,5 +260,6 @@ gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"
 )
 exchange_pieces = _define("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
+reduce_pieces = _define("reduce_pieces", _reduce_pieces, _reduce_pieces_fake)
 sum_ranks = _define("sum_ranks", _sum_ranks, _sum_ranks_fake)
 sum_ranks_ = _define("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", returns="Tensor(a!)")

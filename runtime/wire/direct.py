@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerograph.errors import ConfigError
 from zerograph.runtime.job.process_group import Job, explaining_failures
@@ -65,26 +66,102 @@ class HostGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class SpanningGroup:
+    """A process group whose ranks are on several hosts, equally many on each, host by host.
+
+    Attributes:
+        group: the process group.
+        host, hosts: this rank's host, and the number of hosts.
+        local: the group's ranks on this host.
+    """
+
+    group: dist.ProcessGroup
+    host: int
+    hosts: int
+    local: HostGroup
+
+    def place(self, host: int, local: int) -> int:
+        """Return the place in the process group of a rank of a host."""
+        return host * len(self.local.peers) + local
+
+    def other_hosts(self) -> list[int]:
+        """Return the other hosts, beginning after this one, so that not all send to the same host first."""
+        return [(self.host + step) % self.hosts for step in range(1, self.hosts)]
+
+
+class DirectExchange(dist.Work):
+    """An exchange in which each rank reads the others' memory.
+
+    Args:
+        outgoing, incoming: by place in the group, what is sent there and what is filled.
+        adds: add what is received to ``incoming``.
+    """
+
+    def __init__(
+        self, host_group: HostGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], adds: bool = False
+    ) -> None:
+        super().__init__()
+        host_group.free_places()
+        self._announcements = []
+        for place, peer in host_group.others():
+            # Both ranks announce once per exchange, so under the same number.
+            number = peer.announce(outgoing[place])
+            peer.expect(number, incoming[place], adds)
+            self._announcements.append((peer, number))
+
+    def wait(self, timeout: object = None) -> bool:
+        """Read, then return when the others have read this rank's memory, which may then change.
+
+        ``timeout`` is ignored: the peers' own limit holds.
+        """
+        for peer, number in self._announcements:
+            peer.read(number)
+        # All reads come first: with three ranks each would else wait for the next.
+        for peer, number in self._announcements:
+            peer.wait_unused(number)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
 class _HostGroups:
     """The host groups of a job.
 
     Attributes:
         groups: by mesh dimension; None where its ranks are on several hosts or cannot read each other's memory.
         everywhere: no rank has None, except along mesh dimensions of size 1. Equal on all ranks.
+        spanning: on a mesh of one dimension the group of all ranks, if each of several hosts has several of them.
     """
 
     groups: tuple[HostGroup | None, ...]
     everywhere: bool
+    spanning: SpanningGroup | None = None
 
 
 _by_job: WeakKeyDictionary[Job, _HostGroups] = WeakKeyDictionary()
 # By the group itself: a destroyed world may have had a group of the same name, and its job may still be in memory.
 _by_process_group: WeakKeyDictionary[dist.ProcessGroup, HostGroup] = WeakKeyDictionary()
+_spanning: WeakKeyDictionary[dist.ProcessGroup, SpanningGroup] = WeakKeyDictionary()
 
 
 def host_group(process_group: dist.ProcessGroup) -> HostGroup | None:
     """Return the host group of a process group; None if its ranks do not read each other's memory."""
     return _by_process_group.get(process_group)
+
+
+def spanning_group(process_group: dist.ProcessGroup) -> SpanningGroup | None:
+    """Return the spanning group of a process group; None if its ranks are not several on each of several hosts."""
+    return _spanning.get(process_group)
+
+
+def spans(job: Job) -> bool:
+    """Return whether the ranks are several on each of several hosts, on a mesh of one dimension.
+
+    Every rank must call it.
+
+    Raises:
+        CommunicationError: a rank did not answer.
+    """
+    return _host_groups(job).spanning is not None
 
 
 def host_groups(job: Job) -> tuple[HostGroup | None, ...]:
@@ -117,6 +194,8 @@ def _host_groups(job: Job) -> _HostGroups:
         for process_group, group in zip(job.groups, _by_job[job].groups, strict=True):
             if group is not None:
                 _by_process_group[process_group] = group
+        if (spanning := _by_job[job].spanning) is not None:
+            _spanning[job.groups[0]] = spanning
     return _by_job[job]
 
 
@@ -131,7 +210,9 @@ def _check_variable() -> None:
 
 def _connect(job: Job) -> _HostGroups:
     """Find the ranks that can read and write each other's memory, and let job notes use their mailboxes."""
-    ranks_by_host = _ranks_by_host(_share(job, _host()))
+    shared = _share(job, (_host(), platform.node()))
+    job.liveness.host_names = [name for _, name in shared]
+    ranks_by_host = _ranks_by_host([host for host, _ in shared])
     host_ranks = next(ranks for ranks in ranks_by_host if job.rank in ranks)
     peers = {
         rank: Peer(rank, job.timeout, functools.partial(job.liveness.failed, rank))
@@ -153,10 +234,15 @@ def _connect(job: Job) -> _HostGroups:
     grid = torch.tensor(job.grid, device="cpu")
     # Of all ranks: a row along each mesh dimension.
     rows = [row for dim in range(grid.dim()) for row in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()]
+    spanning = None
     if all(map(connected, ranks_by_host)) and len(set(map(len, ranks_by_host))) == 1:
         place = host_ranks.index(job.rank)
+        in_order = [rank for ranks in ranks_by_host for rank in ranks] == list(range(job.size))
+        if in_order and grid.dim() == 1 and 1 < len(host_ranks) < job.size:
+            local = HostGroup(place, tuple(peers.get(rank) for rank in host_ranks))
+            spanning = SpanningGroup(job.groups[0], ranks_by_host.index(host_ranks), len(ranks_by_host), local)
         job.notes.use(peers, host_ranks, sorted(ranks[place] for ranks in ranks_by_host))
-    return _HostGroups(groups, everywhere=all(map(connected, rows)))
+    return _HostGroups(groups, everywhere=all(map(connected, rows)), spanning=spanning)
 
 
 def _reach(job: Job, peers: Mapping[int, Peer]) -> list[set[int]]:

@@ -41,14 +41,17 @@ _DIRECT: dict[str, OpOverload] = {
     "all-reduce": collectives.sum_ranks,
     "all-reduce in place": collectives.sum_ranks_,
 }
-# Used there too, and elsewhere if measured faster.
+# Used where each of several hosts has several ranks.
+_ACROSS_HOSTS: dict[str, OpOverload] = {"reduce-scatter, summed": collectives.reduce_pieces}
+# Used on one host too, and elsewhere if measured faster.
 _MEASURED: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
 
 
 def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
-    """Return the exchanges that replace torch's collectives over a transport: ``"torch"``, ``"gloo"`` or ``"host"``.
+    """Return the exchanges that replace torch's collectives over a transport.
 
-    ``"host"`` is gloo where ranks read each other's memory.
+    The transports are ``"torch"``; ``"gloo"``; ``"host"``, gloo where all ranks read each other's memory; and
+    ``"hosts"``, gloo where each of several hosts has several ranks, which read each other's memory.
 
     Raises:
         ConfigError: there is no such transport.
@@ -57,6 +60,7 @@ def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
         "torch": {},
         "gloo": _ALWAYS,
         "host": _ALWAYS | _DIRECT | _MEASURED,
+        "hosts": _ALWAYS | _DIRECT | _ACROSS_HOSTS,
     }
     if transport not in transports:
         raise ConfigError(f"there is no transport {transport!r:.60}: choose {', '.join(transports)}")
@@ -76,6 +80,8 @@ def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
     # All ranks' groups count: if hosts have differently shaped parts of the mesh, other ranks have other groups.
     if direct.everywhere(job):
         return _ALWAYS | _DIRECT | _MEASURED
+    if direct.spans(job):
+        return _ALWAYS | _DIRECT | _ACROSS_HOSTS
     with explaining_failures(job, "measuring the wire"):
         kinds = _faster_kinds(job)
     return _ALWAYS | {kind: _MEASURED[kind] for kind in kinds}

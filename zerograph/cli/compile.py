@@ -23,8 +23,8 @@ def compile(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="torch: torch's collectives, as over NCCL; gloo: between hosts; host: ranks of one host that share "
-            "memory (default: torch on accelerators and on one rank, else host)"
+            help="torch: torch's collectives, as over NCCL; gloo: between hosts of one rank; hosts: of several; host: "
+            "ranks of one host that share memory (default: torch on accelerators and on one rank, else host)"
         ),
     ] = None,
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,

@@ -1,0 +1,132 @@
+"""Exchanges over several hosts that have several ranks each: over the wire once per host, inside a host by memory.
+
+If each rank sent a piece to each rank of another host, the pieces of one host would go over the wire as often as the
+other has ranks. Here the ranks of equal position on all hosts exchange over gloo. A gather sends this rank's piece, and
+then hands on inside of the host what has come. A reduction sums inside of the host first; its ranks wait for each other
+when it starts, since an exchange through memory does not overlap computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph.runtime.wire.direct import DirectExchange, SpanningGroup
+
+
+class Gather(dist.Work):
+    """An all-gather.
+
+    Args:
+        pieces: by place in the group; this rank's own is filled already.
+    """
+
+    def __init__(self, hosts: SpanningGroup, pieces: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._hosts, self._pieces = hosts, pieces
+        own, local = self._of(hosts.host), hosts.local
+        mine = own[local.rank]
+        self._works = _swap(
+            hosts,
+            dict.fromkeys(hosts.other_hosts(), mine),
+            {host: self._of(host)[local.rank] for host in hosts.other_hosts()},
+        )
+        self._inside = DirectExchange(local, [mine] * len(own), own)
+
+    def _of(self, host: int) -> list[Tensor]:
+        """Return the pieces of a host's ranks."""
+        return [self._pieces[self._hosts.place(host, local)] for local in range(len(self._hosts.local.peers))]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when all pieces are here. ``timeout`` is ignored: the limits of group and peers hold."""
+        self._inside.wait()
+        _wait(self._works)
+        exchanges = []
+        for host in sorted(self._hosts.other_hosts()):
+            pieces = self._of(host)
+            mine = pieces[self._hosts.local.rank]
+            exchanges.append(DirectExchange(self._hosts.local, [mine] * len(pieces), pieces))
+        for exchange in exchanges:
+            exchange.wait()
+        return True
+
+
+class Reduction(dist.Work):
+    """A reduce-scatter.
+
+    Args:
+        whole: ``[ranks * n, *rest]``; the piece r is summed at place r.
+        total: memory of this rank's sum, ``[n, *rest]``.
+    """
+
+    def __init__(self, hosts: SpanningGroup, whole: Tensor, total: Tensor) -> None:
+        super().__init__()
+        self._total, local = total.view(-1), hosts.local
+        pieces = whole.view(-1).chunk(hosts.hosts * len(local.peers))
+        others = hosts.other_hosts()
+        # This host's part of the sums of other hosts' ranks, and theirs of this rank's sum.
+        self._outgoing = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
+        self._incoming = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
+        sums = self._outgoing | {hosts.host: self._total}
+        exchanges = []
+        for host in range(hosts.hosts):
+            sent = [pieces[hosts.place(host, place)] for place in range(len(local.peers))]
+            sums[host].copy_(sent[local.rank])
+            exchanges.append(DirectExchange(local, sent, [sums[host]] * len(sent), adds=True))
+        for exchange in exchanges:
+            exchange.wait()
+        self._works = _swap(hosts, self._outgoing, self._incoming)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the sum is complete. ``timeout`` is ignored: the group's own limit holds."""
+        _wait(self._works)
+        for host in sorted(self._incoming):
+            self._total.add_(self._incoming[host])
+        return True
+
+
+class Sum(dist.Work):
+    """An all-reduce in the memory of a 1-D tensor: each rank of a host sums one piece over all ranks.
+
+    All ranks get the same bits: the sum of each piece is computed once on each host, in the order of the hosts.
+    """
+
+    def __init__(self, hosts: SpanningGroup, total: Tensor) -> None:
+        super().__init__()
+        self._hosts, local = hosts, hosts.local
+        self._pieces = total.tensor_split(len(local.peers))
+        self._own = self._pieces[local.rank]
+        inside = DirectExchange(local, self._pieces, [self._own] * len(self._pieces), adds=True)
+        inside.wait()
+        others = hosts.other_hosts()
+        self._parts = {host: self._own.new_empty(self._own.shape) for host in others}
+        # Sent from a copy: the sum is written where the part was.
+        self._parts[hosts.host] = self._own.clone()
+        self._works = _swap(hosts, dict.fromkeys(others, self._parts[hosts.host]), self._parts)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the sum is complete. ``timeout`` is ignored: the limits of group and peers hold."""
+        _wait(self._works)
+        self._own.copy_(self._parts[0])
+        for host in range(1, self._hosts.hosts):
+            self._own.add_(self._parts[host])
+        local = self._hosts.local
+        return DirectExchange(local, [self._own] * len(self._pieces), self._pieces).wait()
+
+
+def _swap(hosts: SpanningGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+    """Start to exchange tensors with the ranks of this rank's position on other hosts, by host."""
+    works: list[dist.Work | None] = []
+    for host in hosts.other_hosts():
+        place = hosts.place(host, hosts.local.rank)
+        if outgoing[host].numel():
+            works.append(dist.irecv(incoming[host], group=hosts.group, group_src=place))
+            works.append(dist.isend(outgoing[host], group=hosts.group, group_dst=place))
+    return [work for work in works if work is not None]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,100 @@
+"""Exchanges over hosts of several ranks: the same numbers, and each byte crosses the wire once per host."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.harness import deviation, joined, plain_run
+from tests.models import TrainStep, adamw, batches, make, part
+from tests.pool import Pool
+from zerograph.runtime.job.process_group import join
+from zerograph.runtime.wire import collectives, direct, selection
+
+c10d = torch.ops._c10d_functional
+
+
+def on_host(hosts: str) -> Any:
+    """Let each rank be on the host that a letter names."""
+    host = direct._host
+    return patch.object(direct, "_host", lambda: f"{host()} {hosts[dist.get_rank()]}")
+
+
+def mine(size: int, dtype: torch.dtype, rank: int) -> Tensor:
+    return torch.randint(-100, 100, (size, 3), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def moved(hosts: str, size: int, dtype: torch.dtype) -> tuple[list[bool], list[int]]:
+    """Which exchanges are right, and the bytes that this rank sends over gloo in each."""
+    with on_host(hosts):
+        job = join(60.0)
+        assert direct.spans(job)
+    assert selection.select_exchanges(job)["reduce-scatter, summed"] is collectives.reduce_pieces
+    group, rank, ranks = job.mesh.groups[0], job.rank, job.size
+    everybody = [mine(size * ranks, dtype, other) for other in range(ranks)]
+    total = torch.stack(everybody).sum(0).to(dtype)
+    piece = slice(rank * size, (rank + 1) * size)
+    runs = {
+        "gather": lambda: collectives.gather_pieces(everybody[rank][:size], ranks, group),
+        "reduce": lambda: collectives.reduce_pieces(everybody[rank].clone(), ranks, group),
+        "sum": lambda: collectives.sum_ranks(everybody[rank].clone(), ranks, group),
+    }
+    expected = {"gather": torch.cat([one[:size] for one in everybody]), "reduce": total[piece], "sum": total}
+    right, sent = [], []
+    send = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[-1] += tensor.nbytes
+        return send(tensor, *args, **kwargs)
+
+    with patch.object(dist, "isend", counted), patch.object(collectives, "_SMALL", 0):
+        for kind, run in runs.items():
+            sent.append(0)
+            # Two in flight: the second must not disturb the first.
+            first, second = run(), run()
+            results = c10d.wait_tensor(first), c10d.wait_tensor(second)
+            right.append(all(torch.equal(result, expected[kind]) for result in results))
+    return right, [count // 2 for count in sent]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(5, torch.float64), (20_000, torch.float32), (3, torch.bfloat16)], ids=str)
+def test_each_piece_crosses_the_wire_once_per_host(pool: Pool, size: int, dtype: torch.dtype) -> None:
+    whole = 4 * size * 3 * dtype.itemsize
+    for right, sent in pool.run(4, moved, "aabb", size, dtype):
+        assert right == [True, True, True]
+        # A rank's piece of a gather and of a reduction; half of a sum, which is both. Flat, each were twice as much.
+        assert sent == [whole // 4, whole // 4, whole // 2]
+
+
+def trained(hosts: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    results = []
+    with on_host(hosts):
+        for stage in stages:
+            model = make("gpt", torch.float64)
+            step = TrainStep(model, adamw(model), stage)
+            losses = [step(part(x), part(y)) for x, y in batches("gpt", 3, 8, torch.float64)]
+            results.append((losses, step.state_dict()["modules"]["model"]))
+    return results
+
+
+def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) -> None:
+    plain = plain_run("gpt", 3, 8, torch.float64)
+    for results in pool.run(4, trained, "aabb", [0, 2, 3]):
+        for losses, state in results:
+            assert max(map(deviation, losses, plain.losses)) <= 1e-12
+            assert deviation(joined(state), joined(plain.state)) <= 1e-12
+
+
+def spans(hosts: str) -> bool:
+    with on_host(hosts):
+        return direct.spans(join(60.0))
+
+
+@pytest.mark.parametrize("hosts", ["abab", "aaab", "aaaa", "abcd"])
+def test_other_layouts_use_flat_exchanges(pool: Pool, hosts: str) -> None:
+    assert pool.run(4, spans, hosts) == [False] * 4
