@@ -51,7 +51,7 @@ def test_objects_come_back_in_their_order() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
-    "twice": (lambda model, _: (zg.prepare(model), zg.prepare(model)), "prepared already"),
+    "one of two again": (lambda model, _: (zg.prepare(model, network()), zg.prepare(model)), "prepared already"),
     "another's parameters": (lambda model, other: zg.prepare(model, other), "no prepared module|that no"),
     "no model": (lambda _, other: zg.prepare(other), "takes a model"),
     "a number": (lambda model, _: zg.prepare(model, 3), "got 3"),
@@ -74,6 +74,37 @@ def test_arguments_that_do_not_fit_are_named(name: str) -> None:
     call, message = MISTAKES[name]
     with pytest.raises(zg.ConfigError, match=message):
         call(network(), torch.optim.SGD(network().parameters()))
+
+
+def test_a_cell_that_prepares_and_trains_may_run_again() -> None:
+    model, twin = network(), network()
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+        prepared = zg.prepare(zg.prepare(model, optimizer, stage=2)[0], optimizer, stage=3)
+        for module, one in ((twin, plain), prepared):
+            for _ in range(2):
+                F.cross_entropy(module(X), Y).backward()
+                one.step()
+                one.zero_grad()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+    zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(zg.ConfigError, match="prepared again without it"):
+        optimizer.step()
+
+
+def test_an_evaluation_may_run_in_inference_mode() -> None:
+    model, optimizer = ready(nn.BatchNorm1d(16))
+    model.eval()
+    with torch.inference_mode():
+        batch = X * 1
+        early = F.cross_entropy(model(batch), Y).item()
+        batch.mul_(2)
+    model.train()
+    loss = F.cross_entropy(model(X), Y)
+    loss.backward()
+    optimizer.step()
+    assert early == pytest.approx(F.cross_entropy(network(nn.BatchNorm1d(16)).eval()(X), Y).item(), rel=1e-9)
 
 
 def test_a_step_is_the_graph_of_build() -> None:

@@ -6,10 +6,11 @@ Operators on them are recorded on a tape. Reading a value computes it at once, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.loops.words import Words, speak, words
 from zerograph.runtime.parameters import METADATA
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # How a tensor without a batch dimension was computed from a tensor with one.
 Reduction = Literal["sum", "mean"] | None
@@ -151,6 +155,19 @@ class Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         _refuse(f"{func} runs on a tensor that {words().step} has yet to compute, by a way that cannot be recorded")
+
+
+def outside_inference_mode(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that leaves ``torch.inference_mode``: tensors made in it could not be used outside of it."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 _replaying: ContextVar[bool] = ContextVar("replaying", default=False)

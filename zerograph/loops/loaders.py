@@ -27,6 +27,8 @@ class SplitLoader:
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
         self._loader, self._config = loader, config
+        # Reads this rank's samples. It is kept if its workers are.
+        self._reading: tuple[DataLoader[Any], _Part] | None = None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -55,10 +57,14 @@ class SplitLoader:
         """Read this rank's samples of each batch, in the order of rank 0's random numbers."""
         job = join(self._config.timeout)
         _same_generators(loader, job)
-        mine = _Part(loader.batch_sampler, job.rank, job.size)  # type: ignore[arg-type]
-        local: DataLoader[Any] = DataLoader(
-            loader.dataset, batch_sampler=mine, collate_fn=loader.collate_fn, **reading_options(loader)
-        )
+        if self._reading is None or not loader.persistent_workers:
+            mine = _Part(loader.batch_sampler, job.rank, job.size)  # type: ignore[arg-type]
+            options = reading_options(loader)
+            self._reading = (
+                DataLoader(loader.dataset, batch_sampler=mine, collate_fn=loader.collate_fn, **options),
+                mine,
+            )
+        local, mine = self._reading
         for number, batch in enumerate(local):
             indices, count = mine.read.pop(number)
             agree_on_batch(job, number, "samples", indices)
@@ -96,6 +102,7 @@ class _Part:
         self.read: dict[int, tuple[Any, int]] = {}
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self.read.clear()
         for number, whole in enumerate(self._batches):
             indices = list(whole)
             mine = indices[bounds(len(indices), self._rank, self._size)]

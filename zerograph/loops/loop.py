@@ -18,7 +18,7 @@ from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import CaptureError, InputError
 from zerograph.loops.accumulation import Accumulation
-from zerograph.loops.deferred import Deferred, Meta, Result
+from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode
 from zerograph.loops.gradients import Reader
 from zerograph.loops.graphs import Recorded
 from zerograph.loops.loop_graphs import LoopForward, LoopPreview, LoopStep
@@ -84,6 +84,7 @@ class Loop:
         self._parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self.tape = self._new_tape()
 
+    @outside_inference_mode
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a call of a prepared module or function on this rank's part of the batch."""
         self._settle()

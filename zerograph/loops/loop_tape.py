@@ -15,7 +15,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
-from zerograph.loops.deferred import Deferred, Meta, Result, values_of
+from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode, values_of
 from zerograph.loops.events import Event, run_backward
 from zerograph.loops.program import autocast_of
 from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape, check_scalar_loss
@@ -79,6 +79,7 @@ class LoopTape(Tape):
     takes_backward = True
     takes_autocast = True
 
+    @outside_inference_mode
     def call(self, function: Any, args: Any, kwargs: Any, *, module: bool = False, parts: bool = False) -> Any:
         """Record a call as :meth:`Tape.call` does, on the loop's present tape if this one is closed."""
         if module and isinstance(function, nn.Module):
@@ -86,8 +87,8 @@ class LoopTape(Tape):
         if self.closed:
             return self.owner.tape.call(function, args, kwargs, module=module, parts=parts)
         name = getattr(function, "__name__", "")
+        # A 0-d result has no views, so that nothing else sees the change.
         if name in _IN_PLACE and isinstance(args[0], Deferred) and not args[0].dim():
-            # A 0-d result has no views, so that nothing else sees the change.
             return self._rebound(args[0], super().call(getattr(Tensor, _IN_PLACE[name]), args, kwargs))
         try:
             return super().call(function, args, kwargs, module=module, parts=parts)
@@ -139,6 +140,7 @@ class LoopTape(Tape):
             return False
         return deferred.meta.batch_dim is None and not self._carries_gradient(deferred)
 
+    @outside_inference_mode
     def value(self, deferred: Deferred) -> Tensor:
         """Return the value of a deferred tensor, computing it if necessary."""
         if deferred.value is not None:
@@ -459,6 +461,8 @@ class LoopTape(Tape):
 
     def _argument(self, value: Any, parts: bool) -> Any:
         plain = isinstance(value, Tensor) and not isinstance(value, (Deferred, nn.Parameter))
+        # Tensors of inference_mode() have no version: they are copied.
+        plain = plain and not value.is_inference()
         key = (id(value), _torch.version(value)) if plain else (0, 0)
         if plain and key in self._inputs:
             return RealTensor(self._inputs[key])
@@ -467,7 +471,7 @@ class LoopTape(Tape):
             self._numbers.pop(id(value), None)
             self._originals.append(value)
             self._inputs[key] = argument.number
-            if value.numel() * value.element_size() <= _COPIED_BYTES:
+            if value.numel() * value.element_size() <= _COPIED_BYTES or value.is_inference():
                 self.tensors[argument.number] = value.detach().clone()
             self._versions.append(_torch.version(self.tensors[argument.number]))
             if id(value) in self._values:

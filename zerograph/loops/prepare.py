@@ -39,7 +39,9 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
         config: the options of the graphs.
 
     Returns:
-        The one object, or a tuple. Modules, optimizers and schedulers are the same objects, changed in place.
+        The one object, or a tuple. Modules, optimizers and schedulers are the same objects, changed in place. Modules
+        that are prepared already, as when a notebook's cell runs again, are prepared anew, if all modules are passed
+        that were prepared together; optimizers that are not passed again cannot be used any more.
 
     Raises:
         ConfigError: an object is of another kind, prepared already, or belongs to one that is not prepared.
@@ -57,6 +59,7 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
     modules = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     _check(objects, modules, optimizers)
+    _release_earlier(modules, optimizers)
     names = [f"model{number or ''}" for number in range(len(modules))]
     loop = Loop(dict(zip(names, modules, strict=True)), optimizers, config)
     for module in modules:
@@ -73,8 +76,12 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
     if not modules:
         raise ConfigError("zg.prepare() takes a model, and its optimizers, schedulers and loaders")
     for module in modules:
-        if hasattr(type(module), "_zerograph_prepared"):
-            raise ConfigError(f"{type(module).__name__} is prepared already: call zg.prepare() once, with all objects")
+        loop = loop_of(module)
+        if loop is not None and any(not any(one is other for one in modules) for other in loop.modules.values()):
+            raise ConfigError(
+                f"{type(module).__name__} is prepared already, together with another module: call zg.prepare() once, "
+                "with all objects"
+            )
         root = nn.Module()
         root.model = module
         check_modules(root)
@@ -91,6 +98,24 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         owner = getattr(one, "optimizer", None)
         if isinstance(one, LRScheduler) and not any(owner is optimizer for optimizer in optimizers):
             raise ConfigError(f"{type(one).__name__} schedules an optimizer that is not prepared: pass it too")
+
+
+def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Release what was prepared in an earlier call, and refuse the optimizers of then that are not prepared again."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError(
+            "this optimizer belongs to an earlier zg.prepare() of the model, which was prepared again without it\n"
+            "Use the optimizer that was passed last, or pass all optimizers of the model together."
+        )
+
+    for loop in {id(loop): loop for module in modules if (loop := loop_of(module)) is not None}.values():
+        # The update that waits runs now.
+        loop.graph()
+        release(*loop.modules.values(), *loop.optimizers)
+        for optimizer in loop.optimizers:
+            if not any(one is optimizer for one in optimizers):
+                vars(optimizer)["step"] = vars(optimizer)["zero_grad"] = refuse
 
 
 def _prepared(one: Any, loop: Loop) -> Any:

@@ -1,0 +1,32 @@
+"""Loaders that ``zg.prepare`` splits, each rank's part read in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerograph as zg
+from zerograph.loops import loaders
+
+
+def make() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(10)), 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+def two_epochs(loader: Any) -> list[list[int]]:
+    torch.manual_seed(0)
+    return [batch[0].tolist() for _ in range(2) for batch in loader]
+
+
+def test_workers_that_stay_read_the_samples_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "agree_on_batch", lambda *_: None)
+    monkeypatch.setattr(loaders, "agree", lambda *_: [[0]])
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(loaders, "join", lambda _, rank=rank: SimpleNamespace(rank=rank, size=2))
+        parts.append(two_epochs(loaders.SplitLoader(make(), zg.Config())))
+    assert [first + second for first, second in zip(*parts, strict=True)] == two_epochs(make())
