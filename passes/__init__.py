@@ -5,12 +5,12 @@
 ``verify``         the invariants, checked after each pass
 
 ``normalize``      simplify, offsets, unfuse, batch_first
-``buckets``        flatten (owner_updates, flat_gradients), skip_overflowed_update, fuse
+``buckets``        flatten (owner_updates, coded_updates, flat_gradients), skip_overflowed_update, fuse
 ``accumulation``   split_micro_batches, hoist_batch_statistics, loop; time_boxing: boxing along the time dimension
 ``placement``      place (problem, solve, cost), shard_embeddings, box (boxing, route)
 ``recompute``      recompute_cheap, recompute (segments, min_cut, cost), reshard_after_forward
-``lower``          localize (with inline), lower_to_p2p
-``communication``  coalesce, release, schedule
+``lower``          localize (with inline, coded), lower_to_p2p
+``communication``  assign_wire_formats, coalesce, release, schedule
 ``memory``         offload_activations, reinplace, reuse_temporaries, prefetch_offloaded, offload, gather_in_place,
                    fit_memory_budget
 ``rules``          the SBPs that an operator's inputs and outputs may have together

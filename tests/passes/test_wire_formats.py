@@ -65,6 +65,18 @@ def test_formats_may_differ_between_mesh_dimensions() -> None:
     ]
 
 
+def test_an_all_reduce_of_bf16_sums_equal_pieces_on_a_grid() -> None:
+    module = nn.Linear(9, 11)
+    step = LossStep(module, adamw(module), 2, sum_of_squares, wire="bf16")
+    grid = step.prepare(Mesh((2, 2), (0, 0), ("nodes", "ranks")), torch.randn(256, 9))
+    (bucket,) = grid.context.buckets
+    assert bucket.padded % 4 == 0
+    assert [one.kind for one in grid.collectives() if one.mesh_dim == 0 and "bucket" in one.what] == [
+        "reduce-scatter",
+        "all-gather",
+    ]
+
+
 def test_values_of_the_user_are_never_lossy() -> None:
     """The verifier refuses a pass that codes a loss."""
 

@@ -102,8 +102,11 @@ def format_of(option: Any, kind: Kind, dim: int) -> WireFormat | None:
 
 
 def block_of(option: Any) -> int:
-    """Return the number of elements at whose multiples parameters begin in buckets, for a value of ``config.wire``."""
-    return max((one.codec.block for one in _formats(option)), default=1)
+    """Return the number of elements at whose multiples parameters begin in buckets, for a value of ``config.wire``.
+
+    With bf16 it is not 1 either: buckets are then cut in equal pieces for all ranks of the mesh.
+    """
+    return max((max(one.codec.block, _MIN_BLOCK) for one in _formats(option)), default=1)
 
 
 def _formats(option: Any) -> Iterator[WireFormat]:
