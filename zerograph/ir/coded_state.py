@@ -105,7 +105,10 @@ def never_negative(graph: fx.GraphModule, initial: Mapping[str, float | None]) -
 
 
 def _keeps_sign(node: fx.Node, known: set[fx.Node]) -> bool:
-    """Return whether a node's value is never negative if those of ``known`` are not. Numbers of 0-d are none either."""
+    """Return whether a node's value is never negative if those of ``known`` are not.
+
+    Rates and counts, which are numbers and 0-d tensors, count as not negative.
+    """
     args: tuple[Any, ...] = node.args
 
     def positive(value: Any) -> bool:
