@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, size_key
-from zerograph.ir.attention import BACKWARD
+from zerograph.ir.attention import BACKWARD, FORWARD
 from zerograph.ir.dims import Size
+from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Signature, Split
@@ -35,6 +36,8 @@ from zerograph.passes.context import Context
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_ATTENTION_BACKWARD = (BACKWARD, flex_attention_backward)
+_ATTENTION = (FORWARD, flex_attention, *_ATTENTION_BACKWARD)
 
 # For each index that ranks split, the dimension of a tensor that runs over it, or None.
 _Dims = tuple[int | None, ...]
@@ -274,6 +277,9 @@ class _Walk:
                 self._restore_inputs(node)
                 inputs, orders = rules.tensor_arguments(node), {}
                 signatures = [self._signature(node, inputs, number) for number in range(len(self.indices))]
+        if node.target in _ATTENTION and self.dims.get(rules.arguments(node)["query"]) is not None:
+            self._attend(node)
+            return
         if not any(signatures):
             return
         if orders:
@@ -284,14 +290,18 @@ class _Walk:
                     self._permute_input(node, tensor, replace(order, dim=sbp.dim))
             permuted = [replace(order, dim=s.dim) if isinstance(s, Split) else None for s in signature.outputs]
             _store(self.order, node, permuted)
-        if node.target is BACKWARD:
-            # Gradients that are partial sums become split as their tensors are.
-            sources = [rules.arguments(node)[name] for name in ("query", "key", "value")]
-            _store(self.dims, node, [self.dims.get(source) for source in sources])
-            return
         outputs = len(rules.output_values(node))
         dims = [tuple(_split_output(signature, number) for signature in signatures) for number in range(outputs)]
         _store(self.dims, node, [each if any(dim is not None for dim in each) else None for each in dims])
+
+    def _attend(self, node: fx.Node) -> None:
+        """Keep results of attention split as its queries are, and gradients as their tensors, in every form of it."""
+        arguments = rules.arguments(node)
+        sources = [arguments["query"]] * 2
+        if node.target in _ATTENTION_BACKWARD:
+            sources = [arguments[name] for name in ("query", "key", "value")]
+        dims = [self.dims.get(source) for source in sources]
+        _store(self.dims, node, [*dims, *[None] * (len(rules.output_values(node)) - len(dims))])
 
     def _signature(self, node: fx.Node, inputs: Sequence[fx.Node], number: int) -> Signature | None:
         """Return the first signature in which every input with a split dimension is split along it.

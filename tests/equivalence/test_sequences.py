@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
@@ -107,6 +108,30 @@ def test_ulysses_sends_four_all_to_alls_per_attention_and_pass(layout: str) -> N
     wanted = [(phase, "all-to-all", one) for phase in ("forward", "backward") for _ in range(2 * 4)]
     labels = ("forward", "all-gather", 8 * rows * LENGTH)
     assert sorted(activations(step)) == sorted([labels, *wanted])
+
+
+class SlidingWindow(nn.Module):
+    """FlexAttention over the last five positions, and a loss over rows and positions flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(64, 32), nn.Linear(32, 96)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        query, key, value = (
+            x.unflatten(-1, (4, 8)).transpose(1, 2) for x in self.project(self.embed(ids)).chunk(3, -1)
+        )
+        length = ids.shape[1]
+        mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 5), None, None, length, length, device="cpu")
+        hidden = flex_attention(query, key, value, block_mask=mask).transpose(1, 2).flatten(2)
+        return nn.functional.cross_entropy((hidden @ self.embed.weight.t()).flatten(0, 1), labels.flatten())
+
+
+def test_sequences_stay_split_after_attention_without_a_form_with_queries() -> None:
+    mesh, batch_sbp = MESHES["rows-and-sequence"]
+    step = prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), gradient_accumulation_steps=2)
+    kinds = [(one.phase, one.kind) for one in step.collectives() if one.kind == "all-to-all"]
+    assert set(kinds) == {("forward", "all-to-all"), ("backward", "all-to-all")}
 
 
 def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients() -> None:
