@@ -2,8 +2,10 @@
 
 python benchmarks/first_step.py                           # GPTs of 4 and 12 layers: half an hour on two cores
 python benchmarks/first_step.py --layers 4 --only 2       # stage 2 alone
+python benchmarks/first_step.py --backend eager --only 3  # the eager backend, in a minute
 
-Two processes start together, as ranks do. Cold: they find no compiled code; warm: they find what a first pair left.
+Two processes start together, as ranks do. Cold: they find no compiled code and no cached step; warm: they find what a
+first pair left.
 Counted from after the imports and the making of the model until the first step is done, in the slower process;
 CPU seconds are those of both together with all compilers that they called. ``torch.compile`` has no collectives to
 run: each process trains a model of its own.
@@ -65,12 +67,12 @@ class Block(nn.Module):
 
 
 class TrainStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, stage: int) -> None:
+    def __init__(self, model: nn.Module, stage: int, backend: str = "inductor") -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
         self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.backend = "inductor"
+        self.config.backend = backend
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(self.model, x, y)
@@ -96,7 +98,7 @@ def plain_step(model: nn.Module, fused: bool) -> Callable[[Tensor, Tensor], Tens
     return step
 
 
-def rank_main(kind: str, layers: int) -> None:
+def rank_main(kind: str, layers: int, backend: str) -> None:
     """One process: prints its seconds, its CPU seconds, and the loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -107,25 +109,26 @@ def rank_main(kind: str, layers: int) -> None:
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     dist.barrier()
     began, before = time.perf_counter(), sum(os.times()[:4])
-    step = plain_step(model, fused=kind == "fused") if kind in PLAIN else TrainStep(model, int(kind))
+    step = plain_step(model, fused=kind == "fused") if kind in PLAIN else TrainStep(model, int(kind), backend)
     loss = float(step(x, y))
     print("measured", time.perf_counter() - began, sum(os.times()[:4]) - before, loss, flush=True)
     dist.barrier()
 
 
-def launch(kind: str, layers: int, cache: Path) -> tuple[float, float, float]:
+def launch(kind: str, layers: int, backend: str, cache: Path) -> tuple[float, float, float]:
     """(seconds of the slower process, CPU seconds of both, loss)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "ZEROGRAPH_CACHE": str(cache / "zerograph"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--rank-of", kind, "--layers", str(layers)]
+    command = [sys.executable, __file__, "--rank-of", kind, "--layers", str(layers), "--backend", backend]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(RANKS)
@@ -138,12 +141,12 @@ def launch(kind: str, layers: int, cache: Path) -> tuple[float, float, float]:
     return max(seconds), sum(cpu), sum(losses) / RANKS
 
 
-def measure(kinds: dict[str, str], layers: int, console: Console) -> list[str]:
+def measure(kinds: dict[str, str], layers: int, backend: str, console: Console) -> list[str]:
     rows = []
     for kind, name in kinds.items():
         with tempfile.TemporaryDirectory() as folder:
-            cold = launch(kind, layers, Path(folder))
-            warm = launch(kind, layers, Path(folder))
+            cold = launch(kind, layers, backend, Path(folder))
+            warm = launch(kind, layers, backend, Path(folder))
         rows.append(
             f"| {layers} | {name} | {cold[0]:.1f} | {warm[0]:.1f} | {cold[1]:.1f} | {warm[1]:.1f} | {cold[2]:.5f} |"
         )
@@ -155,16 +158,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--only", nargs="+", choices=[*PLAIN, *OURS], help="these alone, and nothing is saved")
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"], help="eager: nothing is saved")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        rank_main(options.rank_of, options.layers[0])
+        rank_main(options.rank_of, options.layers[0], options.backend)
         return
     kinds = PLAIN | OURS
     if options.only:
         kinds = {kind: kinds[kind] for kind in options.only}
-    rows = [row for layers in options.layers for row in measure(kinds, layers, Console())]
-    if options.only:
+    rows = [row for layers in options.layers for row in measure(kinds, layers, options.backend, Console())]
+    if options.only or options.backend != "inductor":
         return
     text = (
         "# Seconds until the first step has run, Inductor\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from rich.console import Console
 
 from tests.faults.survival_table import PROPERTY, table
 from tests.pool import COLLECTIONS, Pool
+from zerograph.compiler import step_cache
+
+# Tests of the cache of steps turn it on for themselves.
+os.environ[step_cache.VARIABLE] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -77,7 +77,7 @@ class ZeroGraph(Inspected, Stateful):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
         self._compiler = Compiler(self._traced_build, self._optimizers, Config(), EnvironmentObserver())
-        self._steps = Steps(self._compiler, self._attributes)
+        self._steps = Steps(self._compiler, self._attributes, self._attributes_of_code)
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -269,7 +269,7 @@ class ZeroGraph(Inspected, Stateful):
         mesh = with_sequence_dim(mesh, self.config.sequence_parallel)
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
         target = Target(mesh, mesh.rank, exchanges_of(transport))
-        step = self._compiler.prepare(target, members, batch, key, self._steps.facts(members))
+        step = self._compiler.prepare(target, members, batch, key, self._steps.dependencies(members).texts())
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)
 
@@ -292,7 +292,8 @@ class ZeroGraph(Inspected, Stateful):
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)
-        write_artifact(step, path, self._compiler.functions_of(step, members))
+        trace = self._compiler.recording_of(step, members)
+        write_artifact(step, path, self._steps.dependencies(members).code(trace))
 
     @one_thread("load_compiled()")
     def load_compiled(self, path: str | os.PathLike[str]) -> None:
@@ -309,7 +310,7 @@ class ZeroGraph(Inspected, Stateful):
         job, problem = self._join(), None
         try:
             members = self._adopted()
-            required = self._compiler.requirements(members, self._steps.facts(members))
+            required = self._compiler.requirements(members, self._steps.dependencies(members).texts())
             self._compiler.loaded.add(read_artifact(path, members), required)
         except BaseException as error:
             problem = error
@@ -451,6 +452,11 @@ class ZeroGraph(Inspected, Stateful):
         own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
 
+    def _attributes_of_code(self) -> dict[str, Any]:
+        """Return the attributes, with the private ones of the user's class."""
+        private = {name: value for name, value in vars(self).items() if name[0] == "_" and name not in _OWN}
+        return {**self._attributes(), **private}
+
     def _members(self) -> Members:
         return self._steps.members()
 
@@ -465,3 +471,6 @@ class ZeroGraph(Inspected, Stateful):
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"
+
+
+_OWN = frozenset(vars(ZeroGraph()))

@@ -133,6 +133,11 @@ def operators_with_rules() -> tuple[OpOverload, ...]:
     return tuple(operator for operator in _RULES if operator not in _USERS)
 
 
+def user_rules() -> list[tuple[OpOverload, Rule]]:
+    """Return the operators with rules of users, by name, and these rules."""
+    return [(operator, _RULES[operator]) for operator in sorted(_USERS, key=str)]
+
+
 def rule_of(target: Any) -> Rule | None:
     """Return the operator's own rule, else that of its family, else None."""
     if target in _RULES:

@@ -26,8 +26,9 @@ from tests.models import part
 from tests.pool import Pool
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
-from zerograph.artifact.code import recorded
+from zerograph.artifact.code import names_of, recorded
 from zerograph.artifact.file import read_file, write_file
+from zerograph.base.recording import followed
 from zerograph.capture.trace import Capture
 from zerograph.compiler import preparation
 from zerograph.ir.mesh import line
@@ -254,12 +255,12 @@ def test_callbacks_of_the_garbage_collector_are_no_part_of_a_trace() -> None:
 
     gc.callbacks.append(callback)
     try:
-        with recorded() as names:
-            gc.collect()
-            nn.functional.softmax(torch.ones(2), dim=0)
+        with recorded() as recording:
+            followed(gc.collect)()
+            followed(nn.functional.softmax)(torch.ones(2), dim=0)
     finally:
         gc.callbacks.remove(callback)
-    assert names == {"torch.nn.functional:softmax"}
+    assert names_of(recording) == ["torch.nn.functional:softmax"]
 
 
 def run_script(folder: str, path: str | None) -> Tensor:

@@ -11,6 +11,7 @@ Supported: torch 2.11 to 2.13. When torch moves, this is the only package to cha
 ``modules``      modules, their hooks, functions of ``torch.nn``
 ``operators``    schemas and overloads of operators
 ``optimizers``   optimizers, their hooks, learning rate schedulers
+``settings``     settings, modes and kernels that change what a trace yields
 ``distributed``  process groups and collectives
 """
 
@@ -53,7 +54,7 @@ from zerograph._torch.distributed import (
     replaced_object_collectives,
     single_process_store,
 )
-from zerograph._torch.expressions import describe_number, rebuild_number
+from zerograph._torch.expressions import describe_number, rebuild_number, unknown_numbers
 from zerograph._torch.modules import (
     adaptive_output,
     hook_tables,
@@ -88,6 +89,7 @@ from zerograph._torch.optimizers import (
     step_pre_hook_tables,
     unhooked_step,
 )
+from zerograph._torch.settings import active_modes, python_kernels, trace_settings
 from zerograph._torch.shapes import has_symbols
 from zerograph._torch.sizes import (
     SizeEnv,
@@ -157,6 +159,7 @@ __all__ = [
     "OpOverload",
     "SizeEnv",
     "TorchDispatchMode",
+    "active_modes",
     "adaptive_output",
     "all_gather",
     "annotated",
@@ -217,6 +220,7 @@ __all__ = [
     "preserved_metadata",
     "process_group",
     "python_decompositions",
+    "python_kernels",
     "pytree",
     "raw_sizes",
     "rebuild_number",
@@ -244,8 +248,10 @@ __all__ = [
     "symbols_of",
     "tensor_without_data",
     "trace",
+    "trace_settings",
     "trusted_causal_flags",
     "unhooked_step",
+    "unknown_numbers",
     "unsaved_buffers",
     "unwrapped",
     "uses_flex_attention",

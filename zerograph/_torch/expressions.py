@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ _CLASSES: dict[str, Any] = {
         if hasattr(functions, name)
     },
 }
+# As torch names the results of ``tensor.item()``.
+_UNKNOWN = re.compile(r"zuf\d+")
 _KINDS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
 
 
@@ -61,7 +64,7 @@ def _describe(expression: Any) -> Any:
     return None if None in arguments else [name, *arguments]
 
 
-def rebuild_number(description: Any, symbols: Mapping[str, torch.SymInt], environment: Any) -> Any:
+def rebuild_number(description: Any, symbols: Mapping[str, torch.SymInt | torch.SymFloat], environment: Any) -> Any:
     """Return the symbolic number of a description.
 
     Args:
@@ -82,7 +85,16 @@ def rebuild_number(description: Any, symbols: Mapping[str, torch.SymInt], enviro
     raise ValueError(kind)
 
 
-def _rebuild(description: Any, symbols: Mapping[str, torch.SymInt]) -> Any:
+def unknown_numbers(description: Any) -> set[str]:
+    """Return the names of the floats in a description whose values torch does not know while it traces."""
+    if not isinstance(description, list):
+        return set()
+    if description[:1] == ["Symbol"] and len(description) == 2 and _UNKNOWN.fullmatch(str(description[1])):
+        return {description[1]}
+    return set().union(*map(unknown_numbers, description))
+
+
+def _rebuild(description: Any, symbols: Mapping[str, torch.SymInt | torch.SymFloat]) -> Any:
     if isinstance(description, bool):
         return sympy.true if description else sympy.false
     if isinstance(description, int):

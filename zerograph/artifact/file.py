@@ -52,6 +52,19 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
         data = Path(path).read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
+    return parse_file(path, data)
+
+
+def parse_file(path: str | os.PathLike[str], data: bytes) -> tuple[Any, dict[str, Tensor]]:
+    """Return the document and the tensors of a file that has been read.
+
+    Args:
+        path: names it in messages.
+        data: its content.
+
+    Raises:
+        ArtifactError: it is none of zerograph's, or it is damaged.
+    """
     if not data.startswith(_MAGIC):
         raise ArtifactError(f"{path} is no artifact of this version of zerograph\nExport the step again.")
     digest, _, content = data.removeprefix(_MAGIC).partition(b"\n")

@@ -177,6 +177,7 @@ class Reader:
         self.sizes: Sizes | None = None
         self._table, self._tensors, self._accelerator = table, tensors, accelerator
         self._read: dict[int, Any] = {}
+        self._numbers: dict[str, torch.SymFloat] = {}
         self._tags: dict[str, Callable[[Any], Any]] = {
             "#": self._entry,
             "float": float,
@@ -229,11 +230,16 @@ class Reader:
         return device if self._accelerator is None or device.type in ("cpu", "meta") else self._accelerator
 
     def _size(self, description: Any) -> Any:
-        sizes = self.sizes
-        if sizes is None:
-            raise ArtifactError("the file has a symbolic size, but no dynamic dimension")
-        symbols = {name: sizes.symbol(name) for name in sizes.inputs}
-        return _torch.rebuild_number(description, symbols, self.mode.shape_env)
+        environment = _torch.size_env(self.mode)
+        symbols: dict[str, Any] = (
+            {} if self.sizes is None else {name: self.sizes.symbol(name) for name in self.sizes.inputs}
+        )
+        for name in _torch.unknown_numbers(description):
+            # A hyperparameter of an update, such as the learning rate.
+            if name not in self._numbers:
+                self._numbers[name] = environment.create_unbacked_symfloat()
+            symbols[name] = self._numbers[name]
+        return _torch.rebuild_number(description, symbols, environment)
 
     def _fake(self, content: Any) -> Tensor:
         shape, stride, dtype, device = content

@@ -44,6 +44,18 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_STDLIB) or any(part in filename for part in _PACKAGES)
 
 
+@functools.cache
+def is_standard(filename: str) -> bool:
+    """Return whether a file is one of Python's standard library."""
+    return filename.startswith(("<frozen", _STDLIB)) and not is_installed(filename)
+
+
+@functools.cache
+def is_installed(filename: str) -> bool:
+    """Return whether a file belongs to an installed package."""
+    return any(part in filename for part in _PACKAGES)
+
+
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
 # The optimizers of flow.optim: their comparisons of hyperparameters count, as those of torch.optim do.
 _OUR_OPTIMIZERS = str(_PACKAGE / "compat" / "oneflow" / "optim") + os.sep

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from zerograph._torch import pytree
+from zerograph.base.recording import Recording
 from zerograph.capture.state_changes import StateChanges
 from zerograph.ir.dims import SizeGuard
 from zerograph.ir.region import Region
@@ -28,6 +29,7 @@ class Captured:
         state_changes: what follows from the Python state that ``build()`` changed.
         guards: conditions on sizes that the trace relied on.
         sizes: the symbols of dynamic dimensions; None without any.
+        recording: what the trace ran and read, if that was recorded.
     """
 
     graph: fx.GraphModule
@@ -38,3 +40,4 @@ class Captured:
     state_changes: StateChanges = field(default_factory=StateChanges)
     guards: tuple[SizeGuard, ...] = ()
     sizes: Sizes | None = None
+    recording: Recording | None = None

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
+from zerograph.base.recording import unfollowed
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import Origin
@@ -36,6 +37,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._forward: dict[int, Origin] = {}
         self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
 
+    @unfollowed
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and annotate its nodes.
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base.recording import followed
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
@@ -361,6 +362,7 @@ class _Tracer:
             tensor.grad = None
         return _torch.trace(lambda *tensors: self._step(trace, tensors), self._inputs, self._table), trace
 
+    @followed
     def _step(self, trace: _Trace, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run ``build()`` on the tensors that the tracer follows; return outputs, gradients, checks and attributes."""
         capture = self._capture

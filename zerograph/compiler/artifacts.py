@@ -9,20 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import platform
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import fx, nn
 
-import zerograph
-from zerograph.artifact.code import digests
-from zerograph.artifact.file import read_file, write_file
+from zerograph.artifact.code import described, digests
+from zerograph.artifact.file import parse_file, read_file, write_file
 from zerograph.artifact.graphs import GraphReader, GraphWriter
+from zerograph.artifact.process import process_texts
 from zerograph.artifact.programs import read_captured, read_program, write_captured, write_program
 from zerograph.artifact.values import Reader, Writer
 from zerograph.capture.accelerator import ACCELERATOR
@@ -91,26 +88,6 @@ def input_requirements(mesh: Mesh, batch: Batch) -> dict[str, str]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a graph depends on, by name."""
-    return {
-        "the version of Python": platform.python_version(),
-        "the version of torch": torch.__version__,
-        "the version of zerograph": f"{zerograph.__version__} ({_own_digest()})",
-    }
-
-
-@functools.cache
-def _own_digest() -> str:
-    """Return a digest of zerograph's own source files."""
-    package = Path(zerograph.__file__).parent
-    digest = hashlib.sha256()
-    for folder in (package, package / "passes", package / "runtime"):
-        for path in sorted(folder.resolve().rglob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def _size(size: Any) -> str:
     return f"{size.name} ({size.minimum} to {size.maximum})" if isinstance(size, Dim) else str(size)
 
@@ -121,13 +98,13 @@ def _without_index(text: str, meta: str) -> str:
     return re.sub(r"device\(type='(\w+)', index=\d+\)", r"device(type='\1')", text)
 
 
-def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], functions: Iterable[str]) -> None:
+def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], code: Mapping[str, str]) -> None:
     """Write a step to a file.
 
     Args:
         step: the step.
         path: the file.
-        functions: names of the functions that its trace ran, see :func:`zerograph.artifact.code.recorded`.
+        code: digests of what its trace ran, by name.
 
     Raises:
         ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
@@ -143,9 +120,9 @@ def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], functions:
     updates, programs = _updates(context)
     emitted = step.passes[-1].graph
     document = {
-        "requirements": {**versions(), **step.requirements},
+        "requirements": {**process_texts(), **step.requirements},
         "inputs": dict(step.input_requirements),
-        "code": digests(sorted(functions)),
+        "code": dict(code),
         "captured": captured,
         "updates": updates,
         "programs": [write_program(program, writer) for program in programs],
@@ -231,6 +208,11 @@ class Artifact:
         """True if the step has dynamic dimensions."""
         return bool(self.captured.sizes)
 
+    def holds_for(self, batch: Batch) -> bool:
+        """Return whether the traced graph is valid for the sizes of a batch."""
+        totals = {name: sum(rows) for name, rows in batch.sizes.items()}
+        return all(guard.holds(totals) for guard in self.captured.guards)
+
     def differences(self, present: Mapping[str, str]) -> list[str]:
         """Return the names and texts of what differs from this process.
 
@@ -240,7 +222,7 @@ class Artifact:
         stored: dict[str, str] = self.document["requirements"]
         if _MESH in present:
             stored = {**stored, **self.document["inputs"]}
-        present = {**versions(), **present}
+        present = {**process_texts(), **present}
         names = [name for name in {**stored, **present} if stored.get(name) != present.get(name)]
         code: Mapping[str, str] = self.document["code"]
         here = digests(code)
@@ -249,7 +231,7 @@ class Artifact:
                 f"{name}: {stored.get(name, 'nothing'):.200} in the file, {present.get(name, 'nothing'):.200} here"
                 for name in names
             ),
-            *(f"the code of {name}, or a value that it reads" for name, text in code.items() if here[name] != text),
+            *(described(name) for name, text in code.items() if here[name] != text),
         ]
 
     def check(self, differences: list[str]) -> None:
@@ -326,13 +308,18 @@ class Artifact:
 _TABLES = ("requirements", "inputs", "code")
 
 
-def read_artifact(path: str | os.PathLike[str], members: Members) -> Artifact:
+def read_artifact(path: str | os.PathLike[str], members: Members, data: bytes | None = None) -> Artifact:
     """Read a step from a file. Its graphs are read when they are used.
+
+    Args:
+        path: the file.
+        members: the modules and tensors of the graph.
+        data: the file's content, if it has been read.
 
     Raises:
         ArtifactError: there is no such file, or it is damaged.
     """
-    document, tensors = read_file(path)
+    document, tensors = read_file(path) if data is None else parse_file(path, data)
     if not isinstance(document, dict) or not all(_is_text(document.get(name)) for name in _TABLES):
         raise ArtifactError(f"{path} is no step")
     devices = (parameter.device for parameter in members.parameters.values())
@@ -377,9 +364,8 @@ class LoadedArtifacts:
         Raises:
             ArtifactError: the one that was loaded last, and is not used yet, is of another step.
         """
-        totals = {name: sum(rows) for name, rows in batch.sizes.items()}
         for artifact in self._artifacts:
-            if not artifact.differences(present) and all(guard.holds(totals) for guard in artifact.captured.guards):
+            if not artifact.differences(present) and artifact.holds_for(batch):
                 if artifact is self._unused:
                     self._unused = None
                 return artifact

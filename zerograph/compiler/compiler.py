@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,14 +15,17 @@ from torch import fx
 
 from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
+from zerograph.base.recording import Recording
 from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.python_state import Place
+from zerograph.compiler import step_cache
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.binding import bind_step
 from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenStep
+from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
@@ -84,12 +89,15 @@ class Compiler:
     _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
+    # A step of the cache, and whether traces are recorded, while a step is prepared.
+    _cached: Artifact | None = None
+    _records: bool = False
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.optimizers)
 
     def compile(
-        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, facts: Mapping[str, str]
+        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, dependencies: Dependencies
     ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
@@ -99,7 +107,7 @@ class Compiler:
             batch: the inputs, on this rank.
             key: equal for equal members and inputs.
             doing: names the step in messages.
-            facts: what the captured graph depends on besides its inputs, as text by name.
+            dependencies: what the captured graph depends on besides its inputs.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -108,8 +116,12 @@ class Compiler:
         prepared: PreparedStep | None = None
         exchanges = selection.select_exchanges(job)
         target = Target(job.mesh, job.rank, exchanges, compare_inputs(job, batch, doing))
+        self.observer.started()
+        facts = dependencies.texts()
+        present = {**self.requirements(members, facts), **input_requirements(job.mesh, batch)}
+        cached, keeps = step_cache.look_up(job, members, batch, present, dependencies.graph)
         try:
-            with job.liveness.busy(f"tracing and rewriting {doing}"):
+            with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(cached, keeps):
                 prepared = self.prepare(target, members, batch, key, facts)
             with job.liveness.busy(f"compiling {doing} with the backend"):
                 backend, function = self._run_backend(members, prepared.graph)
@@ -117,11 +129,23 @@ class Compiler:
         except BaseException as error:
             problem = error
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
-        agree(job, f"running {doing}", digest(lines), lambda: numbered(lines), problem)
+        texts = functools.partial(step_cache.with_code, dependencies, prepared, numbered(lines))
+        agree(job, f"running {doing}", digest(lines), texts, problem)
         assert prepared is not None
+        if keeps and cached is None:
+            step_cache.keep(job, prepared, dependencies)
         with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
         return bind_step(job, members, prepared, backend, function, stores, self.config)
+
+    @contextlib.contextmanager
+    def _using(self, cached: Artifact | None, keeps: bool) -> Iterator[None]:
+        """Prepare inside the block from a step of the cache; without one, record traces if their steps are kept."""
+        self._cached, self._records = cached, keeps and cached is None and step_cache.may_record()
+        try:
+            yield
+        finally:
+            self._cached, self._records = None, False
 
     def prepare(
         self, target: Target, members: Members, batch: Batch, key: Hashable, facts: Mapping[str, str]
@@ -130,7 +154,8 @@ class Compiler:
 
         Args:
             target: the rank to prepare for.
-            members, batch, key, facts: as for :meth:`compile`; tensors may be on the meta device.
+            members, batch, key: as for :meth:`compile`; tensors may be on the meta device.
+            facts: what the captured graph depends on besides its inputs, as text by name.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
@@ -139,7 +164,7 @@ class Compiler:
         self._check(members)
         mesh, comparison = target.mesh, target.comparison
         required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
-        artifact = self.loaded.find({**required, **of_inputs}, batch)
+        artifact = self.loaded.find({**required, **of_inputs}, batch) or self._cached
         with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key, artifact)
         self._check_captured(captured, mesh, batch, comparison)
@@ -175,20 +200,22 @@ class Compiler:
         use["outputs that are read before backward"] = str(self.early_outputs)
         return {**requirements(members, facts, self.config), **use}
 
-    def functions_of(self, step: RewrittenStep, members: Members) -> set[str]:
-        """Trace ``build()`` once more for the inputs of a step; return the names of the functions that ran.
+    def recording_of(self, step: RewrittenStep, members: Members) -> Recording:
+        """Return what the trace of a step ran; ``build()`` is traced once more if that was not recorded.
 
         Raises:
             ArtifactError: the graph is another one now.
         """
-        with recorded() as functions:
+        if step.captured.recording is not None:
+            return step.captured.recording
+        with recorded() as recording:
             traced = self._trace(members, step.batch, step.context.mesh.size * step.context.batch.micro_batches)
         if graph_lines(traced.graph.graph) != graph_lines(step.captured.graph.graph):
             raise ArtifactError(
                 "build() traces to another graph now than when the step was compiled\n"
                 "Compile the step again before you export it."
             )
-        return functions
+        return recording
 
     def _trace_updates(
         self, members: Members, captured: Captured, artifact: Artifact | None
@@ -364,7 +391,12 @@ class Compiler:
             self._captures[key] = artifact.captured, time.perf_counter() - start, parts
             return self._captures[key][:2]
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
-        captured = self._trace(members, batch, parts)
+        if self._records:
+            with recorded() as recording:
+                captured = self._trace(members, batch, parts)
+            captured = replace(captured, recording=recording)
+        else:
+            captured = self._trace(members, batch, parts)
         seconds = time.perf_counter() - start
         self._captures[key] = captured, seconds, parts
         return captured, seconds

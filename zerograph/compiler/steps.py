@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from zerograph.artifact.code import attribute_digests
 from zerograph.base.source import levels_to_user
 from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
+from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dimensions import Dimensions, Kind, Mode, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.input_layout import batch_on
@@ -43,14 +43,20 @@ class Steps:
     Args:
         compiler: compiles them.
         attributes: returns the graph's public attributes, by name.
+        state: returns these and the private attributes that are the user's.
 
     Attributes:
         compilations: number of compilations so far. Ranks that have compiled equally often know the same steps.
     """
 
-    def __init__(self, compiler: Compiler, attributes: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        attributes: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self.compilations = 0
-        self._compiler, self._attributes = compiler, attributes
+        self._compiler, self._attributes, self._state = compiler, attributes, state
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
         self._recompiles = Recompiles()
@@ -103,14 +109,17 @@ class Steps:
         plain = batch_on(config, mesh)
         return read_batch(*arguments, mesh, grid, plain, self._compiler.micro_batches, meta, config.sequence_parallel)
 
-    def facts(self, members: Members) -> dict[str, str]:
-        """Return what a captured graph depends on besides its inputs and the code, as text by name."""
-        return self._with_attributes(members, show_facts(self._facts(members), ""))
+    def dependencies(self, members: Members, facts: Mapping[str, Any] | None = None) -> Dependencies:
+        """Return what a captured graph depends on besides its inputs.
 
-    def _with_attributes(self, members: Members, shown: Mapping[str, str]) -> dict[str, str]:
-        """Add digests of what the graph and its modules hold besides modules, tensors and plain values."""
-        facts = {name: text for name, text in shown.items() if name != "configuration"}
-        return facts | attribute_digests(members.root, self._attributes())
+        Args:
+            facts: those of the graph now, if they are known.
+        """
+        shown = show_facts(self._facts(members) if facts is None else facts, "")
+        del shown["configuration"]
+        compiler = self._compiler
+        graph = getattr(compiler.build, "__self__", None)
+        return Dependencies(shown, graph, self._state(), members, compiler.optimizers, compiler.config)
 
     def ready(
         self,
@@ -276,7 +285,7 @@ class Steps:
         self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
         kind = selection.situation.kind
         self._recompiles.count_sizes((kind, config.key()), self._dimensions.change(kind, batch.variant), doing)
-        step = self._compiler.compile(job, members, batch, key[0], doing, self._with_attributes(members, shown))
+        step = self._compiler.compile(job, members, batch, key[0], doing, self.dependencies(members, facts))
         self.compilations += 1
         self._dimensions.add_guards(selection.situation.kind, batch.variant, step.captured.guards)
         # Steps bound to dissolved stores would keep their memory.

@@ -1,8 +1,9 @@
 """``ZEROGRAPH_LOGS=passes,+memory``: log each step that is compiled, through ``logging``.
 
-The loggers are ``zerograph.passes``, ``zerograph.placement``, ``zerograph.collectives`` and ``zerograph.memory``. A
-name alone sets level INFO, ``+name`` DEBUG, ``-name`` ERROR; ``all`` is every name. Nothing is computed for a disabled
-logger. Without the variable, the loggers are as ``logging`` has them; a program may set levels itself.
+The loggers are ``zerograph.passes``, ``zerograph.placement``, ``zerograph.collectives``, ``zerograph.memory`` and
+``zerograph.cache``. A name alone sets level INFO, ``+name`` DEBUG, ``-name`` ERROR; ``all`` is every name. Nothing is
+computed for a disabled logger. Without the variable, the loggers are as ``logging`` has them; a program may set levels
+itself.
 
 ============= ================================================ ===============================================
 logger        INFO                                             DEBUG
@@ -12,6 +13,8 @@ placement     every input, output and bucket with its SBP      and the placed gr
 collectives   collectives and bytes by phase and kind, and     and every collective
               why ranks of a host do not share memory
 memory        the peak and the stored state, by kind           and the tensors live at the peak, largest first
+cache         steps read from the cache and written to it,     the same
+              and why one was not
 ============= ================================================ ===============================================
 """
 
@@ -31,7 +34,7 @@ from zerograph.inspection.step import Inspection
 from zerograph.ir.memory import profile
 
 VARIABLE = "ZEROGRAPH_LOGS"
-NAMES = ("passes", "placement", "collectives", "memory")
+NAMES = ("passes", "placement", "collectives", "memory", "cache")
 _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
 # Tensors that are listed at the peak, at most.
 _LARGEST = 20

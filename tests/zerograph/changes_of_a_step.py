@@ -1,0 +1,236 @@
+"""A step that depends on values of many kinds, and changes of each, for the cache of steps."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import zerograph as zg
+from zerograph.passes.context import Context
+
+SCALE, LIMITS, STEPS = 2.0, {"low": {"value": 0.5}}, [1.0, 2.0]
+ARRAY, QUEUE = np.array([1.0, 2.0]), collections.deque([1.0, 2.0])
+LIBRARY = types.ModuleType("library_of_a_step")
+LIBRARY.__dict__.update(FACTOR=1.5, __file__=__file__, __version__="1.0")
+sys.modules[LIBRARY.__name__] = LIBRARY
+
+
+@dataclass
+class Options:
+    power: float = 2.0
+
+
+class Slots:
+    __slots__ = ("shift",)
+
+    def __init__(self) -> None:
+        self.shift = 0.25
+
+
+OPTIONS, SLOTS = Options(), Slots()
+
+
+def scaled(x: Tensor, by: float = 1.0) -> Tensor:
+    return x * by * SCALE
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+@functools.cache
+def cached_factor() -> float:
+    return 0.5
+
+
+PARTIAL, CLOSURE = functools.partial(scaled, by=0.5), times(3.0)
+
+
+def by_name(name: str) -> Any:
+    return getattr(sys.modules[__name__], name)
+
+
+class Base(nn.Module):
+    FACTOR = 0.5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.gain, self.act = nn.Linear(4, 4), 1.0, times(0.5)
+        self.register_buffer("offset", torch.zeros(width))
+        self._sizes = [1.0, 2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        import library_of_a_step as library
+
+        x = F.gelu(self.linear(x)) * 1.25 + self.offset.sum()
+        x = self.act(CLOSURE(PARTIAL(scaled(x)))) * self.gain * self._sizes[-1] * self.FACTOR
+        x = x.pow(OPTIONS.power) + LIMITS["low"]["value"] + SLOTS.shift + float(ARRAY[0]) + QUEUE[0] + STEPS[0]
+        x = torch.relu(x) + float(os.environ.get("STEP_SHIFT", "1")) + library.FACTOR + cached_factor()
+        return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
+
+    def finished(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Body(Base):
+    """Inherits everything."""
+
+
+class Optimizer(torch.optim.SGD):
+    """One that a user wrote."""
+
+    RATE = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-0.01 * self.RATE)
+
+
+def unchanged(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Return the graph."""
+    return module
+
+
+class Step(zg.ZeroGraph):
+    def __init__(
+        self,
+        width: int = 3,
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.extra, self._hidden = Body(width), (1.0, (2.0,)), 0.125
+        self.add_optimizer(make(self.body.parameters(), **options))
+        self.config.enable_zero(stage=2)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.body(x).mean() * self.extra[1][0] + self._hidden
+        loss.backward()
+        return loss
+
+
+Patch, Change = pytest.MonkeyPatch, Callable[[pytest.MonkeyPatch, float], Step]
+
+
+def constants(function: Any, old: float, new: float) -> types.CodeType:
+    """Return a function's code with another constant."""
+    consts = tuple(new if constant == old else constant for constant in function.__code__.co_consts)
+    code: types.CodeType = function.__code__.replace(co_consts=consts)
+    return code
+
+
+def on(make: Callable[[Patch, float], object]) -> Change:
+    """Return a change before the step is made."""
+
+    def change(patch: Patch, number: float) -> Step:
+        make(patch, number)
+        return Step()
+
+    return change
+
+
+def of(make: Callable[[Step, float], object]) -> Change:
+    """Return a change of the step that was made."""
+
+    def change(patch: Patch, number: float) -> Step:
+        step = Step()
+        make(step, number)
+        return step
+
+    return change
+
+
+def tensor_method(patch: Patch, number: float) -> None:
+    original = Tensor.mean
+    patch.setattr(Tensor, "mean", lambda x, *args: original(x, *args) * number)
+
+
+def library_version(patch: Patch, number: float) -> None:
+    patch.setattr(LIBRARY, "__version__", str(number))
+
+
+def hooked(step: Step, number: float) -> None:
+    step.body.linear.register_forward_hook(lambda module, args, result: result * number)
+
+
+def passes(step: Step, number: float) -> None:
+    shift = int(number * 8) % 4
+
+    def inserted(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+        """Return the graph."""
+        return module if shift < 4 else unchanged(module, context)
+
+    step.config.passes = (zg.PassEdit.before("place", inserted),)
+
+
+def class_with_method(patch: Patch, number: float) -> None:
+    patch.setattr(Body, "finished", lambda self, x: x * number, raising=False)
+
+
+def optimizers_constant(patch: Patch, number: float) -> Step:
+    patch.setattr(Optimizer, "RATE", number)
+    return Step(make=Optimizer, lr=0.1)
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda patch, number: Step(),
+    "a constant in forward": on(
+        lambda patch, number: patch.setattr(Base.forward, "__code__", constants(Base.forward, 1.25, number))
+    ),
+    "a default argument": on(lambda patch, number: patch.setattr(scaled, "__defaults__", (number,))),
+    "a function of the user": on(lambda p, n: p.setitem(globals(), "scaled", lambda x: x * n)),
+    "a function of torch.nn.functional": on(lambda p, n: p.setattr(F, "gelu", lambda x: x * n)),
+    "a function of torch": on(lambda p, n: p.setattr(torch, "relu", lambda x: x * n)),
+    "another function of torch": on(lambda p, n: p.setattr(torch, "relu", torch.tanh)),
+    "a method of tensors": on(tensor_method),
+    "a builtin function": on(lambda p, n: p.setattr(builtins, "round", lambda x: n)),
+    "a global number": on(lambda p, n: p.setitem(globals(), "SCALE", n)),
+    "a global dict": on(lambda p, n: p.setitem(LIMITS["low"], "value", n)),
+    "a global list": on(lambda p, n: p.setitem(globals(), "STEPS", [n, 2.0])),
+    "an array of numpy": on(lambda p, n: p.setitem(globals(), "ARRAY", np.array([n, 2.0]))),
+    "a deque": on(lambda p, n: p.setitem(globals(), "QUEUE", collections.deque([n, 2.0]))),
+    "an object's attribute": on(lambda p, n: p.setattr(OPTIONS, "power", n)),
+    "a slot": on(lambda p, n: p.setattr(SLOTS, "shift", n)),
+    "a closure": on(lambda p, n: p.setitem(globals(), "CLOSURE", times(n))),
+    "a partial function": on(lambda p, n: p.setitem(globals(), "PARTIAL", functools.partial(scaled, by=n))),
+    "a cached function": on(lambda p, n: p.setitem(globals(), "cached_factor", functools.cache(lambda: n))),
+    "a module that forward imports": on(lambda p, n: p.setattr(LIBRARY, "FACTOR", n)),
+    "the version of a dependency": on(library_version),
+    "a variable that forward reads": on(lambda p, n: p.setenv("STEP_SHIFT", str(n))),
+    "a variable that torch reads": on(lambda p, n: p.setenv("TORCH_SHOW_CPP_STACKTRACES", str(n))),
+    "a constant of a class": on(lambda p, n: p.setattr(Base, "FACTOR", n)),
+    "a method of a subclass": on(class_with_method),
+    "a setting of torch": on(lambda p, n: p.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)),
+    "the default dtype": on(lambda p, n: p.setattr(torch, "get_default_dtype", lambda: torch.float64)),
+    "the shape of a buffer": lambda patch, number: Step(width=4 + int(number * 16)),
+    "a module's number": of(lambda step, n: setattr(step.body, "gain", n)),
+    "a module's function": of(lambda step, n: setattr(step.body, "act", times(n))),
+    "a module's private list": of(lambda step, n: step.body._sizes.append(n)),
+    "a hook": of(hooked),
+    "an attribute of a parameter": of(lambda step, n: setattr(step.body.linear.weight, "gain", n)),
+    "a tuple of the graph": of(lambda step, n: setattr(step, "extra", (1.0, (n,)))),
+    "a private number of the graph": of(lambda step, n: setattr(step, "_hidden", n)),
+    "an option": of(lambda step, n: setattr(step.config, "clip_grad_norm", n)),
+    "a pass": of(passes),
+    "a parameter without gradient": of(lambda step, n: step.body.linear.bias.requires_grad_(False)),
+    "the optimizer's class": lambda patch, number: Step(make=torch.optim.Adam),
+    "a hyperparameter": lambda patch, number: Step(weight_decay=number),
+    "the user's optimizer": lambda patch, number: Step(make=Optimizer, lr=0.1),
+    "a constant of the user's optimizer": optimizers_constant,
+}

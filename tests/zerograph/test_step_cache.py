@@ -1,0 +1,283 @@
+"""The cache of compiled steps: a step is used where a fresh trace would yield the same graph, and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.pool import Pool
+from tests.zerograph.changes_of_a_step import CHANGES, Step
+from tests.zerograph.test_artifacts import damaged
+from zerograph.capture.trace import Capture
+from zerograph.compiler import step_cache
+from zerograph.compiler.fingerprint import graph_lines
+
+X = torch.linspace(-1, 1, 24).view(6, 4)
+
+
+class TracedError(Exception):
+    """Raised in place of a trace."""
+
+
+class Cache:
+    """Turns the cache on, in a folder, and follows what it says and what is traced.
+
+    Attributes:
+        said: what the log says.
+        traces: number of traces so far.
+        traces_allowed: a trace is an error otherwise.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        patch.setenv(step_cache.VARIABLE, "1GiB")
+        patch.setenv("ZEROGRAPH_CACHE", str(folder))
+        self.said: list[str] = []
+        self.traces, self.traces_allowed = 0, True
+        self._folder = folder
+        patch.setattr(step_cache, "_tell", lambda job, text: self.said.append(text))
+        run = Capture.run
+
+        def counted(capture: Capture) -> object:
+            if not self.traces_allowed:
+                raise TracedError
+            self.traces += 1
+            return run(capture)
+
+        patch.setattr(Capture, "run", counted)
+
+    def files(self) -> list[Path]:
+        """Return the files of the cache."""
+        return sorted((self._folder / "steps").glob("*.zg"))
+
+    def is_used(self, step: zg.ZeroGraph, *batch: Tensor) -> bool:
+        """Compile a step; return whether it was in the cache."""
+        before = self.traces
+        try:
+            step.compile(*batch)
+        except TracedError:
+            return False
+        return self.traces == before
+
+
+@contextmanager
+def cache_in(folder: str) -> Iterator[Cache]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Cache(patch, Path(folder))
+
+
+def lines_of(step: zg.ZeroGraph) -> list[str]:
+    """Return the graphs of a step as text."""
+    compiled = step._compiled()
+    constants = [str(value) for value in compiled.captured.graph.buffers()]
+    return [*graph_lines(compiled.captured.graph.graph), *graph_lines(compiled.emitted), *constants]
+
+
+def fresh_lines(step: zg.ZeroGraph) -> list[str]:
+    """Return :func:`lines_of` a step after it is traced and rewritten anew."""
+    step._steps._steps.clear()
+    step._compiler._captures.clear()
+    step._steps._last_call = step._steps._snapshot = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(step_cache.VARIABLE, "0")
+        step.compile(X)
+    return lines_of(step)
+
+
+def fuzz(folder: str, rounds: int) -> tuple[list[str], list[str]]:
+    """Return the changes for which a step of the cache was used, and those for which it should not have been."""
+    used, stale = [], []
+    with cache_in(folder) as cache:
+        assert not cache.is_used(Step(), X), cache.said
+        for number in range(rounds):
+            draws = random.Random(number)
+            for name, change in CHANGES.items():
+                cache.traces_allowed = False
+                with pytest.MonkeyPatch.context() as changes:
+                    step = change(changes, draws.choice([0.375, 1.625, 2.5, 3.125]))
+                    if cache.is_used(step, X):
+                        used.append(name)
+                        cache.traces_allowed = True
+                        if lines_of(step) != fresh_lines(step):
+                            stale.append(name)
+    return used, stale
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.long)])
+def test_a_stale_step_is_never_used(pool: Pool, tmp_path: Path, rounds: int) -> None:
+    used, stale = pool.run(1, fuzz, str(tmp_path), rounds)[0]
+    assert stale == []
+    assert set(used) == {"nothing"}
+
+
+class Doubtful(zg.ZeroGraph):
+    """A step whose ``build()`` reads ``doubt()`` too."""
+
+    def __init__(self, doubt: Callable[[], float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.doubt = nn.Linear(4, 2), doubt
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean() + self.doubt()
+        loss.backward()
+        return loss
+
+
+def text_of_file() -> float:
+    with open(__file__) as file:
+        return float(len(file.read()))
+
+
+DOUBTS: dict[str, Callable[[], float]] = {
+    "calls time.time()": lambda: time.time() * 0,
+    "calls io.open()": text_of_file,
+    "calls builtins.eval()": lambda: float(eval("1.5")),
+    "all environment variables": lambda: float(len(dict(os.environ))),
+    "calls posix.listdir()": lambda: float(len(os.listdir("/"))),
+    "memoryview: its value cannot be compared": functools.partial(len, memoryview(b"12")),
+}
+
+
+def doubts(folder: str) -> dict[str, list[str]]:
+    said = {}
+    for expected, doubt in DOUBTS.items():
+        with cache_in(folder) as cache:
+            step = Doubtful(doubt)
+            assert not cache.is_used(step, X)
+            assert not cache.files(), expected
+            said[expected] = cache.said
+    return said
+
+
+def test_a_step_that_reads_what_cannot_be_compared_is_not_kept(pool: Pool, tmp_path: Path) -> None:
+    for expected, said in pool.run(1, doubts, str(tmp_path))[0].items():
+        assert any(expected in line for line in said), (expected, said)
+
+
+def train(folder: str, on: bool, apart: bool = False) -> tuple[list[Tensor], list[str], int]:
+    """Run three steps on a rank; return losses and parameters, what the cache says, and the number of traces.
+
+    Args:
+        on: the cache is on.
+        apart: rank 1 has another constant in a function that does not change the graph.
+    """
+    with cache_in(folder) as cache, pytest.MonkeyPatch.context() as patch:
+        # Rank 0's value decides.
+        patch.setenv(step_cache.VARIABLE, "1GiB" if on or zg.rank() else "0")
+        if apart and zg.rank():
+            patch.setattr(unread, "__defaults__", (2,))
+        step = TwoRanks()
+        values = [step(X + zg.rank()) for _ in range(3)]
+        values += step.state_dict()["modules"]["model"].values()
+        modes = [file.stat().st_mode & 0o777 for file in cache.files()]
+        assert modes == [0o600] * len(modes)
+        return values, cache.said, cache.traces
+
+
+def unread(x: int = 1) -> None:
+    """Change no graph."""
+
+
+class TwoRanks(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1))
+        self.config.enable_zero(stage=3)
+
+    def build(self, x: Tensor) -> Tensor:
+        unread()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_a_job_reads_what_another_job_has_compiled(pool: Pool, tmp_path: Path) -> None:
+    off, cold, warm, apart = (
+        pool.run(2, train, str(tmp_path), *arguments) for arguments in ((False,), (True,), (True,), (True, True))
+    )
+    for (plain, _, _), (first, _, first_traces), (second, said, traces), (last, _, last_traces) in zip(
+        off, cold, warm, apart, strict=True
+    ):
+        assert (first_traces > 0, traces, last_traces > 0) == (True, 0, True)
+        assert any("is used" in line for line in said)
+        assert all(map(torch.equal, plain, first))
+        assert all(map(torch.equal, plain, second))
+        assert all(map(torch.equal, plain, last))
+    assert any("rank 1 has other code" in line for line in apart[0][1])
+    assert any("unread" in line for line in apart[1][1])
+
+
+def different_graphs() -> str:
+    with cache_in(tempfile.mkdtemp()):
+        step = TwoRanks()
+        if zg.rank():
+            step.build = types.MethodType(other_build, step)  # type: ignore[method-assign]
+        with pytest.raises(zg.RankMismatchError) as caught:
+            step(X)
+    return str(caught.value)
+
+
+def other_build(self: TwoRanks, x: Tensor) -> Tensor:
+    loss = self.model(x).abs().mean()
+    loss.backward()
+    return loss
+
+
+def test_ranks_with_other_code_are_named(pool: Pool) -> None:
+    for message in pool.run(2, different_graphs):
+        assert "the code of" in message or "attributes of the graph" in message
+
+
+def harmed(folder: str, count: int) -> int:
+    """Return the number of damaged files that were used."""
+    used = 0
+    with cache_in(folder) as cache:
+        cache.is_used(Doubtful(float), X)
+        (file,) = cache.files()
+        data = file.read_bytes()
+        cache.traces_allowed = False
+        assert cache.is_used(Doubtful(float), X), cache.said
+        for number in range(count):
+            file.write_bytes(damaged(data, number))
+            used += cache.is_used(Doubtful(float), X)
+        file.write_bytes(data)
+        file.chmod(0o666)
+        used += cache.is_used(Doubtful(float), X)
+    return used
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])
+def test_damaged_files_are_compiled_again(pool: Pool, tmp_path: Path, count: int) -> None:
+    assert pool.run(1, harmed, str(tmp_path), count) == [0]
+
+
+def test_the_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+    for age, name in enumerate("abc"):
+        file = tmp_path / f"{name}.zg"
+        file.write_bytes(bytes(100))
+        os.utime(file, (1000 - age, 1000 - age))
+    step_cache._remove_oldest(tmp_path, 250)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.zg", "b.zg"]
+
+
+def test_the_limit_is_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(step_cache.VARIABLE, "2MiB")
+    assert step_cache.limit() == 2 * 2**20
+    monkeypatch.setenv(step_cache.VARIABLE, "much")
+    with pytest.raises(zg.ConfigError, match="give a size such as 4GiB, or 0"):
+        step_cache.limit()

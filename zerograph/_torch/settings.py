@@ -1,0 +1,51 @@
+"""Settings of torch in this process that change what a trace yields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.library
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def trace_settings() -> dict[str, Any]:
+    """Return the settings that tracing reads, by name."""
+    cuda = torch.backends.cuda
+    settings: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filled": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "attention": (
+            *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
+            *(cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        ),
+        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic),
+        "onednn": torch.backends.mkldnn.enabled,
+        "anomaly": torch.is_anomaly_enabled(),
+        "autocast": {kind: _autocast(kind) for kind in ("cpu", "cuda")},
+    }
+    if torch.cuda.is_available():
+        settings["device"] = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return settings
+
+
+def _autocast(kind: str) -> str:
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
+
+
+def active_modes() -> list[str]:
+    """Return the names of the modes that see operators and functions of torch now, besides the default device's."""
+    # The stacks are private; there is no other way to ask for them.
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [type(mode).__qualname__ for mode in modes if type(mode).__name__ != "DeviceContext"]
+
+
+def python_kernels() -> list[str]:
+    """Return names of the kernels of ATen's operators that Python has registered."""
+    # Private: the list by which torch.library refuses a second registration.
+    return sorted(name for name in torch.library._impls if name.startswith("aten/"))

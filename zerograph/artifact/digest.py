@@ -1,0 +1,403 @@
+"""Digests of Python values, equal in two processes where the values are: numbers, tensors, functions, classes, objects.
+
+What a digest cannot tell of a value is a doubt: an object of a library in C, for instance, counts by its type only.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import hashlib
+import logging
+import os
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph._torch import OpOverload
+from zerograph.base import source
+
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
+)
+_NN = str(Path(torch.__file__).parent / "nn")
+# Packages with which torch itself computes; what they have cached differs between processes.
+_OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
+# Attributes whose values differ between processes: transformers keeps a hash of strings.
+_OF_PROCESS = ("_original_object_hash",)
+# Values of the standard library that their text tells whole.
+_TEXTS = frozenset({"re.Pattern", "decimal.Decimal", "fractions.Fraction", "itertools.count", "uuid.UUID"})
+# Objects without a value that a trace could read.
+_WITHOUT_VALUE = (
+    "logging.",
+    "_thread.",
+    "warnings.",
+    "typing.",
+    "abc.",
+    "contextlib.nullcontext",
+    "dataclasses._",
+    "_collections._tuplegetter",
+)
+# Entries of classes that differ between processes, or say nothing.
+_OF_CLASSES = frozenset(
+    {
+        *(
+            "__dict__",
+            "__weakref__",
+            "__doc__",
+            "__module__",
+            "__annotations__",
+            "__slotnames__",
+            "__abstractmethods__",
+        ),
+        *("__orig_bases__", "__parameters__", "__slots__", "__hash__", "__dataclass_params__", "_abc_impl"),
+    }
+)
+# Longer containers, and objects nested deeper, are digested by their type and length.
+_MAX_LENGTH, _MAX_DEPTH = 10_000, 24
+# Code without a trace that names one of these may read something else in another process.
+_OUTSIDE = frozenset({"environ", "getenv", "open", "eval", "exec", "import_module", "random", "time"})
+# Objects of torch whose values change with every step.
+_CHANGING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator)
+_CODES = (*(staticmethod, classmethod, types.MethodType, property, functools.cached_property),)
+
+
+def counts(filename: str) -> bool:
+    """Return whether code of a file is digested: that of users, of installed packages and of ``torch.nn``."""
+    if any(f"{os.sep}site-packages{os.sep}{package}{os.sep}" in filename for package in _OF_TORCH):
+        return False
+    return source.is_users(filename) or filename.startswith(_NN)
+
+
+def module_name(name: str) -> str:
+    """Return a module's name; that of a script is the name of its file, by which commands import it."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    is_script = name == "__main__" or name.startswith("_script_")
+    return Path(file).stem if is_script and file is not None else name
+
+
+def name_of(code: types.CodeType, module: str) -> str:
+    """Return the name of the function that has the code, or that defines the function which has it."""
+    return f"{module_name(module)}:{code.co_qualname.partition('.<locals>')[0]}"
+
+
+@dataclass
+class Visited:
+    """Values and code that several digests saw.
+
+    Attributes:
+        executed: names of the functions whose globals count; None for all.
+        own: the graph, its modules and their tensors, by ``id``, which are compared by themselves.
+        doubts: values that a digest does not tell whole, as text.
+        codes: the code of all functions seen, with that of the functions inside.
+        functions: the code of the functions seen as objects, with what is in their closures.
+        parents: the code that defines a function, by the function's code.
+    """
+
+    executed: Collection[str] | None = None
+    own: Collection[int] = ()
+    doubts: dict[str, None] = field(default_factory=dict)
+    codes: set[types.CodeType] = field(default_factory=set)
+    functions: set[types.CodeType] = field(default_factory=set)
+    parents: dict[types.CodeType, types.CodeType] = field(default_factory=dict)
+
+    def doubt(self, reason: str) -> None:
+        """Note a doubt."""
+        self.doubts[reason] = None
+
+
+class Digest:
+    """Digests values, each object once.
+
+    Args:
+        visited: collects what is seen.
+    """
+
+    def __init__(self, visited: Visited) -> None:
+        self.visited = visited
+        # Digests by ``id``, and the objects, which keep these.
+        self._seen: dict[int, str] = {}
+        self._kept: list[Any] = []
+        self._depth = 0
+
+    def of(self, value: Any) -> str:
+        """Return the digest of a value. Objects that refer to themselves are digested up to the reference."""
+        if isinstance(value, PLAIN):
+            return f"{type(value).__name__} {value!r}"
+        key = id(value)
+        if key not in self._seen:
+            self._seen[key] = "itself"
+            self._kept.append(value)
+            self._depth += 1
+            try:
+                text = self._text(value) if self._depth <= _MAX_DEPTH else self._unknown(value, "nested too deep")
+            except Exception as error:
+                # Objects may raise anything where an attribute is read.
+                text = self._unknown(value, f"{type(error).__name__} when it is read")
+            finally:
+                self._depth -= 1
+            self._seen[key] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._seen[key]
+
+    def _unknown(self, value: Any, why: str = "its value cannot be compared") -> str:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        self.visited.doubt(f"an object of {name}: {why}")
+        return f"object of {name}"
+
+    def _text(self, value: Any) -> str:
+        for kind, text in _TEXT.items():
+            if isinstance(value, kind):
+                return f"{type(value).__qualname__} {text(self, value)}"
+        name = getattr(value, "__qualname__", None) or (
+            f"{value.__objclass__.__qualname__}.{value.__name__}" if hasattr(value, "__objclass__") else None
+        )
+        if isinstance(name, str):
+            owner = getattr(value, "__self__", None)
+            is_bound = not (owner is None or isinstance(owner, (types.ModuleType, type)) or _is_bindings(owner))
+            bound = self.of(owner) if is_bound else ""
+            wrapped = getattr(value, "__wrapped__", None)
+            inside = "" if wrapped is None else self.everything_of(wrapped)
+            return f"{type(value).__name__} {getattr(value, '__module__', '')}.{name} {bound} {inside}"
+        return self._object(value)
+
+    def _sequence(self, value: Any) -> str:
+        if len(value) > _MAX_LENGTH:
+            return f"{self._unknown(value, 'it is long')} {len(value)}"
+        entries = list(map(self.of, value))
+        return f"{sorted(entries) if isinstance(value, (set, frozenset)) else entries} {self._further(value)}"
+
+    def _mapping(self, value: Any) -> str:
+        if len(value) > _MAX_LENGTH:
+            return f"{self._unknown(value, 'it is long')} {len(value)}"
+        factory = self.of(value.default_factory) if isinstance(value, collections.defaultdict) else ""
+        entries = [(self.of(key), self.of(entry)) for key, entry in value.items()]
+        return f"{entries} {factory} {self._further(value)}"
+
+    def _further(self, container: Any) -> str:
+        """Return the digest of what a container of a class of its own has besides its entries."""
+        return "" if type(container).__module__ in ("builtins", "collections") else self._parts(container)
+
+    def _tensor(self, value: Tensor) -> str:
+        content = ""
+        if id(value) in self.visited.own:
+            return "of the graph"
+        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+            raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            content = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+        else:
+            self._unknown(value)
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad} {content}"
+
+    def _function(self, function: types.FunctionType) -> str:
+        code = function.__code__
+        head = f"{function.__module__} {function.__qualname__} {self.of(code)}"
+        if not counts(code.co_filename) and not hasattr(function, "__wrapped__"):
+            return head
+        self.visited.functions.add(code)
+        cells = [_cell(cell) for cell in function.__closure__ or ()]
+        values = [function.__defaults__, function.__kwdefaults__, cells, getattr(function, "__wrapped__", None)]
+        return f"{head} {list(map(self.of, values))} {self._globals(function)}"
+
+    def _globals(self, function: types.FunctionType) -> list[str]:
+        executed, code = self.visited.executed, function.__code__
+        if executed is None:
+            for name in sorted(_names(code) & _OUTSIDE):
+                self.visited.doubt(f"{function.__qualname__} names {name}")
+        elif name_of(code, function.__globals__.get("__name__", "")) not in executed:
+            return []
+        return [f"{name}={self.of(value)}" for name, value in _named(function)]
+
+    def everything_of(self, value: Any) -> str:
+        """Return the digest of a value with the globals of all functions that it leads to, whether they ran or not."""
+        return self._with(None).of(value)
+
+    def _with(self, executed: Collection[str] | None) -> Digest:
+        inner = Visited(executed, self.visited.own)
+        inner.doubts, inner.codes = self.visited.doubts, self.visited.codes
+        inner.functions, inner.parents = self.visited.functions, self.visited.parents
+        return Digest(inner)
+
+    def _code(self, code: types.CodeType) -> str:
+        self.visited.codes.add(code)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self.visited.parents[constant] = code
+        # The line numbers count: messages and views show them.
+        table = hashlib.sha256(code.co_code + code.co_linetable).hexdigest()
+        constants = [self.of(constant) for constant in code.co_consts]
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        return f"{table} {code.co_firstlineno} {code.co_flags} {constants} {names}"
+
+    def _method(self, method: types.MethodType) -> str:
+        return f"{self.of(method.__func__)} {self.of(method.__self__)}"
+
+    def _class(self, cls: type) -> str:
+        """Return the digest of a class: the names in it and in its bases, and the values of those that are no code.
+
+        Its functions are digested where they ran. Where all counts they are digested here.
+        """
+        texts = [f"{cls.__module__}.{cls.__qualname__}"]
+        for kind in cls.__mro__:
+            if not counts(_file_of(kind)):
+                continue
+            entries = {name: entry for name, entry in sorted(vars(kind).items()) if name not in _OF_CLASSES}
+            texts.append(f"{kind.__qualname__}: {' '.join(entries)}")
+            with_code = self.visited.executed is None or issubclass(kind, torch.autograd.Function)
+            for name, entry in entries.items():
+                is_code = isinstance(entry, (types.FunctionType, *_CODES))
+                if is_code and with_code:
+                    texts.append(f"{name}={self.everything_of(entry)}")
+                elif isinstance(entry, types.FunctionType) and entry.__code__.co_freevars not in ((), ("__class__",)):
+                    # A decorator of the class has made it.
+                    texts.append(f"{name}={self.of(entry)}")
+                elif not is_code and not _is_kind(entry, type):
+                    texts.append(f"{name}={self.of(entry)}")
+        return " ".join(texts)
+
+    def _module(self, module: nn.Module) -> str:
+        # What the graph holds is compared by itself.
+        return self.of(type(module)) if id(module) in self.visited.own else self._parts(module)
+
+    def _package(self, module: types.ModuleType) -> str:
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        return f"{module.__name__} {getattr(package, '__version__', '')}"
+
+    def _object(self, value: Any) -> str:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if id(value) in self.visited.own:
+            return "the graph"
+        if name in _TEXTS or isinstance(value, (PurePath, OpOverload)) or kind.__module__ in ("datetime", "torch._ops"):
+            return f"{name} {value!r}"
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
+            return f"{name} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        if isinstance(value, logging.Logger) or name.startswith(_WITHOUT_VALUE) or kind is object:
+            return f"object of {name}"
+        if isinstance(value, type(os.environ)):
+            # A trace notes the variables that it reads.
+            return name
+        if isinstance(value, weakref.ref):
+            return f"{name} {self.of(value())}"
+        if isinstance(value, contextvars.ContextVar):
+            return f"{name} {value.name} {self.of(value.get(None))}"
+        if isinstance(value, dataclasses.Field):
+            return f"{name} {value.name} {self.of([value.default, value.default_factory])}"
+        if name in ("types.SimpleNamespace", "argparse.Namespace"):
+            return f"{name} {[(key, self.of(entry)) for key, entry in sorted(vars(value).items())]}"
+        is_torchs = kind.__module__.partition(".")[0] == "torch" and not isinstance(value, _CHANGING)
+        if not (counts(_file_of(kind)) or (is_torchs and hasattr(value, "__dict__"))):
+            return self._unknown(value)
+        return self._parts(value)
+
+    def _parts(self, value: Any) -> str:
+        """Return the digest of an object's class and attributes."""
+        attributes = dict(getattr(value, "__dict__", {}))
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+            attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+        # Sorted: some classes set their attributes in the order of a set.
+        shown = [f"{name}={self.of(entry)}" for name, entry in sorted(attributes.items()) if name not in _OF_PROCESS]
+        return f"object of {self.of(type(value))} {shown}"
+
+
+# In order: the first type that fits counts.
+_TEXT: dict[type, Callable[[Digest, Any], str]] = {
+    Tensor: Digest._tensor,
+    dict: Digest._mapping,
+    types.MappingProxyType: Digest._mapping,
+    list: Digest._sequence,
+    tuple: Digest._sequence,
+    set: Digest._sequence,
+    frozenset: Digest._sequence,
+    collections.deque: Digest._sequence,
+    types.FunctionType: Digest._function,
+    types.CodeType: Digest._code,
+    types.MethodType: Digest._method,
+    staticmethod: lambda digest, value: digest.of(value.__func__),
+    classmethod: lambda digest, value: digest.of(value.__func__),
+    property: lambda digest, value: digest.of([value.fget, value.fset, value.fdel]),
+    functools.cached_property: lambda digest, value: digest.of(value.func),
+    functools.partial: lambda digest, value: digest.of([value.func, value.args, value.keywords]),
+    type: Digest._class,
+    types.ModuleType: Digest._package,
+    nn.Module: Digest._module,
+}
+
+
+def _is_kind(value: Any, kind: type) -> bool:
+    """Return ``isinstance(value, kind)`` without reading attributes of the value, which may warn."""
+    return issubclass(type(value), kind)
+
+
+def _is_bindings(owner: Any) -> bool:
+    """Return whether a function in C is a part of a library's bindings, and bound to no object of the user."""
+    return type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule"
+
+
+def _file_of(cls: type) -> str:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or "<"
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+# Code that has one of these names may read a name that it does not show.
+_BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
+
+
+def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function names with its value: globals, names that it imports, and attributes of modules there."""
+    code, space = function.__code__, function.__globals__
+    names = sorted(_names(code))
+    for name in names:
+        value = space.get(name, sys.modules.get(name))
+        if value is None:
+            relative = sys.modules.get(f"{space.get('__package__') or ''}.{name}")
+            value = relative if isinstance(relative, types.ModuleType) else None
+        if value is None and name not in space:
+            continue
+        yield name, value
+        if isinstance(value, types.ModuleType):
+            yield from _attributes(name, value, names)
+            if _BY_TEXT & set(names) and source.is_users(getattr(value, "__file__", None) or "<"):
+                yield f"{name}.*", _values(vars(value))
+    if "globals" in names:
+        yield "*", _values(space)
+
+
+def _values(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a module's names."""
+    return {name: value for name, value in sorted(space.items()) if name[:2] != "__"}
+
+
+def _attributes(path: str, module: types.ModuleType, names: list[str], depth: int = 3) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        value = vars(module).get(name)
+        if value is None:
+            continue
+        yield f"{path}.{name}", value
+        if isinstance(value, types.ModuleType) and depth:
+            yield from _attributes(f"{path}.{name}", value, names, depth - 1)

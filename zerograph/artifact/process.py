@@ -1,0 +1,114 @@
+"""Texts of what a trace reads besides the user's code: versions, settings and functions of torch, environment."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerograph
+from zerograph import _torch
+from zerograph.base import source
+
+# Variables that torch reads in C, or when it is imported.
+_READ_BY_TORCH = ("TORCH", "PYTORCH", "ATEN_", "DISABLE_ADDMM", "CUBLAS_WORKSPACE")
+# They differ between jobs, and say where to work, not what.
+_NOT_READ = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "TORCH_TRACE")
+_SEARCHED = ("torch", "zerograph", "builtins")
+# No trace runs them: they compile graphs, or test torch.
+_NOT_SEARCHED = ("torch._inductor", "torch.testing", "torch.onnx", "torch.ao", "torch.utils.benchmark")
+# Modules and classes that have the functions which users and torch call most.
+_NAMESPACES = (
+    *("torch", "torch.nn.functional", "torch._C._nn", "torch.linalg", "torch.fft", "torch.special", "torch.nn.init"),
+    *("torch.utils.checkpoint", "torch.optim", "torch.autograd", "torch.amp"),
+)
+
+
+def process_texts() -> dict[str, str]:
+    """Return what must be equal in two processes that trace the same code to the same graph, as text by name."""
+    return {
+        "the version of Python": platform.python_version(),
+        "the version of torch": torch.__version__,
+        "the version of zerograph": f"{zerograph.__version__} ({_own_digest()})",
+        "the settings of torch": str(_torch.trace_settings()),
+        "the environment variables of torch": _shown(_environment()),
+        "the functions of torch that were replaced": ", ".join(_replaced()) or "none",
+        "the functions of torch by name": _short("\n".join(_by_name())),
+        "the kernels of torch's operators": _short("\n".join(_torch.python_kernels())),
+    }
+
+
+@functools.cache
+def _own_digest() -> str:
+    """Return a digest of zerograph's own source files."""
+    package = Path(zerograph.__file__).parent
+    digest = hashlib.sha256()
+    for folder in (package, package / "passes", package / "runtime"):
+        for path in sorted(folder.resolve().rglob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_READ_BY_TORCH) and not name.startswith(_NOT_READ)
+    }
+
+
+def _shown(variables: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items()) or "none"
+
+
+def _replaced() -> list[str]:
+    """Return functions of other files in torch's and zerograph's modules and classes, with digests of their code."""
+    replaced = []
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in _SEARCHED or name.startswith(_NOT_SEARCHED):
+            continue
+        for key, value in list(vars(module).items()):
+            if type(value) is types.FunctionType:
+                # Torch and zerograph import functions of installed packages themselves.
+                if _is_foreign(value) and not source.is_installed(value.__code__.co_filename):
+                    replaced.append(_place(f"{name}.{key}", value))
+            elif issubclass(type(value), type) and value.__module__ == name:
+                replaced += [
+                    _place(f"{name}.{key}.{entry}", function)
+                    for entry, function in list(vars(value).items())
+                    if type(function) is types.FunctionType and _is_foreign(function)
+                ]
+    return replaced
+
+
+def _is_foreign(function: types.FunctionType) -> bool:
+    return source.is_users(function.__code__.co_filename)
+
+
+def _place(path: str, function: types.FunctionType) -> str:
+    code = function.__code__
+    return f"{path} ({_short(f'{code.co_code!r} {code.co_consts!r}'.partition(' at 0x')[0])})"
+
+
+def _by_name() -> list[str]:
+    """Return what the names of torch's main modules and of its tensors stand for."""
+    lines = []
+    spaces: dict[str, Any] = {name: vars(sys.modules[name]) for name in _NAMESPACES if name in sys.modules}
+    spaces |= {"Tensor": vars(torch.Tensor), "TensorBase": vars(torch._C.TensorBase)}
+    for space, entries in spaces.items():
+        for name, value in sorted(entries.items()):
+            # Modules that torch loads later, and values.
+            if callable(value) and not isinstance(value, types.ModuleType):
+                lines.append(f"{space}.{name} {getattr(value, '__module__', '')} {getattr(value, '__qualname__', '')}")
+    return lines

@@ -1,0 +1,114 @@
+"""Dependencies of a step besides its inputs: tensors, options, code, and the values that code reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerograph import _torch
+from zerograph.artifact.code import attribute_digests, digests, names_of, unseen
+from zerograph.artifact.digest import PLAIN, Digest, Visited
+from zerograph.base.recording import Recording
+from zerograph.compiler.members import Members, Optimizers
+from zerograph.config import Config
+from zerograph.passes.rules.registry import user_rules
+
+# Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
+_FRAMEWORKS = ("zerograph.loops", "zerograph.compat", "zerograph.integrations")
+_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
+
+
+@dataclass(frozen=True, eq=False)
+class Dependencies:
+    """Everything that the steps of a graph depend on.
+
+    Attributes:
+        facts: those that a capture compares, as text by name.
+        graph: the graph.
+        attributes: its attributes, private ones of the user's class included.
+        members: its modules and tensors.
+        optimizers: its optimizers.
+        config: its options.
+    """
+
+    facts: Mapping[str, str]
+    graph: object
+    attributes: Mapping[str, Any]
+    members: Members
+    optimizers: Optimizers
+    config: Config
+
+    def texts(self) -> dict[str, str]:
+        """Return everything as text by name, except for the code that a trace runs."""
+        return {**self.facts, **self._digests(Visited(()), self.attributes, None)}
+
+    def code(self, trace: Recording) -> dict[str, str]:
+        """Return digests of what a trace ran and read, by name."""
+        return digests(names_of(trace))
+
+    def doubts(self, trace: Recording) -> list[str]:
+        """Return why the texts and digests of a traced step may be equal where its graph is not; empty if they do not.
+
+        Args:
+            trace: what the trace ran.
+        """
+        visited = Visited()
+        digests(names_of(trace), visited)
+        executed = visited.executed
+        # What no code names is not read: schedulers and tokenizers may be in attributes.
+        names = {name for code in trace.codes for name in code.co_names}
+        visited.executed = ()
+        self._digests(visited, {name: value for name, value in self.attributes.items() if name in names}, names)
+        visited.executed = executed
+        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited)]
+        if not any(code.co_name == "build" for code in trace.codes) or _is_of_framework(type(self.graph)):
+            doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
+        if modes := _torch.active_modes():
+            doubts.append(f"modes of torch are active: {', '.join(modes)}")
+        if self.config.on_missing_rule == "discover":
+            doubts.append("config.on_missing_rule = 'discover' runs operators")
+        return doubts
+
+    def _digests(self, visited: Visited, attributes: Mapping[str, Any], names: set[str] | None) -> dict[str, str]:
+        texts = attribute_digests(self.members.root, attributes, [self.graph], visited, names)
+        digest = Digest(visited)
+        tensors = {**self.members.parameters, **self.members.buffers}
+        for name, tensor in tensors.items():
+            noted = {key: entry for key, entry in vars(tensor).items() if not key.startswith("_zerograph")}
+            if noted or type(tensor) not in (nn.Parameter, torch.Tensor, nn.Buffer):
+                texts[f"the attributes of {name}"] = f"{type(tensor).__qualname__} {digest.of(noted)}"
+        for number, optimizer in enumerate(self.optimizers):
+            own = {
+                name: entry
+                for name, entry in sorted(vars(optimizer).items())
+                if name not in _OF_OPTIMIZERS and "hooks" not in name
+            }
+            groups = [
+                {name: entry for name, entry in group.items() if name != "params" and not _is_plain(entry)}
+                for group in optimizer.param_groups
+            ]
+            texts[f"optimizer {number}"] = " ".join(
+                [digest.everything_of(type(optimizer)), digest.of(own), digest.of(groups)]
+            )
+        texts["passes of the user"] = " ".join(digest.everything_of(edit.run) for edit in self.config.passes)
+        texts["rules of the user"] = " ".join(
+            f"{operator} {digest.everything_of([rule.notation, rule.linear, rule.batch])}"
+            for operator, rule in user_rules()
+        )
+        return texts
+
+
+def _is_of_framework(cls: type) -> bool:
+    """Return whether a class inherits from one of zerograph's loops, integrations or compatible interfaces."""
+    return any(kind.__module__.startswith(_FRAMEWORKS) for kind in cls.__mro__)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a hyperparameter is a number or a tensor, which a capture compares, or tuples of these."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, torch.Tensor))
