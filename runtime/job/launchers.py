@@ -114,6 +114,9 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     Raises:
         CommunicationError: variables are missing, are not numbers in their range, or contradict each other.
     """
+    if "SLURM_NTASKS" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        # A step whose number of tasks follows from --ntasks-per-node has only the second.
+        environment = {**environment, "SLURM_NTASKS": environment["SLURM_STEP_NUM_TASKS"]}
     other = next((launcher for launcher in _OTHERS if _started(launcher, environment)), None)
     named = TORCH.rank in environment or TORCH.size in environment
     if named and (other is None or _is_nested(other, environment)):

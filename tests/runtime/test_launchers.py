@@ -37,6 +37,10 @@ POD = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "train-0", "P
 RAY = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 
 
+def _without(environment: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key != name}
+
+
 def place(environment: dict[str, str]) -> tuple[str, ...]:
     """Launcher, rank, size, address and port."""
     launch = find_launch(environment)
@@ -58,6 +62,7 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
         (POD, ("Kubeflow", "1", "2", "train-0", "29401")),
         (SLURM, ("srun", "3", "8", "node03", "21236")),
         (SLURM | {"MASTER_ADDR": "login", "MASTER_PORT": "5"}, ("srun", "3", "8", "login", "5")),
+        (_without(SLURM, "SLURM_NTASKS") | {"SLURM_STEP_NUM_TASKS": "6"}, ("srun", "3", "6", "node03", "21236")),
         (OPEN_MPI, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "29500")),
         # mpirun inside of an allocation: Slurm's variables are those of its daemons.
         (OPEN_MPI | SLURM, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "21236")),
@@ -115,7 +120,7 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 
 
 def test_a_batch_script_of_slurm_runs_alone_and_is_told() -> None:
-    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    batch = _without(SLURM, "SLURM_STEP_ID") | {"SLURM_PROCID": "0"}
     assert find_launch(batch) is None
     assert "SLURM_NTASKS is 8, but srun has not started this process" in unused_allocation(batch)
     assert unused_allocation({}) == ""
