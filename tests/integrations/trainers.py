@@ -131,17 +131,29 @@ def language_model(
 
 
 def special(zero: int | None, kind: str) -> Any:
-    """Return a trainer whose loss changes the trainer, or reads its own value."""
+    """Return a trainer whose loss reads values, and counts, keeps a tensor, or computes something else for some."""
 
     class Special(trainer_class(zero)):  # type: ignore[misc]
         seen = 0
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.losses: list[float] = []
+
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
-            if kind == "reading":
-                assert loss.item() > 0
             self.seen += 1
-            return loss
+            if kind == "reading":
+                tokens = (args[1]["labels"] != -100).sum()
+                self.losses.append(float(loss) + (1 / tokens.item() if tokens > 0 else 0.0))
+            if kind == "keeping":
+                self.last = loss.detach()
+            if kind == "deciding" and loss.item() > 3:
+                loss = 0.1 * loss
+            return loss * loss.item() if kind == "multiplying" else loss
+
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "seen": self.seen, "read": sum(self.losses)}, *args, **kwargs)
 
     return Special
 

@@ -21,6 +21,7 @@ from zerograph._torch import pytree
 from zerograph.errors import ConfigError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
+from zerograph.integrations.readings import sees_whole_batch
 from zerograph.integrations.rows import global_loader
 from zerograph.loops.deferred import values_of
 from zerograph.loops.loop import Loop
@@ -206,7 +207,7 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks in order. Ranks may have unequal numbers of rows."""
         tensor = values_of(tensor)
-        if self.num_processes == 1:
+        if self.num_processes == 1 or sees_whole_batch():
             return tensor
         leaves, tree = pytree.tree_flatten(tensor)
         rows = iter(data.gather([one.detach() for one in leaves if isinstance(one, Tensor) and one.dim()]))
@@ -218,10 +219,14 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
+        if sees_whole_batch():
+            return input_data
         return super().gather_for_metrics(values_of(input_data), use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
+        if sees_whole_batch():
+            return tensor
         return super().reduce(values_of(tensor), reduction, scale)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:

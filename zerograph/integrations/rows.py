@@ -76,7 +76,8 @@ class RowsOf:
 
     def __call__(self, samples: Any) -> Any:
         """Return this rank's rows of the batch of these samples."""
-        return rows_of(self.collate(samples), self.rank, self.ranks)
+        samples = list(samples) if isinstance(samples, Iterable) else samples
+        return rows_of(self.collate(samples), self.rank, self.ranks, len(samples) if isinstance(samples, list) else 0)
 
 
 def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> DataLoader[Any]:
@@ -110,24 +111,35 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
     )
 
 
-def rows_of(batch: Any, rank: int, ranks: int) -> Any:
+def rows_of(batch: Any, rank: int, ranks: int, samples: int = 0) -> Any:
     """Return one rank's rows of a batch.
+
+    Args:
+        batch: the batch.
+        rank: the rank.
+        ranks: number of ranks.
+        samples: number of samples of the batch. A tensor may have several rows for each, as pairs of texts have.
 
     Raises:
         InputError: tensors differ in their first dimension, so that the rows are not known.
     """
     sizes = {len(tensor) for tensor in _tensors(batch) if tensor.dim()}
-    if len(sizes) > 1:
+    several = samples > 0 and all(size % samples == 0 for size in sizes)
+    if len(sizes) > 1 and not several:
         raise InputError(
             f"the tensors of a batch have {', '.join(map(str, sorted(sizes)))} rows, of which zerograph does not know "
             "the ranks' parts\nThe first dimension of every tensor of a batch must be the samples."
         )
-    count = next(iter(sizes), 0)
+    count = samples if several else next(iter(sizes), 0)
     rows = bounds(count, rank, ranks)
+
+    def part_of(tensor: Tensor) -> Tensor:
+        times = len(tensor) // count if count else 1
+        return tensor[rows.start * times : rows.stop * times].clone()
 
     def part(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[rows].clone() if value.dim() else value
+            return part_of(value) if value.dim() else value
         if isinstance(value, Mapping):
             # Such as a BatchEncoding, which holds more than its entries.
             mapping: Any = copy.copy(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.errors import CaptureError
+from zerograph.errors import InputError
 from zerograph.graph import building
 from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.unsupported import unsupported
-from zerograph.loops.deferred import is_replaying, values_of
+from zerograph.integrations.readings import Log, Readings
+from zerograph.integrations.trl import substituted
+from zerograph.integrations.unsupported import unsupported, unsupported_trainer
+from zerograph.loops.deferred import Deferred, is_replaying, values_of
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare
 
@@ -54,8 +55,10 @@ class ZeroTrainerMixin(_Mixed):
         self._zero = config_of(zero)
         self._accelerator_arguments: dict[str, Any] = {}
         self._losses: list[Tensor] = []
+        # Calls of compute_loss() whose values are still to come, see Readings.
+        self._unread: list[tuple[Log, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         super().__init__(*args, **kwargs)
-        self._compute_loss = self.compute_loss
+        self._readings = Readings(self.compute_loss, substituted)
         # On the instance, so that methods of subclasses are inside.
         for name, method in (
             ("compute_loss", self._recorded_loss),
@@ -67,6 +70,7 @@ class ZeroTrainerMixin(_Mixed):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator: zerograph's."""
         refuse(type(self.args).__name__, unsupported(self.args))
+        refuse("trl", unsupported_trainer(type(self)))
         # Counts are those of all ranks anyway, and a loss is not averaged over ranks.
         self.args.average_tokens_across_devices = False
         super().create_accelerator_and_postprocess()
@@ -86,9 +90,35 @@ class ZeroTrainerMixin(_Mixed):
         if loop is None or is_replaying() or building():
             return compute(model, inputs, *args, **kwargs)
         (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
-        result = loss_module(dict(inputs.items()), *args, **kwargs)
+        inputs = dict(inputs.items())
+        result, reads = loss_module(inputs, *args, **kwargs)
+        args = (model, inputs, *args)
+        if (log := self._readings.log_of(self.model.training, args, kwargs, loop.parts())) is not None:
+            if log.counts_samples:
+                self._check_shared_evenly(inputs, loop.parts())
+            self._unread.append((log, args, kwargs, reads))
+        if torch.is_grad_enabled():
+            return result
         # Without gradients there is nothing to wait for.
-        return result if torch.is_grad_enabled() else values_of(result)
+        result = values_of(result)
+        self._read()
+        return result
+
+    def _read(self) -> None:
+        """Let compute_loss() read its values, which are computed now."""
+        unread, self._unread = self._unread, []
+        for log, args, kwargs, reads in unread:
+            values = [self.accelerator.gather(one) if _is_part(one) else values_of(one) for one in reads]
+            self._readings.repeat(log, args, kwargs, values)
+
+    def _check_shared_evenly(self, inputs: Mapping[str, Any], parts: int) -> None:
+        rows = next((len(one) for one in inputs.values() if isinstance(one, Tensor) and one.dim()), 0)
+        count = int(self.accelerator.reduce(torch.tensor(rows, device=self.args.device), "sum"))
+        if count != rows * parts:
+            raise InputError(
+                f"compute_loss() counts the samples of a batch, {count}, which {parts} ranks share unevenly\n"
+                "Count with a tensor, such as torch.ones_like(labels).sum(), or set dataloader_drop_last=True."
+            )
 
     def _recorded_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Make a training step; its loss has a value after the update only, and is added to the sum then."""
@@ -97,6 +127,7 @@ class ZeroTrainerMixin(_Mixed):
         return torch.zeros((), device=loss.device)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._read()
         losses, self._losses = self._losses, []
         for loss in losses:
             if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
@@ -117,13 +148,19 @@ class ZeroTrainerMixin(_Mixed):
         return False
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.companions = [_loss_module(self.model, self._compute_loss)]
+        self.accelerator.companions = self._companions()
         return super()._prepare_for_training(*args, **kwargs)
+
+    def _companions(self) -> list[nn.Module]:
+        """Return the loss, and other models of the trainer, such as a frozen reference or a teacher."""
+        own = {id(module) for module in self.model.modules()}
+        others = [one for one in vars(self).values() if isinstance(one, nn.Module) and id(one) not in own]
+        return [_Loss(self.model, self._readings), *others]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the model need not have been trained."""
         if loop_of(self.model) is None:
-            prepare(self.model, _loss_module(self.model, self._compute_loss), config=self.accelerator.zero_config)
+            prepare(self.model, *self._companions(), config=self.accelerator.zero_config)
         return super().evaluation_loop(*args, **kwargs)
 
     def _prediction(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,37 +249,18 @@ class _Loss(nn.Module):
     # Of the batch: dividing it by the number of micro-batches needs no warning.
     reduction = "mean"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, readings: Readings) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._readings = model, readings
+
+    def forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Call ``compute_loss``; return its result, and the tensors whose values it reads."""
+        return self._readings.traced(self.model.training, (self.model, inputs, *args), kwargs)
 
 
-def _loss_module(model: nn.Module, compute: Callable[..., Any]) -> _Loss:
-    class Loss(_Loss):
-        def forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            owner = vars(getattr(compute, "__self__", self))
-            before = {name: _outline(value) for name, value in owner.items()}
-            result = compute(self.model, inputs, *args, **kwargs)
-            changed = [name for name, value in owner.items() if before.get(name) != _outline(value)]
-            if changed:
-                raise CaptureError(
-                    f"compute_loss() changes self.{changed[0]}\nIt is traced once for all batches, so that this would "
-                    "happen while tracing only. Return outputs and look at them in a callback, or in log()."
-                )
-            return result
-
-    return Loss(model)
-
-
-def _outline(value: Any, depth: int = 3) -> Any:
-    """Return what can be compared of an attribute: numbers and texts, in containers of a few levels."""
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if depth and isinstance(value, Mapping):
-        return {str(key): _outline(entry, depth - 1) for key, entry in value.items()}
-    if depth and isinstance(value, (list, tuple, deque)):
-        return len(value), [_outline(entry, depth - 1) for entry in value if len(value) < 100]
-    return id(value)
+def _is_part(value: Tensor) -> bool:
+    """Return whether a result has the rows of this rank only."""
+    return isinstance(value, Deferred) and value.meta.batch_dim is not None
 
 
 def _around(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:

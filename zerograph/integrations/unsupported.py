@@ -30,5 +30,35 @@ def unsupported(args: Any) -> dict[str, str]:
             getattr(accelerator, "dispatch_batches", None),
             "every rank reads its rows",
         ),
+        # Of TRL.
+        *(
+            (name, getattr(args, name, None), advice)
+            for name, advice in (
+                (
+                    "activation_offloading",
+                    "zero={'recompute': 'blocks'} or zero={'offload_activations': True} saves memory",
+                ),
+                ("padding_free", "the rows of a batch are split between the ranks: pad them"),
+                ("precompute_ref_log_probs", "the reference model is part of the step, sharded at stage 3"),
+                ("sync_ref_model", "the reference model is sharded and stays as it is"),
+            )
+        ),
+        (
+            "packing",
+            getattr(args, "packing", False) and getattr(args, "packing_strategy", "") != "wrapped",
+            "packing_strategy='wrapped': the others make one row of a batch, and rows are split between the ranks",
+        ),
     ]
     return {name: advice for name, value, advice in table if value}
+
+
+# Trainers that do more than compute a loss of a batch, and what to do instead.
+_TRAINERS = dict.fromkeys(
+    ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer"),
+    "SFTTrainer, DPOTrainer and RewardTrainer are supported; write other loops with zg.prepare()",
+)
+
+
+def unsupported_trainer(kind: type) -> dict[str, str]:
+    """Return the unsupported trainers that a class inherits from, and what to do instead of each."""
+    return {one.__name__: _TRAINERS[one.__name__] for one in kind.__mro__ if one.__name__ in _TRAINERS}

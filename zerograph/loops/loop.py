@@ -44,6 +44,7 @@ class Loop:
         tape: the calls since the last step.
         graphs_done: number of graphs that were run so far.
         busy: state dicts are those of the plain modules now.
+        parts: returns the number of parts of the batch of one call over the ranks.
     """
 
     words = Words()
@@ -56,6 +57,7 @@ class Loop:
         self.busy = False
         self._steps: dict[tuple[tuple[int, ...], GradientUse], LoopStep] = {}
         self._forward: LoopForward = self._new(LoopForward(self.modules, config, self.words))
+        self.parts: Callable[[], int] = self._forward.parts
         self._preview: LoopPreview | None = None
         if optimizers:
             self._preview = self._new(LoopPreview(self.step_graph((0,), "update"), whole=False))

@@ -1,0 +1,139 @@
+"""Trainers of TRL with the mixin on two ranks log what they do in one process, their metrics included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.frameworks import on_ranks
+from tests.integrations.test_transformers import assert_equal
+from tests.integrations.trainers import llama, logged
+from tests.pool import Pool
+
+pytest.importorskip("trl", reason="needs trl: pip install trl")
+pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{number}" for number in range(29))]
+    words_of = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    words_of.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words_of, **special)
+
+
+def texts(seed: int) -> Iterator[str]:
+    """Draw texts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        length = int(torch.randint(4, 12, (1,), generator=generator))
+        yield " ".join(f"w{int(word)}" for word in torch.randint(0, 29, (length,), generator=generator))
+
+
+def train(kind: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> list[dict[str, float]]:
+    import datasets
+    import trl
+    from transformers import LlamaForSequenceClassification
+
+    from zerograph.integrations.transformers import ZeroTrainerMixin
+
+    datasets.disable_progress_bars()
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder),
+        per_device_train_batch_size=8 // ranks,
+        per_device_eval_batch_size=8 // ranks,
+        learning_rate=5e-3,
+        logging_steps=1,
+        eval_strategy="epoch",
+        num_train_epochs=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+        **{"gradient_checkpointing": False} | options,
+    )
+    more: dict[str, Any] = {}
+    model: Any = llama()
+    if kind == "SFT":
+        rows = [{"text": text} for text, _ in zip(texts(1), range(21), strict=False)]
+    else:
+        rows = [{"chosen": a, "rejected": b} for a, b, _ in zip(texts(1), texts(2), range(21), strict=False)]
+    if kind == "DPO":
+        rows = [{"prompt": "w1 w2 ", **row} for row in rows]
+        more["ref_model"] = llama()
+        with torch.no_grad():
+            more["ref_model"].lm_head.weight.mul_(1.5)
+    if kind == "Reward":
+        rows = [{**row, "margin": 0.1 * number} for number, row in enumerate(rows)]
+        torch.manual_seed(0)
+        model.config.num_labels = 1
+        model = LlamaForSequenceClassification(model.config)
+    data = datasets.Dataset.from_list(rows)
+    plain = getattr(trl, f"{kind}Trainer")
+    if zero is not None:
+        more["zero"] = zero
+    trainer = (plain if zero is None else type(plain.__name__, (ZeroTrainerMixin, plain), {}))(
+        model=model,
+        args=config,
+        train_dataset=data,
+        eval_dataset=data.select(range(10)),
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+def run(*args: Any) -> Any:
+    torch.set_num_threads(1)
+    return on_ranks(train, *args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "options"),
+    [("SFT", 3, {}), ("DPO", 2, {"gradient_accumulation_steps": 2}), ("Reward", 3, {"dataloader_drop_last": True})],
+)
+def test_two_ranks_log_what_one_process_does(
+    pool: Pool, tmp_path: Path, kind: str, stage: int, options: dict[str, Any]
+) -> None:
+    expected = run(kind, tmp_path / "plain", 1, None, options)
+    for logs in pool.run(2, run, kind, tmp_path / "zero", 2, stage, options):
+        assert_equal(logs, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs: the reference model is part of the step"),
+        ({"sync_ref_model": True}, "sync_ref_model"),
+    ],
+)
+def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    from zerograph.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=message):
+        run("DPO", tmp_path, 1, 3, options)
+
+
+def test_a_trainer_that_generates_is_named() -> None:
+    from zerograph.integrations.unsupported import unsupported_trainer
+
+    class GRPOTrainer:
+        pass
+
+    class Mine(GRPOTrainer):
+        pass
+
+    assert "zg.prepare" in unsupported_trainer(Mine)["GRPOTrainer"]
