@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.equivalence.families import FAMILIES
+from tests.equivalence.training import STAGES, batches, make, optimizer
+from tests.harness import LossStep
+from tests.models import part
 from tests.pool import Pool
 from tests.zerograph.changes_of_a_step import CHANGES, Step
 from tests.zerograph.test_artifacts import damaged
@@ -220,6 +224,42 @@ def test_a_job_reads_what_another_job_has_compiled(pool: Pool, tmp_path: Path) -
         assert all(map(torch.equal, plain, last))
     assert any("rank 1 has other code" in line for line in apart[0][1])
     assert any("unread" in line for line in apart[1][1])
+
+
+def used_again(folder: str, name: str, stage: int) -> None:
+    """The second step of a family is that of the cache, and computes what a step compiled without it does."""
+    family = FAMILIES[name]
+    own = [tuple(map(part, batch)) for batch in batches(family, torch.float32)[:2]]
+
+    def run(used: bool | None) -> list[Tensor]:
+        model = make(family, torch.float32)
+        step = LossStep(model, optimizer(model), stage)
+        if used is None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(step_cache.VARIABLE, "0")
+                step.compile(*own[0])
+        else:
+            assert cache.is_used(step, *own[0]) == used, cache.said
+        return [step(*batch) for batch in own] + list(step.state_dict()["modules"]["model"].values())
+
+    with cache_in(folder) as cache:
+        for values in (run(False), run(True)):
+            assert all(map(torch.equal, run(None), values))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("mixtral", 3),
+        *(
+            pytest.param(name, 0 if stage == "off" else stage, marks=pytest.mark.long, id=f"{name}-{stage}")
+            for name in FAMILIES
+            for stage in STAGES
+        ),
+    ],
+)
+def test_steps_of_models_are_kept(pool: Pool, tmp_path: Path, name: str, stage: int) -> None:
+    pool.run(2, used_again, str(tmp_path), name, stage)
 
 
 def different_graphs() -> str:

@@ -6,6 +6,7 @@ What a digest cannot tell of a value is a doubt: an object of a library in C, fo
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -293,6 +294,9 @@ class Digest:
             return f"{name} {self.of(value())}"
         if isinstance(value, contextvars.ContextVar):
             return f"{name} {value.name} {self.of(value.get(None))}"
+        if isinstance(value, contextlib._GeneratorContextManager):
+            # A decorator: each call makes the generator anew.
+            return f"{name} {self.of([value.func, value.args, value.kwds])}"
         if isinstance(value, dataclasses.Field):
             return f"{name} {value.name} {self.of([value.default, value.default_factory])}"
         if name in ("types.SimpleNamespace", "argparse.Namespace"):
