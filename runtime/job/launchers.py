@@ -36,6 +36,7 @@ class _Launcher:
 
 TORCH = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 # The innermost first: mpirun starts its daemons by srun, whose variables are then those of the daemons.
 _OTHERS = (
     _Launcher(
@@ -44,7 +45,7 @@ _OTHERS = (
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     _Launcher("mpirun (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    _SRUN,
     _Launcher("Kubeflow", "PET_NODE_RANK", "PET_NNODES", "", "PET_NPROC_PER_NODE"),
 )
 
@@ -114,8 +115,8 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     Raises:
         CommunicationError: variables are missing, are not numbers in their range, or contradict each other.
     """
-    if "SLURM_NTASKS" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        # A step whose number of tasks follows from --ntasks-per-node has only the second.
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        # SLURM_NTASKS may be missing, as with --ntasks-per-node, or be the job's, as in the shell that salloc opens.
         environment = {**environment, "SLURM_NTASKS": environment["SLURM_STEP_NUM_TASKS"]}
     other = next((launcher for launcher in _OTHERS if _started(launcher, environment)), None)
     named = TORCH.rank in environment or TORCH.size in environment
@@ -172,7 +173,11 @@ def _started(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
     """Return whether the launcher started this process itself, and not only a script around it."""
     if launcher.rank not in environment or launcher.size not in environment:
         return False
-    return launcher.name != "srun" or any(name in environment for name in _STEP_VARIABLES)
+    if launcher.name == "mpirun (PMI)" and _started(_SRUN, environment):
+        # srun --mpi=pmi2 sets PMI's variables too, to its own numbers.
+        ours, theirs = (launcher.rank, launcher.size), (_SRUN.rank, _SRUN.size)
+        return [environment[name] for name in ours] != [environment[name] for name in theirs]
+    return launcher is not _SRUN or any(name in environment for name in _STEP_VARIABLES)
 
 
 def _is_nested(other: _Launcher, environment: Mapping[str, str]) -> bool:
@@ -208,6 +213,9 @@ def _translated(launcher: _Launcher, environment: Mapping[str, str]) -> dict[str
 
     size = number(launcher.size, least=1)
     rank = number(launcher.rank, most=size - 1)
+    if launcher.name == "Kubeflow" and TORCH.rank in environment and environment.get(launcher.local_size) == "auto":
+        # The default of a PyTorchJob, which sets RANK and WORLD_SIZE for one rank in each pod.
+        environment = {**environment, launcher.local_size: "1"}
     if launcher.name == "Kubeflow" and environment.get(launcher.local_size, "1") != "1":
         raise CommunicationError(
             f"{launcher.local_size} is {environment[launcher.local_size]!r:.60}: a pod is to have several ranks\n"
@@ -215,7 +223,9 @@ def _translated(launcher: _Launcher, environment: Mapping[str, str]) -> dict[str
         )
     variables = {TORCH.rank: str(rank), TORCH.size: str(size)}
     if launcher.local_rank:
-        variables[TORCH.local_rank] = str(number(launcher.local_rank, rank if size == 1 else 0))
+        # Without it all ranks of a host would use its first GPU.
+        name, least = (TORCH.local_rank, -1) if TORCH.local_rank in environment else (launcher.local_rank, 0)
+        variables[TORCH.local_rank] = str(number(name, 0 if size == 1 else None, least))
     local_size = number(launcher.local_size, 0) if launcher.local_size else 0
     if local_size:
         variables[TORCH.local_size] = str(local_size)

@@ -51,6 +51,8 @@ def place(environment: dict[str, str]) -> tuple[str, ...]:
 def test_a_process_that_nobody_launched_is_alone() -> None:
     assert find_launch({"PATH": "/bin"}) is None
     assert find_launch(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    # The shell that salloc opens: a step of one task that keeps the job's SLURM_NTASKS.
+    assert find_launch(SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,14 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
         # mpirun inside of an allocation: Slurm's variables are those of its daemons.
         (OPEN_MPI | SLURM, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "21236")),
         (MPICH | {"MASTER_ADDR": "host0"}, ("mpirun (PMI)", "1", "4", "host0", "29500")),
+        # mpirun of MPICH there, and srun --mpi=pmi2.
+        (MPICH | SLURM | {"MASTER_ADDR": "host0"}, ("mpirun (PMI)", "1", "4", "host0", "21236")),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, ("srun", "3", "8", "node03", "21236")),
+        # A PyTorchJob of Kubeflow whose command is python.
+        (
+            POD | TORCH | {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"},
+            ("Kubeflow", "1", "2", "host0", "29400"),
+        ),
         # torchrun, and a launcher that starts several ranks on each of Slurm's nodes.
         (SLURM | TORCH | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "32"}, ("torchrun", "3", "32", "host0", "29400")),
         (
@@ -95,6 +105,9 @@ def test_the_rank_of_a_device_is_found() -> None:
         (SLURM | {"SLURM_PROCID": "8"}, ("SLURM_PROCID is '8'", "from 0 to 7", "srun")),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, ("no variable names the host of rank 0", "Set MASTER_ADDR")),
         (MPICH, ("no variable names the host of rank 0", "mpirun -x MASTER_ADDR=HOST")),
+        # All ranks of a host would share its first GPU.
+        (_without(MPICH, "MPI_LOCALRANKID") | {"MASTER_ADDR": "host0"}, ("MPI_LOCALRANKID is not set", "mpirun (PMI)")),
+        (POD | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NPROC_PER_NODE is 'auto'", "torchrun")),
         (POD | {"PET_NPROC_PER_NODE": "8"}, ("PET_NPROC_PER_NODE is '8'", "torchrun")),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR, MASTER_PORT is not set", "torchrun")),
     ],
