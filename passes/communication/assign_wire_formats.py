@@ -5,6 +5,7 @@ Losses, counts, norms, flags, activations and buffers are sent as they are; the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -28,8 +29,9 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
     """Give the boxings of parameters and gradients the wire formats of the configuration.
 
     Raises:
-        PlacementError: a tensor cannot be coded in its format.
+        PlacementError: a tensor cannot be coded in its format, or the mesh has no dimension that is named.
     """
+    _check_dims(context)
     for node in module.graph.find_nodes(op="call_function", target=boxing):
         change = boxing_of(node)
         if change is None or change.tensor.kind == "value" or change.ranks == 1 or change.dim == context.time_dim:
@@ -40,6 +42,20 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
                 change = replace(change, reduced=coded) if use == "reduce" else replace(change, gathered=coded)
         meta(node)["boxing"] = change
     return module
+
+
+def _check_dims(context: Context) -> None:
+    """Raise if the configuration names a dimension that the mesh does not have. One rank alone sends nothing."""
+    wire, dims = context.numerics.wire, len(context.mesh.shape)
+    if context.mesh.size == 1 or not isinstance(wire, Mapping):
+        return
+    for kind, formats in wire.items():
+        missing = [dim for dim in formats if dim >= dims] if isinstance(formats, Mapping) else []
+        if missing:
+            raise PlacementError(
+                f"config.wire: {kind!r} names the mesh dimension {missing[0]}, but the mesh {context.mesh.shape} has "
+                f"{dims}, numbered from 0\nName one of them, or set config.placement to a grid of ranks."
+            )
 
 
 def _coded(node: fx.Node, change: Boxing, use: Kind, context: Context) -> Coded | None:

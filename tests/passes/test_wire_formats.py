@@ -65,6 +65,14 @@ def test_formats_may_differ_between_mesh_dimensions() -> None:
     ]
 
 
+def test_a_dimension_that_the_mesh_does_not_have_is_an_error() -> None:
+    module = nn.Linear(9, 11)
+    step = LossStep(module, adamw(module), 2, sum_of_squares, wire={"reduce": {0: "int8", 1: "int4"}})
+    with pytest.raises(zg.PlacementError, match=r"'reduce' names the mesh dimension 1, but the mesh \(2,\) has 1"):
+        prepare(step, torch.randn(8, 9), ranks=2)
+    prepare(step, torch.randn(8, 9), ranks=1)
+
+
 def test_an_all_reduce_of_bf16_sums_equal_pieces_on_a_grid() -> None:
     module = nn.Linear(9, 11)
     step = LossStep(module, adamw(module), 2, sum_of_squares, wire="bf16")
