@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from tests.equivalence.training import STAGES, Result, Stage, equal, largest_dev
 from tests.harness import LossStep, update_plainly
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
+from zerograph.integrations.options import config_of
 from zerograph.ir.mesh import Mesh
+from zerograph.loops import loaders
 
 # Losses of transformers are computed in fp32.
 CAUSAL, EXACT = 1e-6, 1e-10
@@ -163,7 +166,8 @@ def whole_sequences() -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
     for ids, mask, label in mean_batches():
         losses.append(step(*(tensor.chunk(2)[row] for tensor in (ids, mask, label))))
     state = step.state_dict()["modules"]["model"]
-    ids, mask, label = (tensor[:1] for tensor in mean_batches()[0])
+    # Of the sizes of the steps before: the step is compiled.
+    ids, mask, label = (tensor[:2] for tensor in mean_batches()[0])
     messages = []
     for bad in (ids[:, :7], mask[:, :7], label), (ids.roll(zg.rank()), mask, label), (label, label, label):
         try:
@@ -201,6 +205,52 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
     assert len(messages) == len(words), messages
     for message, word in zip(messages, words, strict=True):
         assert word in message
+
+
+def prepared_loop() -> tuple[list[float], dict[str, Tensor]]:
+    """Train on whole sequences from a loader by a prepared loop; the loss is weighted by a tensor that is no batch."""
+    torch.manual_seed(0)
+    model = Mean().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*map(torch.cat, zip(*mean_batches(), strict=True))), batch_size=4
+    )
+    if torch.distributed.is_initialized():
+        config = zg.Config(sequence_parallel=2)
+        model, optimizer, loader = zg.prepare(model, optimizer, loader, config=config)
+    losses, weights = [], torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    for batch in loader:
+        loss = (model(*batch) * weights).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_a_prepared_loader_yields_the_same_rows_to_ranks_that_split_sequences(pool: Pool) -> None:
+    wanted, wanted_state = prepared_loop()
+    for losses, state in pool.run(4, prepared_loop):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+        torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sampler_of_a_prepared_loader_has_the_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=4, rank=1)
+    job = SimpleNamespace(size=4, mesh=Mesh((2, 2), (0, 1), ("rows", "sequence")))
+    monkeypatch.setattr(loaders, "join", lambda *_: job)
+    split = loaders.SplitLoader(torch.utils.data.DataLoader(data, sampler=sampler), zg.Config(sequence_parallel=2))
+    with pytest.raises(zg.InputError, match="Give it num_replicas=2, rank=0"):
+        next(iter(split))
+
+
+@pytest.mark.parametrize("options", [{"sequence_parallel": 2}, {"batch_sbp": (zg.sbp.split(1),)}])
+def test_loops_of_frameworks_split_no_sequences(options: dict[str, Any]) -> None:
+    with pytest.raises(zg.ConfigError, match=r"need the same rows: use zg\.prepare"):
+        config_of(options)
+    with pytest.raises(zg.ConfigError, match=r"need the same rows: use zg\.prepare"):
+        config_of(zg.Config(**options))
 
 
 def test_ulysses_needs_heads_that_ranks_divide() -> None:

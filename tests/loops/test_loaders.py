@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
+from zerograph.ir.mesh import line
 from zerograph.loops import loaders
 
 
@@ -27,6 +28,7 @@ def test_workers_that_stay_read_the_samples_of_one_process(monkeypatch: pytest.M
     monkeypatch.setattr(loaders, "agree", lambda *_: [[0]])
     parts = []
     for rank in range(2):
-        monkeypatch.setattr(loaders, "join", lambda _, rank=rank: SimpleNamespace(rank=rank, size=2))
+        job = SimpleNamespace(size=2, mesh=line(2, rank, "ranks"))
+        monkeypatch.setattr(loaders, "join", lambda *_, job=job: job)
         parts.append(two_epochs(loaders.SplitLoader(make(), zg.Config())))
     assert [first + second for first, second in zip(*parts, strict=True)] == two_epochs(make())

@@ -99,13 +99,17 @@ def _values(tensor: Tensor) -> Values:
     if tensor.is_meta or not tensor.numel():
         return _NO_VALUES
     tensor = tensor.detach().cpu().contiguous()
-    content = tensor.view(-1).view(torch.uint8).numpy()
-    digest = int.from_bytes(hashlib.blake2b(content.data, digest_size=8).digest(), signed=True)
+    digest = _digest(tensor)
     rows = tensor if tensor.dim() and len(tensor) > 1 else tensor.view(-1)
     constant = len(rows) > 1 and bool((rows == rows[:1]).all())
     if tensor.dtype in _INTEGERS:
         return Values(digest, constant, int(tensor.min()), int(tensor.max()))
     return Values(digest, constant, 0, 0)
+
+
+def _digest(tensor: Tensor) -> int:
+    content = tensor.view(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(content.data, digest_size=8).digest(), signed=True)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -202,6 +206,36 @@ def _replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
         piece = tuple(index for index, split in zip(position, is_split, strict=True) if split)
         groups.setdefault(piece, []).append(int(ranks[position]))
     yield from groups.values()
+
+
+def digests_of_whole(batch: Batch) -> list[int]:
+    """Return a number from 0 up for the values of each input, if ranks take pieces of whole sequences; else nothing.
+
+    Ranks of a row compare them before each step. It is 0 for global tensors, and on accelerators, where reading a
+    tensor would wait for its computation: these are compared when a step is compiled.
+    """
+    return [
+        _digest(tensor.detach().contiguous()) % 2**62
+        if is_plain and tensor.device.type == "cpu" and tensor.numel()
+        else 0
+        for tensor, is_plain in zip(batch.passed, batch.plain, strict=False)
+    ]
+
+
+def check_whole(batch: Batch, digests: Sequence[Sequence[int]], grid: Any) -> None:
+    """Refuse whole sequences that differ between ranks which take pieces of them.
+
+    Args:
+        digests: for each rank, in order, those of :func:`digests_of_whole`.
+        grid: the ranks as the placement arranges them, a nested list.
+
+    Raises:
+        InputError: that is so. Raised on every rank.
+    """
+    comparison = Comparison([[Values(digest, False, 0, 0) for digest in row] for row in digests], grid)
+    for number in range(len(batch.passed)):
+        if batch.plain[number]:
+            _check_replicated(number, batch, comparison)
 
 
 @contextlib.contextmanager

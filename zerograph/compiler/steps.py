@@ -27,6 +27,7 @@ from zerograph.compiler.members import (
     layout_facts,
     model_sizes,
 )
+from zerograph.compiler.plain_inputs import check_whole, digests_of_whole
 from zerograph.compiler.preparation import check_target
 from zerograph.compiler.selection import CacheEntry, LastCall, Recompiles, Selection, Situation, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
@@ -228,13 +229,15 @@ class Steps:
     ) -> list[list[int]]:
         """Return the sizes of the inputs of all ranks, if these agree on the rest; else raise on every rank.
 
+        Whole sequences that several ranks split must be equal on these.
+
         Args:
             selection: None if there is a ``problem``.
         """
-        number, sizes = 0, []
+        number, sizes, digests = 0, [], []
         if selection is not None:
             number = selection.situation.digest ^ self.compilations
-            sizes = local_sizes(selection.batch)
+            sizes, digests = local_sizes(selection.batch), digests_of_whole(selection.batch)
             if call.config.check_replicas:
                 number ^= digest(counts())  # The counts decide whether replicas are compared now.
 
@@ -244,7 +247,11 @@ class Steps:
             compilations = {"the number of compiled steps": str(self.compilations)}
             return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
-        return agree(call.job, doing, number, texts, problem, sizes)
+        everybody = agree(call.job, doing, number, texts, problem, [*sizes, *digests])
+        if digests:
+            assert selection is not None
+            check_whole(selection.batch, [row[len(sizes) :] for row in everybody], call.job.grid)
+        return [row[: len(sizes)] for row in everybody] if digests else everybody
 
     def _resolve_sizes(self, job: Job, batch: Batch, kind: Kind, everybody: Sequence[Sequence[int]]) -> Batch:
         return self._dimensions.resolve(batch, kind, everybody, job.mesh, job.grid, lambda: model_sizes(self.members()))

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerograph.config import Config
 from zerograph.errors import ConfigError
+from zerograph.ir.sbp import Split
 
 Zero = Config | Mapping[str, Any] | int | str | None
 
@@ -20,10 +21,11 @@ def config_of(zero: Zero) -> Config:
             nothing, or ``"auto"``; None: stage 3.
 
     Raises:
-        ConfigError: it is something else, or has an option that does not exist.
+        ConfigError: it is something else, has an option that does not exist, or splits sequences: loaders and metrics
+            of frameworks are those of ranks that hold different rows.
     """
     if isinstance(zero, Config):
-        return copy.copy(zero)
+        return _checked(copy.copy(zero))
     options = dict(zero) if isinstance(zero, Mapping) else {"stage": 3 if zero is None else zero}
     stage: Any = options.pop("stage", 3)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
@@ -32,6 +34,16 @@ def config_of(zero: Zero) -> Config:
     config.enable_zero(stage != 0, stage=stage or 1)
     for name, value in options.items():
         setattr(config, name, value)
+    return _checked(config)
+
+
+def _checked(config: Config) -> Config:
+    advice = "ranks that split a sequence need the same rows: use zg.prepare() or zg.ZeroGraph"
+    used = {
+        f"sequence_parallel={config.sequence_parallel}": config.sequence_parallel > 1,
+        "batch_sbp": any(isinstance(entry, Split) and entry.dim > 0 for entry in config.batch_sbp or ()),
+    }
+    refuse("zero=", {name: advice for name, is_used in used.items() if is_used})
     return config
 
 

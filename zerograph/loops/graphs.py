@@ -23,7 +23,7 @@ from zerograph.loops.program import Program
 from zerograph.loops.words import Words
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.exchange import gather_whole
-from zerograph.runtime.job.process_group import agree, differing, digest, mesh
+from zerograph.runtime.job.process_group import agree, differing, digest, mesh, mesh_of
 
 T = TypeVar("T")
 
@@ -183,7 +183,10 @@ class Recorded(ZeroGraph):
             return first if len(tensors) == 1 else torch.cat([tensor.detach() for tensor in tensors])
         if first.dim() == 0:
             return first
-        placement = self.config.placement or mesh(first.device.type)
+        placement, job = self.config.placement, self._join()
+        if placement is None:
+            kind = first.device.type
+            placement = mesh(kind) if job.mesh.dims == 1 else mesh_of(kind, torch.tensor(job.grid, device="cpu"))
         return DTensor.from_local(first, placement, [Replicate()] * placement.ndim, run_check=False)
 
     def _parted(self, value: Tensor, sbp: NdSbp, meta: Meta, calls: int) -> list[Tensor]:

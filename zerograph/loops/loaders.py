@@ -11,14 +11,18 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zerograph import data
 from zerograph._torch import pytree
+from zerograph.compiler.input_layout import rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError
+from zerograph.ir.mesh import local_start, piece_count
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 
 
 class SplitLoader:
     """Iterate over this rank's rows of each batch of a loader. Other attributes are the loader's.
+
+    Ranks that hold the same rows, such as those that split each sequence, get the same.
 
     The batches are those that the loader yields in one process. A ``DataLoader`` of a map-style dataset reads only this
     rank's samples. Of any other iterable every rank reads the whole batch, which must be equal on all ranks. A loader
@@ -40,10 +44,11 @@ class SplitLoader:
             RankMismatchError: the ranks' batches differ.
             InputError: a batch has fewer rows than there are ranks, and a rank had none before.
         """
-        loader, job = self._loader, join(self._config.timeout)
+        loader, job = self._loader, self._job()
         if job.size == 1:
             yield from loader
         elif isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            self._check_sampler(loader.sampler, job)
             yield from data.batches(loader, timeout=self._config.timeout)
         elif isinstance(loader, DataLoader) and _splits_samples(loader):
             yield from self._of_samples(loader)
@@ -53,12 +58,31 @@ class SplitLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def _job(self) -> Job:
+        return join(self._config.timeout, self._config.placement, self._config.sequence_parallel)
+
+    def _parts(self, job: Job) -> tuple[int, int]:
+        """Return which part of each batch is this rank's, and the number of parts."""
+        sbp = rows_on(self._config, job.mesh)
+        parts = piece_count(sbp, job.mesh)
+        return local_start((parts,), sbp, job.mesh)[0], parts
+
+    def _check_sampler(self, sampler: DistributedSampler[Any], job: Job) -> None:
+        part, parts = self._parts(job)
+        if parts < job.size and (sampler.rank, sampler.num_replicas) != (part, parts):
+            raise InputError(
+                f"the DistributedSampler of a prepared loader has num_replicas={sampler.num_replicas}, "
+                f"rank={sampler.rank}, but the {job.size} ranks hold {parts} part(s) of each batch, and this rank part "
+                f"{part}: ranks that split a sequence must read the same rows\nGive it num_replicas={parts}, "
+                f"rank={part}, or leave the sampler out: a prepared loader splits the batches itself."
+            )
+
     def _of_samples(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Read this rank's samples of each batch, in the order of rank 0's random numbers."""
-        job = join(self._config.timeout)
+        job = self._job()
         _same_generators(loader, job)
         if self._reading is None or not loader.persistent_workers:
-            mine = _Part(loader.batch_sampler, job.rank, job.size)  # type: ignore[arg-type]
+            mine = _Part(loader.batch_sampler, *self._parts(job))  # type: ignore[arg-type]
             options = reading_options(loader)
             self._reading = (
                 DataLoader(loader.dataset, batch_sampler=mine, collate_fn=loader.collate_fn, **options),
@@ -71,12 +95,13 @@ class SplitLoader:
             yield batch if count else _rows(batch, slice(0, 0))
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        job = join(self._config.timeout)
+        job = self._job()
+        part, parts = self._parts(job)
         for number, batch in enumerate(loader):
             facts = [(tuple(t.shape), float(t.double().sum())) for t in _tensors(batch)]
             agree_on_batch(job, number, "shapes and sums", facts)
             count = next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
-            yield _rows(batch, bounds(count, job.rank, job.size))
+            yield _rows(batch, bounds(count, part, parts))
 
 
 def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -97,15 +122,15 @@ def _splits_samples(loader: DataLoader[Any]) -> bool:
 class _Part:
     """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like."""
 
-    def __init__(self, batches: Iterable[Sequence[Any]], rank: int, size: int) -> None:
-        self._batches, self._rank, self._size = batches, rank, size
+    def __init__(self, batches: Iterable[Sequence[Any]], part: int, parts: int) -> None:
+        self._batches, self._part, self._parts = batches, part, parts
         self.read: dict[int, tuple[Any, int]] = {}
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.read.clear()
         for number, whole in enumerate(self._batches):
             indices = list(whole)
-            mine = indices[bounds(len(indices), self._rank, self._size)]
+            mine = indices[bounds(len(indices), self._part, self._parts)]
             self.read[number] = (indices, len(mine))
             yield mine or indices[:1]
 
@@ -113,11 +138,11 @@ class _Part:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-def bounds(count: int, rank: int, size: int) -> slice:
-    """Return the rows of a rank: contiguous, and as many as of any other, or one more."""
-    least, more = divmod(count, size)
-    start = rank * least + min(rank, more)
-    return slice(start, start + least + (rank < more))
+def bounds(count: int, part: int, parts: int) -> slice:
+    """Return the rows of a part: contiguous, and as many as of any other, or one more."""
+    least, more = divmod(count, parts)
+    start = part * least + min(part, more)
+    return slice(start, start + least + (part < more))
 
 
 def _same_generators(loader: DataLoader[Any], job: Job) -> None:
