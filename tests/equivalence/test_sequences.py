@@ -207,7 +207,7 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
         assert word in message
 
 
-def prepared_loop() -> tuple[list[float], dict[str, Tensor]]:
+def prepared_loop(sequence_parallel: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     """Train on whole sequences from a loader by a prepared loop; the loss is weighted by a tensor that is no batch."""
     torch.manual_seed(0)
     model = Mean().double()
@@ -215,8 +215,8 @@ def prepared_loop() -> tuple[list[float], dict[str, Tensor]]:
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(*map(torch.cat, zip(*mean_batches(), strict=True))), batch_size=4
     )
-    if torch.distributed.is_initialized():
-        config = zg.Config(sequence_parallel=2)
+    if sequence_parallel > 1:
+        config = zg.Config(sequence_parallel=sequence_parallel)
         model, optimizer, loader = zg.prepare(model, optimizer, loader, config=config)
     losses, weights = [], torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     for batch in loader:
@@ -230,7 +230,7 @@ def prepared_loop() -> tuple[list[float], dict[str, Tensor]]:
 
 def test_a_prepared_loader_yields_the_same_rows_to_ranks_that_split_sequences(pool: Pool) -> None:
     wanted, wanted_state = prepared_loop()
-    for losses, state in pool.run(4, prepared_loop):
+    for losses, state in pool.run(4, prepared_loop, 2):
         assert losses == pytest.approx(wanted, rel=1e-12)
         torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-12)
 
