@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -50,8 +50,10 @@ _WITHOUT_VALUE = (
     "dataclasses._",
     "_collections._tuplegetter",
 )
+# Entries that transformers adds to classes of torch when it first needs them; where a trace runs them, they count.
+ADDED = frozenset({"smart_apply"})
 # Entries of classes that differ between processes, or say nothing.
-_OF_CLASSES = frozenset(
+_OF_CLASSES = ADDED | frozenset(
     {
         *(
             "__dict__",
@@ -223,13 +225,17 @@ class Digest:
 
     def everything_of(self, value: Any) -> str:
         """Return the digest of a value with the globals of all functions that it leads to, whether they ran or not."""
-        return self._with(None).of(value)
+        digest = self if self.visited.executed is None else self._of_everything
+        depth, digest._depth = digest._depth, 0
+        try:
+            return digest.of(value)
+        finally:
+            digest._depth = depth
 
-    def _with(self, executed: Collection[str] | None) -> Digest:
-        inner = Visited(executed, self.visited.own)
-        inner.doubts, inner.codes = self.visited.doubts, self.visited.codes
-        inner.functions, inner.parents = self.visited.functions, self.visited.parents
-        return Digest(inner)
+    @functools.cached_property
+    def _of_everything(self) -> Digest:
+        """Digests each object once for all calls: what functions lead to leads back to most of it."""
+        return Digest(replace(self.visited, executed=None))
 
     def _code(self, code: types.CodeType) -> str:
         self.visited.codes.add(code)

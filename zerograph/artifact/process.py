@@ -15,6 +15,7 @@ import torch
 
 import zerograph
 from zerograph import _torch
+from zerograph.artifact.digest import ADDED
 from zerograph.base import source
 
 # Variables that torch reads in C, or when it is imported.
@@ -87,7 +88,7 @@ def _replaced() -> list[str]:
                 replaced += [
                     _place(f"{name}.{key}.{entry}", function)
                     for entry, function in list(vars(value).items())
-                    if type(function) is types.FunctionType and _is_foreign(function)
+                    if type(function) is types.FunctionType and _is_foreign(function) and entry not in ADDED
                 ]
     return replaced
 
