@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
+import enum
 import functools
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +43,35 @@ class Slots:
         self.shift = 0.25
 
 
-OPTIONS, SLOTS = Options(), Slots()
+class Meta(type):
+    GAIN = 1.0
+
+
+class Measured(metaclass=Meta):
+    pass
+
+
+class Number(float):
+    gain = 1.0
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+OPTIONS, SLOTS, LOCAL, NUMBER, CONTEXT = Options(), Slots(), threading.local(), Number(1), contextlib.nullcontext(1.0)
+LOCAL.gain, Kind.ONE.gain = 1.0, 1.0  # type: ignore[attr-defined]
+MADE_GAIN = 1.0
+MADE: dict[str, Any] = {"__name__": __name__}
+
+
+def made(text: str) -> Any:
+    """Return the function ``made`` that a string defines."""
+    exec(text, globals(), MADE)
+    return MADE["made"]
+
+
+MADE_BY_NAME = made("def made(x): return x * MADE_GAIN")
 
 
 def scaled(x: Tensor, by: float = 1.0) -> Tensor:
@@ -79,6 +110,8 @@ class Base(nn.Module):
         x = self.act(CLOSURE(PARTIAL(scaled(x)))) * self.gain * self._sizes[-1] * self.FACTOR
         x = x.pow(OPTIONS.power) + LIMITS["low"]["value"] + SLOTS.shift + float(ARRAY[0]) + QUEUE[0] + STEPS[0]
         x = torch.relu(x) + float(os.environ.get("STEP_SHIFT", "1")) + library.FACTOR + cached_factor()
+        with CONTEXT as gain:
+            x = MADE_BY_NAME(x) * Measured.GAIN * NUMBER.gain * Kind.ONE.gain * LOCAL.gain * gain  # type: ignore[attr-defined]
         return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
 
     def finished(self, x: Tensor) -> Tensor:
@@ -206,6 +239,13 @@ CHANGES: dict[str, Change] = {
     "an array of numpy": on(lambda p, n: p.setitem(globals(), "ARRAY", np.array([n, 2.0]))),
     "a deque": on(lambda p, n: p.setitem(globals(), "QUEUE", collections.deque([n, 2.0]))),
     "an object's attribute": on(lambda p, n: p.setattr(OPTIONS, "power", n)),
+    "a thread's value": on(lambda p, n: p.setattr(LOCAL, "gain", n)),
+    "a constant of a metaclass": on(lambda p, n: p.setattr(Meta, "GAIN", n)),
+    "an attribute of a number": on(lambda p, n: p.setattr(NUMBER, "gain", n, raising=False)),
+    "an attribute of a member": on(lambda p, n: p.setattr(Kind.ONE, "gain", n)),
+    "a context's value": on(lambda p, n: p.setitem(globals(), "CONTEXT", contextlib.nullcontext(n))),
+    "a global of a function made from text": on(lambda p, n: p.setitem(globals(), "MADE_GAIN", n)),
+    "a method made from text": on(lambda p, n: p.setattr(Body, "finished", made(f"def made(self, x): return x * {n}"))),
     "a slot": on(lambda p, n: p.setattr(SLOTS, "shift", n)),
     "a closure": on(lambda p, n: p.setitem(globals(), "CLOSURE", times(n))),
     "a partial function": on(lambda p, n: p.setitem(globals(), "PARTIAL", functools.partial(scaled, by=n))),

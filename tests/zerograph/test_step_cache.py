@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import datetime
 import functools
+import importlib
 import os
 import random
+import sys
 import tempfile
 import time
 import types
@@ -135,14 +139,32 @@ class Doubtful(zg.ZeroGraph):
         self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
 
     def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean() + self.doubt()
+        loss = self.model(x).square().mean() + self.doubt() + getattr(self, "a" + "rray", (0.0,))[0]
         loss.backward()
         return loss
+
+
+VALUES = [1.0]
 
 
 def text_of_file() -> float:
     with open(__file__) as file:
         return float(len(file.read()))
+
+
+def length_of_module() -> float:
+    return float(len(vars(sys.modules["os"])["sep"]))
+
+
+def threads() -> float:
+    return float(torch.get_num_threads())
+
+
+def with_array() -> Doubtful:
+    """Return a step with an attribute that ``build()`` reads by a name it makes."""
+    step = Doubtful(float)
+    step.array = array.array("d", [1.0])
+    return step
 
 
 DOUBTS: dict[str, Callable[[], float]] = {
@@ -151,6 +173,12 @@ DOUBTS: dict[str, Callable[[], float]] = {
     "calls builtins.eval()": lambda: float(eval("1.5")),
     "all environment variables": lambda: float(len(dict(os.environ))),
     "calls posix.listdir()": lambda: float(len(os.listdir("/"))),
+    "calls datetime.now()": lambda: datetime.datetime.now().year,
+    "calls importlib.import_module()": lambda: len(importlib.import_module("os").sep),
+    "names sys.modules": length_of_module,
+    "<lambda> ran, and no name leads to it": lambda: float(len(VALUES)),
+    "torch.get_num_threads()": threads,
+    "array.array: its value cannot be compared": with_array,  # type: ignore[dict-item]
     "memoryview: its value cannot be compared": functools.partial(len, memoryview(b"12")),
 }
 
@@ -159,7 +187,7 @@ def doubts(folder: str) -> dict[str, list[str]]:
     said = {}
     for expected, doubt in DOUBTS.items():
         with cache_in(folder) as cache:
-            step = Doubtful(doubt)
+            step = Doubtful(doubt) if doubt is not with_array else with_array()
             assert not cache.is_used(step, X)
             assert not cache.files(), expected
             said[expected] = cache.said

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from zerograph._torch import hook_tables
-from zerograph.artifact.digest import Digest, Visited, counts, module_name, name_of
-from zerograph.base import recording
+from zerograph.artifact.digest import BY_TEXT, Digest, Visited, counts, module_name, name_of, texts_of
+from zerograph.base import recording, source
 from zerograph.base.recording import Recording
 
 _NUMBERS = (bool, int, float, str)
@@ -55,14 +55,36 @@ def described(name: str) -> str:
     return f"the {name}" if name.startswith(_VARIABLE) else f"the code of {name}, or a value that it reads"
 
 
-def unseen(trace: Recording, visited: Visited) -> list[str]:
-    """Return what ran in a trace, but is not in the digests: code that no name leads to, and closures."""
+def unseen(trace: Recording, visited: Visited, named: Collection[types.CodeType]) -> list[str]:
+    """Return what ran in a trace, but is not in the digests: code that no name leads to, and closures.
+
+    Args:
+        trace: what ran.
+        visited: what was seen.
+        named: the code that names lead to. Of other code, in attributes for instance, the globals are not compared.
+    """
     missing = []
     for code, module in trace.codes.items():
         defined_in_trace = visited.parents.get(code) in trace.codes
-        if code not in visited.codes or (code.co_freevars and code not in visited.functions and not defined_in_trace):
+        if code not in named or (code.co_freevars and code not in visited.functions and not defined_in_trace):
             missing.append(f"{module}:{code.co_qualname} ran, and no name leads to it")
+        if "__subclasses__" in code.co_names:
+            missing.append(f"{module}:{code.co_qualname} reads __subclasses__")
     return missing
+
+
+def read_names(trace: Recording) -> frozenset[str] | None:
+    """Return the names of attributes that a trace may have read; None for all.
+
+    The user's own functions may make names. Those of installed packages do for modules, which are compared.
+    """
+    names: set[str] = set()
+    for code in trace.codes:
+        named = texts_of(code)
+        if named & BY_TEXT and source.is_users(code.co_filename) and not source.is_installed(code.co_filename):
+            return None
+        names |= named
+    return frozenset(names)
 
 
 def attribute_digests(
@@ -93,6 +115,8 @@ def attribute_digests(
             if names is None or name in names:
                 texts[f"the attribute {path}.{name}"] = digest.of(value)
     for path, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            visited.doubt(f"{path} is compiled by TorchScript")
         if hooks := [hook for table in hook_tables(module) for hook in table.values()]:
             texts[f"the hooks of {path}"] = digest.of(hooks)
     classes = dict.fromkeys(map(type, [*own, *modules.values()]))

@@ -5,6 +5,7 @@ What a digest cannot tell of a value is a doubt: an object of a library in C, fo
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import contextvars
@@ -15,6 +16,7 @@ import hashlib
 import logging
 import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -42,11 +44,11 @@ _TEXTS = frozenset({"re.Pattern", "decimal.Decimal", "fractions.Fraction", "iter
 # Objects without a value that a trace could read.
 _WITHOUT_VALUE = (
     "logging.",
-    "_thread.",
+    "_thread.lock",
+    "_thread.RLock",
     "warnings.",
     "typing.",
     "abc.",
-    "contextlib.nullcontext",
     "dataclasses._",
     "_collections._tuplegetter",
 )
@@ -71,6 +73,28 @@ _OF_CLASSES = ADDED | frozenset(
 _MAX_LENGTH, _MAX_DEPTH = 10_000, 24
 # Code without a trace that names one of these may read something else in another process.
 _OUTSIDE = frozenset({"environ", "getenv", "open", "eval", "exec", "import_module", "random", "time"})
+# Functions that read files, the machine or the process in a way that a trace does not see, by module and name.
+_UNSEEN = {
+    "torch": frozenset(
+        {
+            *(
+                "load",
+                "from_file",
+                "initial_seed",
+                "seed",
+                "get_rng_state",
+                "get_num_threads",
+                "get_num_interop_threads",
+            ),
+            *("mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "device_count"),
+        }
+    ),
+    "numpy": frozenset({"load", "loadtxt", "genfromtxt", "fromfile", "fromregex", "memmap", "open_memmap"}),
+    "pkgutil": frozenset({"get_data", "resolve_name"}),
+    "gc": frozenset({"get_objects", "get_referrers"}),
+}
+# Libraries whose functions and classes in C are followed, or keep no state.
+_KNOWN_IN_C = frozenset({*sys.stdlib_module_names, *_OF_TORCH, "torch", "zerograph"})
 # Objects of torch whose values change with every step.
 _CHANGING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator)
 _CODES = (*(staticmethod, classmethod, types.MethodType, property, functools.cached_property),)
@@ -137,11 +161,11 @@ class Digest:
 
     def of(self, value: Any) -> str:
         """Return the digest of a value. Objects that refer to themselves are digested up to the reference."""
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN) and type(value).__module__ in ("builtins", "torch"):
             return f"{type(value).__name__} {value!r}"
         key = id(value)
         if key not in self._seen:
-            self._seen[key] = "itself"
+            self._seen[key] = f"itself {self._depth}"
             self._kept.append(value)
             self._depth += 1
             try:
@@ -161,6 +185,9 @@ class Digest:
         return f"object of {name}"
 
     def _text(self, value: Any) -> str:
+        self._note_unseen(value)
+        if isinstance(value, PLAIN):
+            return self._plain(value)
         for kind, text in _TEXT.items():
             if isinstance(value, kind):
                 return f"{type(value).__qualname__} {text(self, value)}"
@@ -175,6 +202,29 @@ class Digest:
             inside = "" if wrapped is None else self.everything_of(wrapped)
             return f"{type(value).__name__} {getattr(value, '__module__', '')}.{name} {bound} {inside}"
         return self._object(value)
+
+    def _plain(self, value: Any) -> str:
+        """Return the digest of a number or a string of a class of its own, or of a member of an enumeration."""
+        if isinstance(value, enum.Enum):
+            own = {name: entry for name, entry in sorted(vars(value).items()) if name != "__objclass__"}
+            return f"{type(value).__module__}.{type(value).__qualname__} {self.of(own)}"
+        kind: Any = next(kind for kind in PLAIN if isinstance(value, kind))
+        return f"{kind.__repr__(value)} {self._parts(value)}"
+
+    def _note_unseen(self, value: Any) -> None:
+        """Note a doubt about what reads something that a trace does not see, or keeps state in C."""
+        if value is sys.modules:
+            self.visited.doubt("the code names sys.modules")
+        if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return
+        # Functions of some bindings have no module.
+        module, name = getattr(value, "__module__", None) or "builtins", getattr(value, "__name__", "")
+        library = module.partition(".")[0]
+        if name in _UNSEEN.get(library, ()):
+            self.visited.doubt(f"{library}.{name}() reads what is not compared")
+        is_known = library in _KNOWN_IN_C and (module != "builtins" or not isinstance(value, type))
+        if not isinstance(value, types.FunctionType) and not is_known and _is_in_c(value, module):
+            self.visited.doubt(f"{module}.{name} of a library in C")
 
     def _sequence(self, value: Any) -> str:
         if len(value) > _MAX_LENGTH:
@@ -207,12 +257,19 @@ class Digest:
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
         head = f"{function.__module__} {function.__qualname__} {self.of(code)}"
+        if _is_of_text(code):
+            of_all = self.visited.executed is None
+            return f"{head} {self._values_of(function) if of_all else self.everything_of(function)}"
         if not counts(code.co_filename) and not hasattr(function, "__wrapped__"):
             return head
+        return f"{head} {self._values_of(function)}"
+
+    def _values_of(self, function: types.FunctionType) -> str:
+        code = function.__code__
         self.visited.functions.add(code)
         cells = [_cell(cell) for cell in function.__closure__ or ()]
         values = [function.__defaults__, function.__kwdefaults__, cells, getattr(function, "__wrapped__", None)]
-        return f"{head} {list(map(self.of, values))} {self._globals(function)}"
+        return f"{list(map(self.of, values))} {self._globals(function)}"
 
     def _globals(self, function: types.FunctionType) -> list[str]:
         executed, code = self.visited.executed, function.__code__
@@ -257,6 +314,8 @@ class Digest:
         Its functions are digested where they ran. Where all counts they are digested here.
         """
         texts = [f"{cls.__module__}.{cls.__qualname__}"]
+        if counts(_file_of(type(cls))):
+            texts.append(self.of(type(cls)))
         for kind in cls.__mro__:
             if not counts(_file_of(kind)):
                 continue
@@ -265,7 +324,7 @@ class Digest:
             with_code = self.visited.executed is None or issubclass(kind, torch.autograd.Function)
             for name, entry in entries.items():
                 is_code = isinstance(entry, (types.FunctionType, *_CODES))
-                if is_code and with_code:
+                if is_code and (with_code or _is_of_text(getattr(entry, "__code__", None))):
                     texts.append(f"{name}={self.everything_of(entry)}")
                 elif isinstance(entry, types.FunctionType) and entry.__code__.co_freevars not in ((), ("__class__",)):
                     # A decorator of the class has made it.
@@ -296,6 +355,12 @@ class Digest:
         if isinstance(value, type(os.environ)):
             # A trace notes the variables that it reads.
             return name
+        if isinstance(value, threading.local):
+            return self._parts(value)
+        if isinstance(value, contextlib.nullcontext):
+            return f"{name} {self.of(value.enter_result)}"
+        if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+            return self._unknown(value)
         if isinstance(value, weakref.ref):
             return f"{name} {self.of(value())}"
         if isinstance(value, contextvars.ContextVar):
@@ -353,6 +418,20 @@ def _is_kind(value: Any, kind: type) -> bool:
     return issubclass(type(value), kind)
 
 
+def _is_of_text(code: types.CodeType | None) -> bool:
+    """Return whether code was compiled from a string: no trace follows it."""
+    return code is not None and code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
+
+
+def _is_in_c(value: Any, module: str) -> bool:
+    """Return whether a class or a builtin function is written in C."""
+    if not isinstance(value, type):
+        return True
+    if module == "builtins":
+        return not hasattr(builtins, value.__name__) and value not in vars(types).values()
+    return _file_of(value).endswith((".so", ".pyd"))
+
+
 def _is_bindings(owner: Any) -> bool:
     """Return whether a function in C is a part of a library's bindings, and bound to no object of the user."""
     return type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule"
@@ -374,8 +453,14 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
+def texts_of(code: types.CodeType) -> set[str]:
+    """Return the names and the strings in code, and in the code inside."""
+    texts = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    return texts.union(*(texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
+
+
 # Code that has one of these names may read a name that it does not show.
-_BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
+BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
 
 
 def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -392,7 +477,7 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, value
         if isinstance(value, types.ModuleType):
             yield from _attributes(name, value, names)
-            if _BY_TEXT & set(names) and source.is_users(getattr(value, "__file__", None) or "<"):
+            if BY_TEXT & set(names) and source.is_users(getattr(value, "__file__", None) or "<"):
                 yield f"{name}.*", _values(vars(value))
     if "globals" in names:
         yield "*", _values(space)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import sys
 import types
@@ -17,13 +18,17 @@ from zerograph.base import source
 from zerograph.errors import ArtifactError
 
 F = TypeVar("F", bound=Callable[..., Any])
+# Its result is a module that no name in the code leads to.
+_IMPORT = importlib.import_module.__code__
 _CO_OPTIMIZED = 0x1  # of functions; bodies of classes and modules lack it
 # Functions in C that read something which the next process may not find the same: clocks, files, random numbers, names.
-_OUTSIDE = frozenset({"time", "posix", "nt", "_io", "io", "_random", "_socket", "_datetime", "datetime", "_uuid"})
+_OUTSIDE = frozenset(
+    {"time", "posix", "nt", "_io", "io", "_random", "_socket", "_datetime", "datetime", "_uuid", "random"}
+)
 _HARMLESS = frozenset({"fspath", "getpid", "get_ident", "isatty", "fileno", "perf_counter", "monotonic", "flush"})
 _BY_NAME = frozenset({"eval", "exec", "__import__", "input"})
 # Modules of the standard library that read clocks and files for messages and imports only.
-_MESSAGES = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "importlib", "pkgutil", "tokenize"})
+_MESSAGES = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "importlib", "tokenize"})
 
 
 @dataclass
@@ -49,7 +54,11 @@ class Recording:
             code = frame.f_code
             if code in self._other or code in self.codes:
                 return
-            if code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename):
+            if code is _IMPORT:
+                place = self._caller(frame.f_back)
+                if place is not None:
+                    self.doubts[f"{place} calls importlib.import_module()"] = None
+            elif code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename):
                 self.codes[code] = frame.f_globals.get("__name__", "")
             else:
                 self._other.add(code)
@@ -58,7 +67,9 @@ class Recording:
 
     def _note_builtin(self, frame: types.FrameType, function: Any) -> None:
         owner = getattr(function, "__self__", None)
-        module = getattr(function, "__module__", None) or type(owner).__module__
+        # That of a class method is the class.
+        kind = owner if isinstance(owner, type) else type(owner)
+        module = getattr(function, "__module__", None) or kind.__module__
         name = getattr(function, "__name__", "")
         if module == "builtins":
             if name not in _BY_NAME:
@@ -108,7 +119,10 @@ def recorded(counts: Callable[[str], bool]) -> Iterator[Recording]:
     read, keys = environment.__getitem__, environment.__iter__
 
     def read_noted(variables: Any, name: str) -> str:
-        recording.variables.add(name)
+        if isinstance(name, str):
+            recording.variables.add(name)
+        else:
+            recording.doubts["the code reads os.environb"] = None
         return read(variables, name)
 
     def keys_noted(variables: Any) -> Iterator[str]:

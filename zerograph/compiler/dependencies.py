@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerograph import _torch
-from zerograph.artifact.code import attribute_digests, digests, names_of, unseen
+from zerograph.artifact.code import attribute_digests, digests, names_of, read_names, unseen
 from zerograph.artifact.digest import PLAIN, Digest, Visited
 from zerograph.base.recording import Recording
 from zerograph.compiler.members import Members, Optimizers
@@ -58,13 +58,14 @@ class Dependencies:
         """
         visited = Visited()
         digests(names_of(trace), visited)
-        executed = visited.executed
+        executed, named = visited.executed, frozenset(visited.codes)
         # What no code names is not read: schedulers and tokenizers may be in attributes.
-        names = {name for code in trace.codes for name in code.co_names}
+        names = read_names(trace)
+        attributes = {name: value for name, value in self.attributes.items() if names is None or name in names}
         visited.executed = ()
-        self._digests(visited, {name: value for name, value in self.attributes.items() if name in names}, names)
+        self._digests(visited, attributes, names)
         visited.executed = executed
-        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited)]
+        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named)]
         if not any(code.co_name == "build" for code in trace.codes) or _is_of_framework(type(self.graph)):
             doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
         if modes := _torch.active_modes():
@@ -73,7 +74,9 @@ class Dependencies:
             doubts.append("config.on_missing_rule = 'discover' runs operators")
         return doubts
 
-    def _digests(self, visited: Visited, attributes: Mapping[str, Any], names: set[str] | None) -> dict[str, str]:
+    def _digests(
+        self, visited: Visited, attributes: Mapping[str, Any], names: Collection[str] | None
+    ) -> dict[str, str]:
         texts = attribute_digests(self.members.root, attributes, [self.graph], visited, names)
         digest = Digest(visited)
         tensors = {**self.members.parameters, **self.members.buffers}
