@@ -123,6 +123,7 @@ def launch(kind: str, layers: int, backend: str, cache: Path) -> tuple[float, fl
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "ZEROGRAPH_CACHE": str(cache / "zerograph"),
+        "ZEROGRAPH_CACHE_STEPS": "4GiB",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),

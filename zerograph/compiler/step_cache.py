@@ -32,7 +32,6 @@ from zerograph.runtime.job.exchange import broadcast_number, broadcast_small
 from zerograph.runtime.job.process_group import Job, agree
 
 VARIABLE = "ZEROGRAPH_CACHE_STEPS"
-_DEFAULT_LIMIT = 4 * 2**30
 # A file that another job is writing is younger.
 _ABANDONED_SECONDS = 3600
 _log = logging.getLogger("zerograph.cache")
@@ -44,13 +43,13 @@ _OFF, _MISSING = -1, 0
 
 
 def limit() -> int:
-    """Return the bytes that the cache may take; 0 if it is off.
+    """Return the bytes that the cache may take; 0 if it is off, as by default.
 
     Raises:
         ConfigError: the variable has another value.
     """
-    text = os.environ.get(VARIABLE, "")
-    size = 0 if text.strip() == "0" else in_bytes(text) if text else _DEFAULT_LIMIT
+    text = os.environ.get(VARIABLE, "").strip()
+    size = 0 if text in ("", "0") else in_bytes(text)
     if size is None:
         raise ConfigError(f"{VARIABLE}={text}: give a size such as 4GiB, or 0 to cache no steps")
     return size
