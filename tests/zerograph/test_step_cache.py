@@ -278,12 +278,9 @@ def used_again(folder: str, name: str, stage: int) -> None:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("mixtral", 3),
-        *(
-            pytest.param(name, 0 if stage == "off" else stage, marks=pytest.mark.long, id=f"{name}-{stage}")
-            for name in FAMILIES
-            for stage in STAGES
-        ),
+        pytest.param(name, 0 if stage == "off" else stage, marks=pytest.mark.long, id=f"{name}-{stage}")
+        for name in FAMILIES
+        for stage in STAGES
     ],
 )
 def test_steps_of_models_are_kept(pool: Pool, tmp_path: Path, name: str, stage: int) -> None:
