@@ -20,10 +20,8 @@ import functools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
 import zerograph as zg  # noqa: E402
+from benchmarks.measure.rounds import medians  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
@@ -121,18 +120,12 @@ def measured(rounds: int) -> list[float]:
 
     tokens = [run(way, 2) for way in runs[:-1]]
     assert all(torch.equal(other, tokens[0]) for other in tokens)
-    return medians([functools.partial(run, way, NEW) for way in runs], rounds)
+    return per_token([functools.partial(run, way, NEW) for way in runs], rounds)
 
 
-def medians(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def per_token(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """Run each in turn and return its milliseconds for a token."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, taken in zip(runs, seconds, strict=True):
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
-    return [statistics.median(taken) / NEW * 1e3 for taken in seconds]
+    return [seconds / NEW * 1e3 for seconds in medians(runs, rounds)]
 
 
 def between_hosts(rounds: int) -> list[float]:
@@ -236,7 +229,7 @@ def decoded(hidden: int, layers: int, rounds: int) -> list[float]:
     with torch.no_grad():
         tokens = [way() for way in runs]
         assert all(torch.equal(other, tokens[0]) for other in tokens)
-        return medians(runs, rounds)
+        return per_token(runs, rounds)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Gpt  # noqa: E402
+from benchmarks.measure.rounds import medians  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph.optim import trace_update  # noqa: E402
@@ -164,15 +165,7 @@ def fused_update(numel: int) -> Callable[[], Any]:
 
 @torch.no_grad()
 def update_row(numel: int) -> list[str]:
-    runs: list[Callable[[], Any]] = [fused_update(numel), coded_update(numel)]
-    seconds: list[list[float]] = [[], []]
-    for number in range(-3, ROUNDS):
-        for run, taken in zip(runs, seconds, strict=True):
-            began = time.thread_time()
-            run()
-            if number >= 0:
-                taken.append(time.thread_time() - began)
-    exact, coded = map(statistics.median, seconds)
+    exact, coded = medians([fused_update(numel), coded_update(numel)], ROUNDS, warm_up=3, clock=time.thread_time)
     return [f"{numel:,}", f"{exact * 1e3:.2f}", f"{coded * 1e3:.2f}", f"{coded / exact:.1f}"]
 
 

@@ -9,9 +9,7 @@ the same tensor. One thread, in turn, medians of 25 rounds.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
+from benchmarks.measure.rounds import medians  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from zerograph.optim import trace_update  # noqa: E402
 from zerograph.runtime.backends.inductor import compile_pieces  # noqa: E402
@@ -52,15 +51,7 @@ def fused(kind: type[torch.optim.Optimizer], numel: int, **options: Any) -> Call
 
 
 def row(name: str, kind: type[torch.optim.Optimizer], numel: int, **options: Any) -> list[str]:
-    runs = [fused(kind, numel, **options), compiled(kind, numel, **options)]
-    seconds: list[list[float]] = [[], []]
-    for number in range(-3, ROUNDS):
-        for run, taken in zip(runs, seconds, strict=True):
-            began = time.perf_counter()
-            run()
-            if number >= 0:
-                taken.append(time.perf_counter() - began)
-    theirs, ours = map(statistics.median, seconds)
+    theirs, ours = medians([fused(kind, numel, **options), compiled(kind, numel, **options)], ROUNDS, warm_up=3)
     return [name, f"{numel:,}", f"{theirs * 1e3:.2f}", f"{ours * 1e3:.2f}", f"{ours / theirs:.2f}"]
 
 

@@ -25,7 +25,7 @@ NOTES = """\
 **step**: median milliseconds of a step over all steps and ranks; all ranks begin each step together. **compute**: the
 step of as many processes that exchange nothing, on the same cores. **wire**: bytes that must leave a host / its rate:
 the parameters once (stages off to 2: half for the gradients, half for the update or the parameters), one and a half
-times at stage 3. **limit**: the greater of the two; a step that hides one behind the other takes that long. **/ peer**:
+times at stage 3. **limit**: the greater of the two, reached if exchanges overlap computation entirely. **/ peer**:
 over the best peer of the stage. **sent**: MB of 10^6 bytes that a host sends in a step, by the counters of its
 interface, headers included. **flat**: bytes of whole parameters and gradients if every rank sent its pieces to every
 rank of the other host; a step that exchanges rows of an embedding sends less on any number of ranks.

@@ -100,6 +100,13 @@ def _losses(measurement: Measurement) -> tuple[float, ...]:
     return tuple(statistics.fmean(each) for each in zip(*by_rank, strict=True))
 
 
+def succeeded(tables: Iterable[Mapping[str, Row]]) -> bool:
+    """Return whether no contender failed and all losses agree."""
+    return not any(
+        disagreements(table) or any(row.problem.startswith("failed") for row in table.values()) for table in tables
+    )
+
+
 def disagreements(table: Mapping[str, Row]) -> dict[str, float]:
     """By name, how far a contender's losses are from the others' median, where that is more than the tolerance.
 
