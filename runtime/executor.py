@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
@@ -87,29 +88,15 @@ class Executor:
             CommunicationError: a collective failed; the message names it.
             OperatorError: an operator failed on this rank; the message names it with the user's line.
         """
-        with reporting_failures(self.job, doing):
-            try:
-                return self._run(batch, numbers, seed, doing, sizes)
-            except BaseException as error:
-                self._mark_break(error, doing)
-                raise
+        with self._reporting(doing):
+            inputs, arguments = self._bound(batch, numbers, seed, sizes)
 
-    def _run(
-        self,
-        batch: Sequence[Tensor],
-        numbers: Mapping[str, float],
-        seed: int,
-        doing: str,
-        sizes: Mapping[SizeInput, int],
-    ) -> list[Tensor]:
-        inputs, arguments = self._bound(batch, numbers, seed, sizes)
+            def run() -> list[Tensor]:
+                results = list((self.low_overhead or self.function)(*arguments))
+                self._write_back(inputs, arguments)
+                return results
 
-        def run() -> list[Tensor]:
-            results = list((self.low_overhead or self.function)(*arguments))
-            self._write_back(inputs, arguments)
-            return results
-
-        return self._explained(run, doing)
+            return self._explained(run, doing)
 
     def start(
         self,
@@ -125,8 +112,10 @@ class Executor:
             The values that are computed there, and a function that runs the rest, given ``numbers``.
         """
         assert self.pausing is not None
-        inputs, arguments = self._bound(batch, numbers, seed, sizes)
-        running = self.pausing(*arguments)
+        with self._reporting(doing):
+            inputs, arguments = self._bound(batch, numbers, seed, sizes)
+            running = self.pausing(*arguments)
+            values = self._explained(lambda: next(running), doing)
 
         def run_rest() -> list[Tensor]:
             try:
@@ -137,12 +126,21 @@ class Executor:
             raise AssertionError("a step has one pause")
 
         def finish(numbers: Mapping[str, float]) -> list[Tensor]:
-            self._fill(numbers)
-            with reporting_failures(self.job, doing):
+            with self._reporting(doing):
+                self._fill(numbers)
                 return self._explained(run_rest, doing)
 
+        return values, finish
+
+    @contextlib.contextmanager
+    def _reporting(self, doing: str) -> Iterator[None]:
+        """Tell the other ranks of an error inside the block, and where the step broke off."""
         with reporting_failures(self.job, doing):
-            return self._explained(lambda: next(running), doing), finish
+            try:
+                yield
+            except BaseException as error:
+                self._mark_break(error, doing)
+                raise
 
     def _fill(self, numbers: Mapping[str, float]) -> None:
         for name, tensor in self.numbers.items():

@@ -92,12 +92,13 @@ def look_up(
         present: the requirements of the step.
         graph: the graph.
     """
-    file, data, number = file_of(present, graph), b"", _OFF
+    data, number = b"", _OFF
     if job.rank == 0 and _is_on():
-        data, number = _read(file), _MISSING
+        data, number = _read(file_of(present, graph)), _MISSING
     number = broadcast_number(job, len(data) or number)
     if number <= 0:
         return None, number == _MISSING
+    file = file_of(present, graph)
     if job.size > 1:
         content = torch.frombuffer(bytearray(data or bytes(number)), dtype=torch.uint8)
         broadcast_small(job, [content], "compiled step")
