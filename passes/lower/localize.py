@@ -97,9 +97,7 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
     if unchanged.issuperset(node.all_input_nodes) and shapes == [tuple(value.shape) for value in outputs]:
         unchanged.add(node)
         return
-    if node.target in (aten.view.default, aten._unsafe_view.default) and not _is_viewable(node):
-        node.target = aten.reshape.default
-    node.meta["val"] = evaluate(node)
+    node.meta["val"] = _evaluated(node)
     computed_shapes = [tuple(value.shape) for value in rules.output_values(node)]
     if computed_shapes != shapes:
         raise errors.VerificationError(
@@ -126,18 +124,17 @@ def _begin_mask_at_own_queries(node: fx.Node, context: Context) -> None:
     meta(node)["rank_arguments"] = {len(tensors): first}
 
 
-def _is_viewable(node: fx.Node) -> bool:
-    """Return whether a view has no need to copy.
+def _evaluated(node: fx.Node) -> Any:
+    """Return a node's value on local tensors; a view that has to copy there becomes a reshape.
 
     The result of a boxing is contiguous, where the global tensor may not be.
     """
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    try:
-        source.meta["val"].view(node.args[1])
-    except (RuntimeError, ValueError):
-        return False
-    return True
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        try:
+            return evaluate(node)
+        except (RuntimeError, ValueError):
+            node.target = aten.reshape.default
+    return evaluate(node)
 
 
 def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
