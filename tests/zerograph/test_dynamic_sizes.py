@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.harness import LossStep
 from tests.models import TokenLoss, TrainStep, adamw, make
 from tests.pool import Pool
 from tests.zerograph.test_any_batch import own
+from zerograph import _torch
 from zerograph.ir.mesh import line
 
 
@@ -48,6 +50,48 @@ def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
         optimizer.step()
         torch.testing.assert_close(step(x), loss.detach())
     assert step._compilations == 3
+
+
+CALLS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda x: x.view(-1, 4, 3),
+    lambda x: x.reshape(x.shape[0] * 12),
+    lambda x: x.t(),
+    lambda x: x[1:, 2:5],
+    lambda x: x.expand(3, -1, -1),
+    lambda x: x.view(torch.int32),
+    lambda x: x.split(5, dim=1),
+    lambda x: x.unbind(1),
+    lambda x: x @ x.t(),
+    lambda x: x.sum(0) + 1,
+    lambda x: x.long() / 2,
+    lambda x: torch.nn.functional.layer_norm(x, (12,)),
+    # Has storage of its own, with an offset.
+    lambda x: torch.ops.aten.copy(x[:, 1:], x[:, :-1]),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_cached_fake_result_is_what_the_operator_returns(call: Callable[[Tensor], Any]) -> None:
+    mode = _torch.fake_mode(symbolic=True)
+    cache, mode.symbolic_results = mode.symbolic_results, None
+    with mode:
+        rows = _torch.new_size(_torch.size_env(mode), "s0", 8, minimum=2)
+        x = torch.empty(rows, 12)
+        computed = described(call(x), x)
+        mode.symbolic_results = cache
+        assert described(call(x), x) == computed
+        assert described(call(x), x) == computed
+
+
+def described(results: Any, x: Tensor) -> list[str]:
+    descriptions = []
+    for one in [results] if isinstance(results, Tensor) else results:
+        storage = one.untyped_storage()
+        shared, size = storage._cdata == x.untyped_storage()._cdata, _torch.size_hint(storage.nbytes())
+        descriptions.append(
+            f"{one.shape} {one.stride()} {one.storage_offset()} {one.dtype} {one.device} {size} {shared}"
+        )
+    return descriptions
 
 
 class Positions(nn.Module):

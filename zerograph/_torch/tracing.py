@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerograph._torch.shapes import SYMBOLIC_SHAPES, has_symbols
 from zerograph._torch.sizes import SizeEnv, in_env
+from zerograph._torch.symbolic_results import SymbolicResults
 
 
 def _register_fused_updates() -> torch.library.Library:
@@ -49,17 +50,22 @@ class CachingFakeMode(FakeTensorMode):
 
     Attributes:
         results: fake results by operator and arguments.
+        symbolic_results: a cache in place of torch's, for symbolic sizes; None for torch's.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.results: dict[Any, Any] = {}
+        self.symbolic_results: SymbolicResults | None = None
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in SYMBOLIC_SHAPES and has_symbols((args, kwargs)):
             with self:
                 return SYMBOLIC_SHAPES[func](*args, **kwargs)
-        return super()._dispatch_impl(func, types, args, kwargs)
+        compute = functools.partial(super()._dispatch_impl, func, types, args, kwargs)
+        if self.symbolic_results is None:
+            return compute()
+        return self.symbolic_results.call(self, compute, func, args, kwargs)
 
 
 def fake_mode(symbolic: bool = False) -> CachingFakeMode:
@@ -68,11 +74,12 @@ def fake_mode(symbolic: bool = False) -> CachingFakeMode:
     Its shape environment makes ``lr.item()`` of an optimizer's update a node.
 
     Args:
-        symbolic: sizes may be symbols. Torch's cache of fake results is off then: to compute the sizes of a cached
-            result takes longer than to compute the result.
+        symbolic: sizes may be symbols.
     """
     mode = CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
-    mode.cache_enabled = not symbolic
+    if symbolic:
+        mode.cache_enabled = False
+        mode.symbolic_results = SymbolicResults()
     return mode
 
 
