@@ -157,6 +157,70 @@ def test_a_gradient_from_before_another_backward_cannot_be_changed() -> None:
     optimizer.step()
 
 
+def adding_up(model: nn.Module, optimizer: Any) -> list[float]:
+    printed = []
+    for number in range(4):
+        loss = F.cross_entropy(model(X * (number + 1)), Y)
+        loss.backward()
+        printed += [clip_grad_norm_(model.parameters(), 0.3).item()]
+        optimizer.step()
+        printed.append(loss.item())
+    return printed
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(), network()
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        out: Tensor = (self.first if first else self.second)(x)
+        return out
+
+
+def zeroing(model: nn.Module, optimizer: Any) -> list[float]:
+    """A parameter whose gradient is zero, not None, is decayed too."""
+    printed = []
+    for number in range(5):
+        loss = F.cross_entropy(model(X, number % 2 == 0), Y)
+        (model if number == 3 else optimizer).zero_grad(set_to_none=number == 4)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return printed
+
+
+def clearing_some(model: nn.Module, optimizer: Any) -> list[float]:
+    printed = []
+    for _ in range(3):
+        model.first.zero_grad()  # type: ignore[operator, union-attr]
+        loss = F.cross_entropy(model(X, True), Y) + F.cross_entropy(model(X, False), Y)
+        loss.backward()
+        printed.append(float(gradient_of(next(model.second.parameters())).norm()))  # type: ignore[union-attr]
+        optimizer.step()
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("loop", "make", "graphs"),
+    [
+        (adding_up, network, {"accumulate": 1, "edit": 1, "accumulated": 1}),
+        (zeroing, Branches, {"update": 2, "accumulate": 2, "accumulated": 1}),
+        (clearing_some, Branches, {"accumulate": 1, "accumulated": 1}),
+    ],
+)
+def test_gradients_that_are_not_cleared_add_up_over_steps(
+    loop: Callable[[nn.Module, Any], list[float]], make: Callable[[], nn.Module], graphs: dict[str, int]
+) -> None:
+    model, twin = make(), make()
+    options: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    printed = loop(twin, torch.optim.SGD(twin.parameters(), **options))
+    mine = loop(*zg.prepare(model, torch.optim.SGD(model.parameters(), **options), stage=2))
+    assert mine == pytest.approx(printed, rel=1e-9)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+    assert {use: count for use, count in compilations(model).items() if count} == graphs
+
+
 def halve_large(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.05, 0.05)

@@ -252,6 +252,7 @@ def no_backward(model: nn.Module, optimizer: Any) -> None:
 
 
 def not_cleared(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
     for _ in range(2):
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()

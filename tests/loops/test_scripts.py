@@ -35,6 +35,9 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         pytest.param("scaled", 2, {"fused": True}, marks=pytest.mark.long),
         ("distillation", 3, {}),
         ("two_parts", 2, {}),
+        pytest.param("dpo", 3, {}, marks=pytest.mark.long),
+        pytest.param("adding_up", 1, {}, marks=pytest.mark.long),
+        pytest.param("adding_up", 3, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(

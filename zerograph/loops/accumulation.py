@@ -70,12 +70,20 @@ class Accumulation:
         texts: of functions and constants.
         pauses: runs bodies, and the rest of those that have begun.
         touched: names of the parameters that have an accumulated gradient, by optimizer.
+        zeroed: names of the parameters whose gradients ``zero_grad(set_to_none=False)`` has set to zero, by optimizer.
     """
 
     owner: Owner
     texts: Texts
     pauses: Pauses
     touched: dict[int, set[str]] = field(default_factory=dict)
+    zeroed: dict[int, set[str]] = field(default_factory=dict)
+    # Names of the parameters whose gradients the last steps have used as one graph, by optimizer.
+    _given: dict[int, set[str]] = field(default_factory=dict)
+    # Names of the parameters to which bodies of these texts, together or alone, have given a gradient.
+    _gives: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
+    # The texts of the bodies of the last step that was one graph.
+    _latest: tuple[str, ...] = ()
     # Results that any body of a text had to return, as (place among its calls, leaf).
     _returned: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     # Texts of bodies that ran by themselves, and of those that ran as part of a whole step.
@@ -89,12 +97,18 @@ class Accumulation:
         optimizers = set(optimizers)
         if any(self.touched.get(number) for number in optimizers):
             return True
+        events = [event for event in tape.events.values() if event.concerns(optimizers)]
+        if any(event.cleared & optimizers for event in events):
+            return True
         bodies = self._bodies(tape, optimizers)
+        texts = self._latest = tuple(body.text for body in bodies)
+        zeroed = set().union(*(self.zeroed.get(number, ()) for number in optimizers))
+        if zeroed - set().union(*(self._gives.get(key, ()) for key in [texts, *((text,) for text in texts)])):
+            return True
         edits = [n for n, event in tape.events.items() if event.loss is None and event.concerns(optimizers)]
         writes = [n for body in bodies for n in body.calls if tape.calls[n].outcome.writes]
         if writes != sorted(writes) or any(edit < bodies[-1].events[-1] for edit in edits):
             return False
-        texts = [body.text for body in bodies]
         if self._has_hooks_on_sums(optimizers):
             return False
         if len(set(texts)) < len(texts):
@@ -120,23 +134,34 @@ class Accumulation:
         """
         optimizers = set(optimizers)
         bodies = self._bodies(tape, optimizers)
-        if (len(bodies) > 1 or (bodies and any(self.touched.values()))) and self._has_hooks_on_sums(optimizers):
-            raise CaptureError(
-                f"a value or a gradient was read between calls of backward(), and a parameter has a hook of "
-                f"register_post_accumulate_grad_hook(){here()}\n"
-                f"The hook would not see the sum of the gradients: read after {words().step}, or call backward() once."
-            )
         edits = [n for n in self.edits(tape, optimizers) if bodies and n < bodies[-1].events[-1]]
-        if any(body.events[0] < edit < body.events[-1] for body in bodies for edit in edits):
-            raise CaptureError(
-                f"gradients are changed between two calls of backward() through the same results{here()}\n"
-                f"Call {words().model.removeprefix('a ')} again for the second loss, or clip after the last backward()."
-            )
+        if (problem := self._problem(bodies, edits, optimizers)) is not None:
+            raise CaptureError(problem)
         for body in bodies:
             self._note_returned(tape, body, wanted)
         for body in bodies:
             self.edit(tape, optimizers, [n for n in edits if n < body.events[0] and n not in tape.done])
             self._run_body(tape, body)
+
+    def can_run(self, tape: LoopTape, optimizers: Iterable[int]) -> bool:
+        """Return whether :meth:`run` can run every ``backward()`` on the tape."""
+        bodies = self._bodies(tape, set(optimizers))
+        return self._problem(bodies, self.edits(tape, optimizers), set(optimizers)) is None
+
+    def _problem(self, bodies: Sequence[_Body], edits: Iterable[int], optimizers: Set[int]) -> str | None:
+        """Return why bodies cannot run by themselves, or None."""
+        if (len(bodies) > 1 or (bodies and any(self.touched.values()))) and self._has_hooks_on_sums(optimizers):
+            return (
+                "a value or a gradient was read between calls of backward(), or gradients add up over steps, and a "
+                f"parameter has a hook of register_post_accumulate_grad_hook(){here()}\n"
+                f"The hook would not see the sum of the gradients: read after {words().step}, or call backward() once."
+            )
+        if any(body.events[0] < edit < body.events[-1] for body in bodies for edit in edits):
+            return (
+                f"gradients are changed between two calls of backward() through the same results{here()}\n"
+                f"Call {words().model.removeprefix('a ')} again for the second loss, or clip after the last backward()."
+            )
+        return None
 
     def edits(self, tape: LoopTape, optimizers: Iterable[int]) -> list[int]:
         """Return the numbers of the edits of these optimizers' gradients that are still to be run."""
@@ -157,6 +182,7 @@ class Accumulation:
         calls = sorted(tape.with_ancestors(edits))
         program = program_of(tape, [], outputs, self.texts, calls, any_size=True)
         values = self.graph(numbers, "edit").run_loop(program)
+        self._note_added(tape, edits, optimizers)
         tape.mark_done(calls, dict(zip(outputs, values, strict=True)))
 
     def graph(self, optimizers: tuple[int, ...], use: GradientUse) -> LoopStep:
@@ -166,8 +192,26 @@ class Accumulation:
         graph.accumulated = tuple(name for name in self.owner.parameters_by_name() if name in names)
         return graph
 
-    def clear(self, number: int) -> None:
-        """Discard the accumulated gradients of an optimizer."""
+    def note_whole(self, numbers: Iterable[int], names: Sequence[str]) -> None:
+        """Note the parameters that a step of these optimizers, as one graph, has computed gradients of."""
+        self._gives[self._latest] = set(names)
+        for number in numbers:
+            self._given[number] = self._trained_by(number, names)
+            self.zeroed.pop(number, None)
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient without ``backward()``."""
+        return any(self.touched.values()) or any(self.zeroed.values())
+
+    def clear(self, number: int, *, set_to_none: bool = True) -> None:
+        """Clear the gradients of an optimizer."""
+        names = self.touched.get(number, set()) | self._given.pop(number, set()) | self.zeroed.pop(number, set())
+        self.drop(number)
+        if names and not set_to_none:
+            self.zeroed[number] = names
+
+    def drop(self, number: int) -> None:
+        """Free the accumulated gradients of an optimizer."""
         self._gathered = None
         if self.touched.pop(number, None) is not None:
             for store in stores_of(self.owner.parameters_trained_by(number)):
@@ -176,6 +220,8 @@ class Accumulation:
     def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of a parameter's accumulated gradient, whole; None if it has none. A collective."""
         store = store_of(parameter)
+        if any(name in names for names in self.zeroed.values()):
+            return torch.zeros_like(parameter)
         if store is None or not any(name in names for names in self.touched.values()):
             return None
         if self._gathered is None or self._gathered[0] is not store:
@@ -198,6 +244,7 @@ class Accumulation:
             index = next(index for index, other in enumerate(store.parameters) if other is parameter)
             self._gathered[1][index].copy_(whole)
         (names.discard if gradient is None else names.add)(name)
+        self.zeroed.get(number, set()).discard(name)
 
     def _has_hooks_on_sums(self, optimizers: Iterable[int]) -> bool:
         """Return whether a parameter has a hook that runs after its gradient was added to the sum."""
@@ -275,9 +322,19 @@ class Accumulation:
             values = self.pauses.run(graph, tape, tape.with_gradient_ancestors(body.calls), outputs)
         self.owner.graphs_done += 1
         self._alone.add(body.text)
-        gradients, named = set(graph.gradients()), self.owner.parameters_by_name()
+        self._gives[body.text,] = set(graph.gradients())
         for number in body.optimizers:
-            mine = {id(parameter) for parameter in self.owner.parameters_trained_by(number)}
-            names = {name for name in gradients if id(named[name]) in mine}
+            names = self._trained_by(number, graph.gradients()) | self.zeroed.pop(number, set())
             self.touched.setdefault(number, set()).update(names)
+        self._note_added(tape, body.events, body.optimizers)
         tape.mark_done(body.calls, dict(zip(outputs, values, strict=True)))
+
+    def _note_added(self, tape: LoopTape, events: Iterable[int], optimizers: Iterable[int]) -> None:
+        for number in events:
+            tape.events[number].added |= tape.events[number].concerns(optimizers)
+
+    def _trained_by(self, number: int, names: Iterable[str]) -> set[str]:
+        """Return those of the parameters that an optimizer trains."""
+        named = self.owner.parameters_by_name()
+        mine = {id(parameter) for parameter in self.owner.parameters_trained_by(number)}
+        return {name for name in names if id(named[name]) in mine}

@@ -17,12 +17,14 @@ class Event:
     Attributes:
         touches: the numbers of the optimizers whose gradients it changes.
         cleared: those of them whose gradients were cleared since.
+        added: those of them whose accumulated gradients it has changed already.
         loss: the result that ``backward()`` was called on; None for an edit.
     """
 
     touches: set[int]
     loss: Result | None = None
     cleared: set[int] = field(default_factory=set)
+    added: set[int] = field(default_factory=set)
 
     def concerns(self, optimizers: Iterable[int]) -> set[int]:
         """Return those of the optimizers that use its gradients."""

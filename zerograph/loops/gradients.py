@@ -50,7 +50,14 @@ class Owner(Protocol):
         """Return whether there is a loss that no update has used yet."""
 
     def zeroed_by(self, owner: object) -> bool:
-        """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the loop's model or optimizer."""
+        """Discard all losses if ``owner``, whose ``zero_grad()`` runs, is the loop's model or optimizer.
+
+        Returns:
+            Whether that is done; if not, ``owner`` sets each gradient.
+
+        Raises:
+            CaptureError: the loop cannot change gradients before the step.
+        """
 
     def discarded(self, parameter: nn.Parameter) -> None:
         """Note that ``parameter.grad`` was set to None where no loss waits for a step."""
@@ -105,13 +112,8 @@ class Reader:
             if frame.f_code not in _ZEROING:
                 self._owner.warn_of_reading_late()
             return None
-        if frame.f_code in _ZEROING:
-            if self._owner.zeroed_by(frame.f_locals.get("self")):
-                return None
-            _refuse(
-                f"zero_grad() of some of the parameters of {words().model}, before {words().step}",
-                f"Call {words().zero_grad}, which discards all losses since the last {words().step}.",
-            )
+        if frame.f_code in _ZEROING and self._owner.zeroed_by(frame.f_locals.get("self")):
+            return None
         gradient = self._owner.gradient(parameter)
         home = self._homes.get(id(parameter))
         if gradient is None or home is None:
@@ -240,6 +242,14 @@ def refuse_writing(what: str) -> NoReturn:
         "The step computes and uses gradients inside one graph: changes of parameter.grad would have no effect. "
         f"Clip by {words().clip}, change the loss, or write the step as a zg.ZeroGraph, whose build() may change "
         "gradients after loss.backward().",
+    )
+
+
+def refuse_clearing_some() -> NoReturn:
+    """Raise a CaptureError: the loop's steps use all gradients, or none."""
+    _refuse(
+        f"zero_grad() of some of the parameters of {words().model}, before {words().step}",
+        f"Call {words().zero_grad}, which discards all losses since the last {words().step}.",
     )
 
 

@@ -16,8 +16,9 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.compiler.members import Members
 from zerograph.config import Config
-from zerograph.errors import CaptureError, InputError
+from zerograph.errors import InputError
 from zerograph.loops.accumulation import Accumulation
+from zerograph.loops.clearing import Clearing
 from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode
 from zerograph.loops.gradients import Reader
 from zerograph.loops.graphs import Recorded
@@ -72,13 +73,9 @@ class Loop:
         self._trainer: dict[int, int] | None = None
         # Optimizers whose update waits: the loop may update another one with the same losses.
         self._waiting: dict[int, list[dict[str, Any]]] = {}
-        # Optimizers whose gradients were used and not cleared since, and those that lost some; with the user's line.
-        self._used: dict[int, tuple[str, str]] = {}
-        self._lost: dict[int, tuple[str, str]] = {}
+        self._clearing = Clearing()
         # Names and sums of the gradients that the loop has written since the last step.
         self._written: list[tuple[str, float]] = []
-        # Parameters of these whose ``grad`` the loop has set to None since.
-        self._discarded: dict[int, set[int]] = {}
         self._updates = dict.fromkeys(range(len(self.optimizers)), 0)
         self._reader = Reader(self)
         self._members: Members | None = None
@@ -116,13 +113,14 @@ class Loop:
         of the same graph then.
 
         Raises:
-            InputError: ``backward()`` was not called since the last step, or gradients were not cleared.
+            InputError: ``backward()`` was not called since the last step, or its gradients were neither kept nor
+                cleared.
             ZeroGraphError: on every rank, before any state changes.
         """
         number = self._number(optimizer)
         tape = self.tape
         events = [event for event in tape.events.values() if event.concerns([number])]
-        self._check_cleared(number)
+        self._clearing.check(number, self._here())
         if any(has_stored_gradient(one) for group in optimizer.param_groups for one in group["params"]):
             raise InputError(
                 f"optimizer.step() would not see a gradient computed without the prepared model{self._here()}\n"
@@ -134,6 +132,9 @@ class Loop:
                 f"optimizer.step() without loss.backward() before{self._here()}\n"
                 "No loss since the last step or zero_grad() depends on its parameters."
             )
+        if self._clearing.adds_up(number) and self._accumulation.can_run(tape, range(len(self.optimizers))):
+            # The sums stay after the update, with all edits.
+            self._accumulate()
         others = set().union(*(event.touches - event.cleared for event in events)) - {number}
         self._waiting[number] = [
             {key: copy.copy(value) for key, value in group.items() if key != "params"}
@@ -143,21 +144,26 @@ class Loop:
             self._settle()
         _torch.mark_step_called(optimizer)
 
-    def zero_grad(self, numbers: Iterable[int]) -> None:
-        """Clear the gradients of optimizers."""
+    def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
+        """Clear the gradients of optimizers.
+
+        Args:
+            numbers: the numbers of the optimizers.
+            set_to_none: if not, gradients are zeros: the next update includes all parameters that had one.
+        """
         self._settle()
         numbers = list(numbers)
-        if self._accumulation.edits(self.tape, numbers) and any(map(self._accumulation.touched.get, numbers)):
-            # Norms that clipping returned, for instance, get their values.
+        edited = self._accumulation.edits(self.tape, numbers) and any(map(self._accumulation.touched.get, numbers))
+        if edited or not set_to_none:
+            # Norms that clipping returned, for instance, get their values. Zeros replace gradients that exist.
             self._accumulate()
         self._written.clear()
         for number in numbers:
-            self._used.pop(number, None)
-            self._lost.pop(number, None)
+            self._clearing.clear(number)
             for parameter in self.parameters_trained_by(number):
                 drop_stored_gradient(parameter)
             self.tape.clear(number)
-            self._accumulation.clear(number)
+            self._accumulation.clear(number, set_to_none=set_to_none)
             self._reader.forget()
 
     def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
@@ -285,23 +291,35 @@ class Loop:
 
     def waits_for_step(self) -> bool:
         """Return whether there is a loss, or a gradient, that no update has used yet."""
-        return bool(self.tape.losses) or any(self._accumulation.touched.values())
+        return bool(self.tape.losses) or self._accumulation.has_gradients()
+
+    def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of a module's parameters: not all of an optimizer's, perhaps."""
+        parameters = list(parameters)
+        mine = {id(parameter) for parameter in parameters}
+        whole = {n for n in self.trained_by(parameters) if mine.issuperset(map(id, self.parameters_trained_by(n)))}
+        self.zero_grad(whole, set_to_none=set_to_none)
+        for parameter in parameters:
+            if self.trained_by([parameter]) <= whole:
+                continue
+            if not self.waits_for_step():
+                self.discarded(parameter)
+            elif (gradient := self.gradient(parameter)) is not None:
+                self.set_gradient(parameter, None if set_to_none else gradient.zero_())
 
     def discarded(self, parameter: nn.Parameter) -> None:
         """Note that the loop has set ``parameter.grad`` to None after the step, as zero_grad() does."""
         for number in self.trained_by([parameter]):
-            if number in self._used or number in self._lost:
-                self._discarded.setdefault(number, set()).add(id(parameter))
-                if self._discarded[number] >= {id(p) for p in self.parameters_trained_by(number) if p.requires_grad}:
-                    self.zero_grad([number])
+            if self._clearing.discard(number, parameter, self.parameters_trained_by(number)):
+                self.zero_grad([number])
 
     def zeroed_by(self, owner: object) -> bool:
-        """Clear the gradients of an optimizer or module that was not prepared itself; return whether that is known."""
+        """Let the ``zero_grad()`` of a submodule, or of another optimizer, set each gradient by itself."""
         return False
 
     def warn_of_reading_late(self) -> None:
         """Warn once that a gradient was read after the step has used it."""
-        if self._used:
+        if self._clearing.used:
             self._warn(
                 "parameter.grad is None after optimizer.step(): gradients exist inside the step only\n"
                 "Read it between loss.backward() and optimizer.step()."
@@ -330,12 +348,8 @@ class Loop:
     def _run_step(self, numbers: tuple[int, ...]) -> None:
         tape, graph = self.tape, self.step_graph(numbers, "update")
         tape.closed, tape.updates = True, self.updates()
-        kept = {n: event for n, event in tape.events.items() if event.concerns(numbers)}
-        if any(event.concerns(numbers) != event.touches & set(numbers) for event in kept.values()):
-            raise CaptureError(
-                f"zero_grad() of one of the optimizers whose step() follows on a loss of both{self._here()}\n"
-                "Clear the gradients of both, or of none."
-            )
+        # Until the step has ended, its gradients may be lost.
+        lost = set().union(numbers, *(event.touches - event.cleared for event in tape.events.values()))
         try:
             problem: Exception | None = None
             try:
@@ -354,15 +368,20 @@ class Loop:
             else:
                 with tape.modes():
                     values = self._pauses.run(graph, tape, tape.program_calls(outputs, numbers), outputs)
+                self._accumulation.note_whole(numbers, graph.gradients())
             self.graphs_done += 1
             for number in numbers:
                 self._updates[number] += 1
             tape.free()
-            self._remember_gradients(tape, numbers)
+            lost = set().union(*(event.touches - event.cleared - event.added for event in tape.events.values()))
+            self._clearing.note(lost & set(numbers), lost - set(numbers))
             tape.finish(dict(zip(outputs, values, strict=True)))
+        except BaseException:
+            self._clearing.note((), lost)
+            raise
         finally:
-            for number in range(len(self.optimizers)):
-                self._accumulation.clear(number)
+            for number in lost:
+                self._accumulation.drop(number)
             self._reader.forget()
             tape.finished = True
             self.tape = self._new_tape()
@@ -388,15 +407,6 @@ class Loop:
             self._accumulation.run(tape, everything, outputs if wanted is None else [*outputs, wanted.result])
             self._accumulation.edit(tape, everything, self._accumulation.edits(tape, everything))
             self._reader.forget()
-
-    def _remember_gradients(self, tape: LoopTape, numbers: tuple[int, ...]) -> None:
-        line = source.running_line()
-        for number in numbers:
-            self._used[number] = line
-            self._discarded.pop(number, None)
-        for event in tape.events.values():
-            for number in event.touches - event.cleared - set(numbers):
-                self._lost[number] = line
 
     def _run_forward(self, tape: LoopTape) -> None:
         """Run the calls on a tape without an update, and give their results values."""
@@ -429,18 +439,6 @@ class Loop:
     def _program(self, tape: LoopTape, outputs: Sequence[Result], optimizers: Iterable[int]) -> Program:
         calls = tape.program_calls(outputs, optimizers)
         return program_of(tape, [], outputs, self._texts, calls, any_size=True)
-
-    def _check_cleared(self, number: int) -> None:
-        used, lost = self._used.get(number), self._lost.get(number)
-        if used is None and lost is None:
-            return
-        line, code = used or lost or ("", "")
-        raise InputError(
-            f"optimizer.step(){self._here()}\nwithout zero_grad() since a step that used its gradients\n"
-            f"  {line}   {code}\n"
-            "In PyTorch they would add up; here gradients exist inside one step only. Call optimizer.zero_grad() "
-            "before backward()."
-        )
 
     @contextlib.contextmanager
     def _hyperparameters(self, of: Mapping[int, list[dict[str, Any]]]) -> Iterator[None]:

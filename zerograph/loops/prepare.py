@@ -151,12 +151,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         return loop.call(self, args, kwargs)
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        mine = {id(parameter) for parameter in module.parameters()}
-        loop.zero_grad(
-            number
-            for number, optimizer in enumerate(loop.optimizers)
-            if all(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-        )
+        loop.zero_grad_of(module.parameters(), set_to_none=set_to_none)
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
@@ -248,7 +243,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         step_scaled(loop, optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        loop.zero_grad([number])
+        loop.zero_grad([number], set_to_none=set_to_none)
 
     def state_dict() -> dict[str, Any]:
         graph = loop.graph(optimizer)

@@ -16,7 +16,7 @@ from zerograph.base import source
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.loops.deferred import Deferred, Result, deferred_in
-from zerograph.loops.gradients import Reader, refuse_writing
+from zerograph.loops.gradients import Reader, refuse_clearing_some, refuse_writing
 from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
 from zerograph.loops.metadata import Outcomes
 from zerograph.loops.outputs import agreed_outputs
@@ -297,11 +297,11 @@ class Engine:
     def zeroed_by(self, owner: object) -> bool:
         """Call :meth:`zero_grad` for the ``zero_grad()`` of the engine's optimizer or model.
 
-        Returns:
-            Whether ``owner`` is one of them.
+        Raises:
+            CaptureError: ``owner`` is another module or optimizer.
         """
         if owner is not self._optimizer and owner is not self._model:
-            return False
+            refuse_clearing_some()
         self.zero_grad()
         return True
 
