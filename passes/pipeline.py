@@ -301,7 +301,8 @@ def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
 def _finalize(module: fx.GraphModule) -> fx.GraphModule:
     for inner in loops(module.graph):
         inner.body = fx.GraphModule(inner.body, inner.body.graph)
-    return fx.GraphModule(module, module.graph)
+    # Backends run code that is generated from the graph in another way.
+    return _torch.graph_module(module, module.graph)
 
 
 def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -68,12 +68,11 @@ def reduce_overhead(
         pauses: the function returns a generator, which yields the values of the graph's pause and returns the results.
     """
     rewritten = _Rewriter(graph, feeds)
-    module = fx.GraphModule(rewritten.attributes, rewritten.graph)
     operators: dict[str, Any] = {}
-    module.graph.on_generate_code(
+    rewritten.graph.on_generate_code(
         lambda earlier: lambda body: _bind_operators(_yielding(body) if pauses else body, operators)
     )
-    module.recompile()
+    module = fx.GraphModule(rewritten.attributes, rewritten.graph)
     for name, tensor in rewritten.tensors.items():
         # Not as a buffer: torch's modules look those up slowly.
         delattr(module, name)
@@ -146,7 +145,9 @@ class _Rewriter:
                 target, args, kwargs = torch.as_strided, (source, value.shape, value.stride(), start), {}
         args, kwargs = fx.map_arg((args, kwargs), self._copied)
         faster = _FASTER.get(target, target)
-        self._copies[node] = self.graph.create_node(node.op, faster, args, kwargs, name=node.name)
+        copy = self._copies[node] = self.graph.create_node(node.op, faster, name=node.name)
+        # Not arguments of create_node(), which walks through them once more.
+        copy.args, copy.kwargs = args, kwargs
         if node.op == "get_attr":
             self.attributes[str(node.target)] = _attribute(self._original, str(node.target))
         returned = _RETURNED_ARGUMENT.get(target)

@@ -38,7 +38,8 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
     by_piece = {piece: functions[key] for piece, key in keys.items()}
     compiled, *bodies = [emit(source, program, by_piece) for source, program in zip(graphs, programs, strict=True)]
     for node, body in zip(loop_nodes, bodies, strict=True):
-        compiled.set_submodule(str(node.target), meta(node)["loop"].with_body(body))
+        # Loops call the function of a body that has its code.
+        compiled.set_submodule(str(node.target), meta(node)["loop"].with_body(fx.GraphModule(body, body.graph)))
     return compiled
 
 
@@ -180,4 +181,4 @@ def emit(
             if written and written[0] in nodes:
                 nodes[node] = nodes[written[0]]
     graph.output(fx.map_arg(source.graph.output_node().args[0], nodes.__getitem__))
-    return fx.GraphModule(source, graph)
+    return _torch.graph_module(source, graph)

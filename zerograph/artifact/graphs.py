@@ -146,9 +146,11 @@ class GraphReader:
             root.add_module(target, self._submodule(entry))
         elif op not in ("placeholder", "output"):
             raise ArtifactError(f"the file has a node of kind {op!r:.40}")
-        node = graph.create_node(op, function, args, kwargs, name=name)
+        node = graph.create_node(op, function, name=name)
         if node.name != name:
             raise ArtifactError(f"the file has two nodes of the name {name!r:.60}")
+        # Not arguments of create_node(), which walks through them once more.
+        node.args, node.kwargs = args, kwargs
         for key, value in entry["meta"].items():
             if key not in _KEYS:
                 raise ArtifactError(f"the file has metadata {key!r:.40}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from zerograph.base.collection import collection_paused
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.members import Members
 from zerograph.config import Config
@@ -21,6 +22,7 @@ from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import Store
 
 
+@collection_paused()
 def bind_step(
     job: Job,
     members: Members,

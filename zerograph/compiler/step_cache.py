@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from zerograph.base.cache import folder
+from zerograph.base.collection import collection_paused
 from zerograph.base.sizes import in_bytes
 from zerograph.base.source import levels_to_user
 from zerograph.compiler.artifacts import Artifact, read_artifact, write_artifact
@@ -121,6 +122,7 @@ def look_up(
     return artifact, True
 
 
+@collection_paused()
 def _fitting(
     file: Path, data: bytes, members: Members, batch: Batch, present: Mapping[str, str]
 ) -> tuple[Artifact | None, list[str]]:
