@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -69,7 +70,9 @@ class Reduction(dist.Work):
         # This host's part of the sums of other hosts' ranks, and theirs of this rank's sum.
         self._outgoing = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
         self._incoming = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
-        sums = self._outgoing | {hosts.host: self._total}
+        # The sum begins with host 0's part, as in :class:`Sum`, so this host's own is kept apart on others.
+        self._incoming[hosts.host] = self._total if hosts.host == 0 else torch.empty_like(self._total)
+        sums = self._outgoing | {hosts.host: self._incoming[hosts.host]}
         exchanges = []
         for host in range(hosts.hosts):
             sent = [pieces[hosts.place(host, place)] for place in range(len(local.peers))]
@@ -82,8 +85,7 @@ class Reduction(dist.Work):
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete. ``timeout`` is ignored: the group's own limit holds."""
         _wait(self._works)
-        for host in sorted(self._incoming):
-            self._total.add_(self._incoming[host])
+        _add_in_order(self._total, self._incoming)
         return True
 
 
@@ -109,9 +111,7 @@ class Sum(dist.Work):
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete. ``timeout`` is ignored: the limits of group and peers hold."""
         _wait(self._works)
-        self._own.copy_(self._parts[0])
-        for host in range(1, self._hosts.hosts):
-            self._own.add_(self._parts[host])
+        _add_in_order(self._own, self._parts)
         local = self._hosts.local
         return DirectExchange(local, [self._own] * len(self._pieces), self._pieces).wait()
 
@@ -125,6 +125,14 @@ def _swap(hosts: SpanningGroup, outgoing: Mapping[int, Tensor], incoming: Mappin
             works.append(dist.irecv(incoming[host], group=hosts.group, group_src=place))
             works.append(dist.isend(outgoing[host], group=hosts.group, group_dst=place))
     return [work for work in works if work is not None]
+
+
+def _add_in_order(total: Tensor, parts: Mapping[int, Tensor]) -> None:
+    """Write the sum of all hosts' parts, in the order of the hosts: the same bits on each host and in each exchange."""
+    if parts[0] is not total:
+        total.copy_(parts[0])
+    for host in range(1, len(parts)):
+        total.add_(parts[host])
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

@@ -169,6 +169,26 @@ def test_entries_that_are_never_negative_have_a_code_of_their_own() -> None:
     assert coded(torch.optim.Adagrad) == {"sum": "fourth_root"}
     assert coded(torch.optim.Adadelta) == {"square_avg": "fourth_root", "acc_delta": "fourth_root"}
     assert coded(torch.optim.RMSprop, momentum=0.9) == {"square_avg": "fourth_root", "momentum_buffer": "root"}
+    for sign in (1, -1):
+        assert coded(Squares, sign=sign) == {"sum": "fourth_root" if sign > 0 else "root"}
+
+
+class Squares(torch.optim.Optimizer):
+    """Sums squares of gradients, weighted by a 0-d tensor that may be negative."""
+
+    def __init__(self, params: Any, sign: int) -> None:
+        super().__init__(params, {"lr": 0.1, "sign": sign})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["sum"] = torch.tensor(0.0), torch.zeros_like(parameter)
+                state["step"] += 1
+                weight = 1 - 0.9 ** state["step"]
+                state["sum"].add_(parameter.grad.square() * (weight if group["sign"] > 0 else -weight))
+                parameter.sub_(group["lr"] * state["sum"])
 
 
 def test_what_cannot_be_coded_is_refused() -> None:

@@ -98,3 +98,24 @@ def spans(hosts: str) -> bool:
 @pytest.mark.parametrize("hosts", ["abab", "aaab", "aaaa", "abcd"])
 def test_other_layouts_use_flat_exchanges(pool: Pool, hosts: str) -> None:
     assert pool.run(4, spans, hosts) == [False] * 4
+
+
+def summed_twice(hosts: str) -> bool:
+    """Whether a reduction and a sum of the same numbers have the same bits, and rank 0's order of hosts."""
+    with on_host(hosts):
+        job = join(60.0)
+        assert direct.spans(job)
+    group, rank, ranks = job.mesh.groups[0], job.rank, job.size
+    # Sums of three hosts depend on the order.
+    whole = torch.randn(ranks * 1000, generator=torch.Generator().manual_seed(rank))
+    with patch.object(collectives, "_SMALL", 0):
+        total = c10d.wait_tensor(collectives.sum_ranks(whole, ranks, group))
+    piece = c10d.wait_tensor(collectives.reduce_pieces(whole, ranks, group))
+    return torch.equal(piece, total.chunk(ranks)[rank])
+
+
+@pytest.mark.long
+def test_three_hosts_add_in_one_order_in_every_exchange() -> None:
+    pool = Pool(size=6)
+    assert pool.run(6, summed_twice, "aabbcc") == [True] * 6
+    pool.close()

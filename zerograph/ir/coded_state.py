@@ -7,7 +7,8 @@ both then reach to about 2^-17 of the largest. Decoding and coding again changes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerograph.ir.blocks import Codec
 from zerograph.ir.buckets import Bucket, Slot
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
+from zerograph.ir.update_program import UpdateProgram
 
 aten = torch.ops.aten
 
@@ -81,86 +83,134 @@ def decode_entry(coded: Tensor, shape: torch.Size, codec: Codec, dtype: torch.dt
     return values[: shape.numel()].view(shape)
 
 
-def never_negative(graph: fx.GraphModule, initial: Mapping[str, float | None]) -> set[str]:
-    """Return the entries of an update's state that are never negative, proved from its operators.
-
-    Args:
-        graph: an update that writes its results by ``copy_``.
-        initial: the value of each entry before the first update; None for one that the first update computes.
-    """
-    inputs = {meta(node)["update_input"]: node for node in placeholders(graph.graph)}
-    entries = {name for name, value in initial.items() if value is not None and value >= 0}
+def never_negative(program: UpdateProgram) -> set[str]:
+    """Return the entries of an update's state that are never negative, proved from its operators."""
+    entries = {name for name, spec in program.state.items() if spec.initial is not None and spec.initial >= 0}
+    graphs = [graph for graph in (program.graph, program.first) if graph is not None]
     while True:
-        known = {node for name, node in inputs.items() if name in entries or node.meta["val"].dim() == 0}
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and _keeps_sign(node, known):
-                known.add(node)
-        written = {
-            node.args[0]: node.args[1] for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default)
-        }
-        kept = {name for name in entries if written.get(inputs[name]) in known or inputs[name] not in written}
+        kept = set(entries)
+        for graph in graphs:
+            bounds = _bounds(graph, program.state, entries)
+            kept &= {name for name, new in _written(graph, list(program.state)).items() if new in bounds}
         if kept == entries:
             return entries
         entries = kept
 
 
-def _keeps_sign(node: fx.Node, known: set[fx.Node]) -> bool:
-    """Return whether a node's value is never negative if those of ``known`` are not.
+def _written(graph: fx.GraphModule, entries: Sequence[str]) -> dict[str, fx.Node]:
+    """Return the node whose value each entry has after an update: written by ``copy_``, or returned."""
+    values = {meta(node)["update_input"]: node for node in placeholders(graph.graph)}
+    names = {node: name for name, node in values.items()}
+    for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        values[names[node.args[0]]] = node.args[1]
+    returned = graph.graph.output_node().args[0]
+    values.update(zip(entries, returned if isinstance(returned, (list, tuple)) else (), strict=False))
+    return {name: values[name] for name in entries if name in values}
 
-    Rates and counts, which are numbers and 0-d tensors, count as not negative.
+
+def root_of_a_difference(program: UpdateProgram) -> fx.Node | None:
+    """Return the first root of a tensor that may become negative when its entries are rounded, or None."""
+    bounds = _bounds(program.graph, program.state, never_negative(program))
+    node: fx.Node
+    for node in program.graph.graph.find_nodes(op="call_function", target=aten.sqrt.default):
+        if node.meta["val"].dim() and node.args[0] not in bounds:
+            return node
+    return None
+
+
+# Upper bounds of values that are never negative.
+_ONE, _ANY = 1.0, math.inf
+
+
+def _bounds(graph: fx.GraphModule, state: Container[str], entries: set[str]) -> dict[fx.Node, float]:
+    """Return an upper bound, 1 or infinity, of each value that is never negative if ``entries`` are not.
+
+    Hyperparameters that are inputs count as not negative, and others than the learning rate as at most 1, as torch's
+    optimizers demand.
     """
+    bounds: dict[fx.Node, float] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            name = meta(node)["update_input"]
+            if name in entries or name == "lr":
+                bounds[node] = _ANY
+            elif name not in ("param", "grad") and name not in state:
+                bounds[node] = _ONE
+        elif node.op == "call_function" and (bound := _bound(node, bounds)) is not None:
+            bounds[node] = _ONE if bound <= _ONE else _ANY
+    return bounds
+
+
+def _bound(node: fx.Node, bounds: Mapping[fx.Node, float]) -> float | None:
+    """Return an upper bound of a node's value; None if it may be negative."""
     args: tuple[Any, ...] = node.args
 
-    def positive(value: Any) -> bool:
-        return value in known if isinstance(value, fx.Node) else isinstance(value, (int, float)) and value >= 0
+    def bound(value: Any) -> float | None:
+        if isinstance(value, fx.Node):
+            return bounds.get(value)
+        return float(value) if isinstance(value, (int, float)) and value >= 0 else None
+
+    def unless_negative(*values: Any, upper: float = _ANY) -> float | None:
+        return None if any(bound(value) is None for value in values) else upper
 
     target = node.target
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() == 0 or target in _POSITIVE:
-        return True
+    if target in _POSITIVE:
+        return _ANY
+    if target in _SAME:
+        return bound(args[_SAME[target]])
     if target in _MONOTONE:
-        return all(map(positive, [*args[: _MONOTONE[target]], *node.kwargs.values()]))
+        return unless_negative(*args[: _MONOTONE[target]], *node.kwargs.values())
+    if target in (aten.lerp.Scalar, aten.lerp.Tensor):
+        weight = bound(args[2])
+        return None if weight is None or weight > _ONE else unless_negative(*args[:2])
     if target in (aten.mul.Tensor, aten.mul.Scalar):
-        return args[0] is args[1] or (positive(args[0]) and positive(args[1]))
-    if target is aten.addcmul.default:
-        squares = args[1] is args[2] or (positive(args[1]) and positive(args[2]))
-        return positive(args[0]) and squares and positive(node.kwargs.get("value", 1))
+        if args[0] is args[1]:
+            return _ANY
+        first, second = bound(args[0]), bound(args[1])
+        return None if first is None or second is None else max(first, second)
+    if target in (aten.addcmul.default, aten.addcdiv.default):
+        rest = () if args[1] is args[2] else args[1:3]
+        return unless_negative(args[0], *rest, node.kwargs.get("value", 1))
+    if target in (aten.pow.Scalar, aten.pow.Tensor_Tensor):
+        # The power of a number up to 1 is at most 1 where the exponent is not negative.
+        return None if bound(args[1]) is None else bound(args[0])
     if target is aten.pow.Tensor_Scalar:
-        return args[1] % 2 == 0 or positive(args[0])
-    if target is aten.copy.default:
-        return positive(args[1])
+        return _ANY if args[1] % 2 == 0 else unless_negative(args[0])
+    if target is aten.rsub.Scalar and len(args) == 2 and args[1] == 1:
+        subtracted = bound(args[0])
+        return _ONE if subtracted is not None and subtracted <= _ONE else None
     if target is aten.maximum.default:
-        return positive(args[0]) or positive(args[1])
-    return target is aten.clamp_min.default and args[1] >= 0
+        return None if bound(args[0]) is None and bound(args[1]) is None else _ANY
+    if target is aten.where.self:
+        return unless_negative(*args[1:3])
+    return _ANY if target in (aten.clamp_min.default, aten.clamp.default) and (args[1] or -1) >= 0 else None
 
 
-# Operators whose value is never negative, and those whose value is not if their first operands are not.
+# Operators whose value is never negative.
 _POSITIVE = {aten.abs.default, aten.exp.default, aten.square.default}
+# Those whose value is that of an argument, or whose bound is.
+_SAME: dict[Any, int] = {
+    **dict.fromkeys(
+        (
+            aten.sqrt.default,
+            aten.clone.default,
+            aten.alias.default,
+            aten.detach.default,
+            aten._to_copy.default,
+            aten._local_scalar_dense.default,
+            aten.view.default,
+        ),
+        0,
+    ),
+    **dict.fromkeys((aten.copy.default, aten.full.default, aten.full_like.default), 1),
+}
+# Those whose value is not negative if their first arguments are not, and their factors.
 _MONOTONE: dict[Any, int] = {
     aten.add.Tensor: 2,
     aten.add.Scalar: 2,
     aten.div.Tensor: 2,
     aten.div.Scalar: 2,
-    aten.lerp.Scalar: 2,
-    aten.lerp.Tensor: 2,
     aten.minimum.default: 2,
-    **dict.fromkeys(
-        (aten.sqrt.default, aten.clone.default, aten.alias.default, aten._to_copy.default, aten.view.default), 1
-    ),
+    aten.reciprocal.default: 1,
+    aten.rsqrt.default: 1,
 }
-
-
-def root_of_a_difference(graph: fx.GraphModule, initial: Mapping[str, float | None]) -> fx.Node | None:
-    """Return the first root of a tensor that may become negative when its entries are rounded, or None."""
-    inputs = {meta(node)["update_input"]: node for node in placeholders(graph.graph)}
-    entries = never_negative(graph, initial)
-    known = {node for name, node in inputs.items() if name in entries or node.meta["val"].dim() == 0}
-    node: fx.Node
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-            continue
-        if node.target is aten.sqrt.default and node.meta["val"].dim() and node.all_input_nodes[0] not in known:
-            return node
-        if _keeps_sign(node, known):
-            known.add(node)
-    return None

@@ -32,14 +32,13 @@ def with_coded_state(program: UpdateProgram, parameter: str) -> UpdateProgram:
     wide = next((name for name, spec in entries.items() if spec.dtype is torch.float64), None)
     if wide is not None:
         raise CaptureError(f"{where} has {wide} of torch.float64\nConvert the parameter to torch.float32.")
-    initial = {name: spec.initial for name, spec in entries.items()}
-    root = root_of_a_difference(program.graph, initial)
+    root = root_of_a_difference(program)
     if root is not None:
         raise CaptureError(
             f"{where} takes the root of a difference of its entries at {line_of(root)}: rounded to eight bits it "
             "can be negative\nLeave the state exact, or change this option of the optimizer."
         )
-    unsigned = never_negative(program.graph, initial)
+    unsigned = never_negative(program)
     state = {
         name: replace(spec, codec=UNSIGNED if name in unsigned else SIGNED) if name in entries else spec
         for name, spec in program.state.items()
