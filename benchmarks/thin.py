@@ -9,7 +9,8 @@ the same batches, each time with other codes. Told: the mean loss over the same 
 step, by the exact masters, and how far it is from that of exact wires and state; the bytes that rank 0 sends for
 parameters and gradients in a step, as predicted and as a fraction of exact ones, and the bytes that it really received
 per step, losses included; optimizer state per parameter. The last table is the update of one flat tensor by AdamW with
-`fused=True`, with fp32 state and with state in eight bits: CPU time of one thread, in turn, medians of 15 rounds.
+`fused=True`, with fp32 state and with state in eight bits, there by a compiled kernel and by operators one by one: CPU
+time of one thread, in turn, medians of 15 rounds.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from zerograph.optim import trace_update  # noqa: E402
 from zerograph.optim.coded import with_coded_state  # noqa: E402
 from zerograph.passes.buckets.coded_updates import CodedUpdate  # noqa: E402
 from zerograph.passes.context import BucketUpdate  # noqa: E402
+from zerograph.runtime.backends.coded_kernels import compile_update  # noqa: E402
 from zerograph.runtime.wire import cross_memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "thin.md"
@@ -65,7 +67,7 @@ HEADER = [
     "received per step",
     "state per parameter",
 ]
-UPDATE_HEADER = ["elements", "fp32 state, ms", "state in eight bits, ms", "ratio"]
+UPDATE_HEADER = ["elements", "fp32 state, ms", "state in eight bits, ms", "ratio", "operators one by one, ms", "ratio"]
 
 
 def corpus() -> tuple[Tensor, Tensor]:
@@ -139,14 +141,15 @@ def train(size: str, steps: int, lr: float, options: dict[str, Any]) -> tuple[fl
     return statistics.fmean(losses), predicted, received, state * zg.world_size() / numel
 
 
-def coded_update(numel: int) -> Callable[[], Any]:
-    """The update of a shard as a step with coded state makes it."""
+def coded_update(numel: int, *, compiled: bool) -> Callable[[], Any]:
+    """The update of a shard as a step with coded state makes it, with a C++ compiler or without one."""
     parameter = nn.Parameter(torch.zeros(numel))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     traced = trace_update(optimizer, optimizer.param_groups[0], parameter.shape, torch.float32, "cpu")
     program = with_coded_state(traced, "weight")
     numbers = {name: name for name in program.numbers}
     module = CodedUpdate(BucketUpdate((program,), False, numbers, {}, {}, {}, "optimizer0"), guarded=False)
+    module.compiled = compile_update(module) if compiled else None
     state = [
         torch.ones((), dtype=spec.dtype)
         if spec.codec is None
@@ -165,8 +168,10 @@ def fused_update(numel: int) -> Callable[[], Any]:
 
 @torch.no_grad()
 def update_row(numel: int) -> list[str]:
-    exact, coded = medians([fused_update(numel), coded_update(numel)], ROUNDS, warm_up=3, clock=time.thread_time)
-    return [f"{numel:,}", f"{exact * 1e3:.2f}", f"{coded * 1e3:.2f}", f"{coded / exact:.1f}"]
+    updates = [fused_update(numel), *(coded_update(numel, compiled=compiled) for compiled in (True, False))]
+    exact, *coded = medians(updates, ROUNDS, warm_up=3, clock=time.thread_time)
+    row = [f"{numel:,}", f"{exact * 1e3:.2f}"]
+    return row + [text for one in coded for text in (f"{one * 1e3:.2f}", f"{one / exact:.2f}")]
 
 
 def main() -> None:

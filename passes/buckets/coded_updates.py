@@ -1,29 +1,33 @@
 """Elementwise updates of buckets whose optimizer state is stored in coded form.
 
 The graph of global tensors has one node for the update (``owner_updates.owner_update``), which ``localize`` replaces by
-a module. The module decodes, updates and codes one part of the shard after the other. On the CPU a part and its decoded
-state stay in a core's cache.
+a module. The module decodes, updates and codes blocks of the shard. On the CPU one compiled kernel does so for the
+whole shard, or operators for one part of it after the other, which stays in a core's cache. Both run the same products,
+sums and roots, each rounded to the nearest, so both yield the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from zerograph.ir import blocks
+from zerograph.ir.blocks import decode_roots, encode_roots, exact_root, root_parts
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.coded_state import SIGNED
+from zerograph.ir.coded_state import SIGNED, new_values
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
-from zerograph.ir.update_program import StateSpec
-from zerograph.passes.buckets.owner_updates import in_place_module, owner_update_module
+from zerograph.ir.update_program import StateSpec, UpdateProgram
+from zerograph.passes.buckets.owner_updates import owner_update_module
 from zerograph.passes.context import BucketUpdate
 
-# Elements of a part on the CPU, a multiple of the block.
-_PART = 2**17
+aten = torch.ops.aten
+
+BLOCK = SIGNED.block
+# Elements of a part on the CPU, a multiple of the block: about ten temporaries of it fit into a core's cache.
+_PART = 2**16
 
 
 def update_module(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: bool = False) -> nn.Module:
@@ -34,10 +38,14 @@ def update_module(bucket: Bucket, update: BucketUpdate, rank: int, *, guarded: b
 
 
 class CodedUpdate(nn.Module):
-    """Update a shard and its state in place, part by part.
+    """Update a shard and its state in place.
 
     The arguments are those of :func:`owner_update_module`: shard, gradient, hyperparameters, if ``guarded`` a number
     that is not 0 to skip the update, and the entries of the state.
+
+    Attributes:
+        key: equal for equal update programs.
+        compiled: a compiled :meth:`blocks_kernel` for fp32 on the CPU, or None.
     """
 
     # Keeps dead-code elimination from removing the call: its result need not be read.
@@ -46,63 +54,251 @@ class CodedUpdate(nn.Module):
     def __init__(self, update: BucketUpdate, *, guarded: bool) -> None:
         super().__init__()
         program = update.program
+        self.first = update.first and program.first is not None
+        source = program.first if self.first and program.first is not None else program.graph
         self.numbers, self.guarded = list(update.numbers), guarded
         self.specs: Mapping[str, StateSpec] = program.state
-        fused = program.fused
-        self.part: fx.GraphModule = in_place_module(program, first=update.first) if fused is None else fused
-        names = [*("param", "grad"), *program.numbers, *program.state]
-        # The order of the arguments of ``part``.
-        self.order = names if fused is None else [meta(node)["update_input"] for node in placeholders(fused.graph)]
+        self.counts = [name for name, spec in program.state.items() if spec.scalar]
+        self.entries = [name for name, spec in program.state.items() if not spec.scalar]
+        self.parts = _Parts(source, program)
+        self.key = program.key
+        self.compiled: Callable[..., Any] | None = None
 
     def forward(self, flat: Tensor, gradient: Tensor, *rest: Tensor) -> Tensor:
         """Update the shard; return it."""
         numbers = dict(zip(self.numbers, rest, strict=False))
-        skipped = rest[len(self.numbers)] != 0 if self.guarded else None
+        skipped = [rest[len(self.numbers)]] if self.guarded else []
         state = dict(zip(self.specs, rest[len(self.numbers) + self.guarded :], strict=True))
-        shard, gradient = flat.view(-1), gradient.reshape(-1)
-        parts = max(1, -(-shard.numel() // _PART)) if flat.device.type == "cpu" else 1
-        split = [_PART, SIGNED.coded_bytes(_PART)] if parts > 1 else [shard.numel(), -1]
-        counts = {name: value for name, value in state.items() if self.specs[name].scalar}
-        codes = {
-            name: self._split(value, split[0 if self.specs[name].codec is None else 1])
-            for name, value in state.items()
-            if name not in counts
-        }
-        new_counts: dict[str, Tensor] = {}
-        for index, (own, own_gradient) in enumerate(zip(shard.split(split[0]), gradient.split(split[0]), strict=True)):
-            # Every part begins with the counts of the last step.
-            new_counts = {name: value.clone() for name, value in counts.items()}
-            decoded = {name: self._decode(name, parts[index]) for name, parts in codes.items()}
-            new = own if skipped is None else own.clone()
-            values = {"param": new, "grad": own_gradient, **numbers, **new_counts, **decoded}
-            self.part(*(values[name] for name in self.order))
-            _write(own, new, skipped)
-            for name, value in decoded.items():
-                _write(codes[name][index], self._encode(name, value), skipped)
+        counts = {name: state[name] for name in self.counts}
+        new_counts, scalars = self.parts.compute_scalars(numbers | counts)
+        blocks = [flat.view(-1, BLOCK), gradient.reshape(-1, BLOCK)]
+        for name in self.entries:
+            blocks += self._stored(name, state[name])
+        compiled = self.compiled
+        if compiled is not None and all(one.dtype is torch.float32 for one in blocks[:2]) and len(blocks[0]) > 1:
+            compiled(len(blocks[0]), *skipped, *scalars, *blocks)
+        else:
+            kernel = self.blocks_kernel(exact_root, len(scalars))
+            rows = _PART // BLOCK if flat.device.type == "cpu" else max(1, len(blocks[0]))
+            for part in zip(*(one.split(rows) for one in blocks), strict=True):
+                kernel(*skipped, *scalars, *part)
         for name, value in new_counts.items():
             _write(counts[name], value, skipped)
         return flat
 
+    def blocks_kernel(self, root: Callable[[Tensor], Tensor], scalars: int) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a function that updates blocks in place, and returns the inverses of new scales.
+
+        Its arguments are the number to skip the update if ``guarded``, the scalars that the update reads, then blocks
+        [blocks, block]: of the parameter, its gradient, and for each entry its integers and scales [blocks, 1], or the
+        entry as it is.
+
+        Args:
+            root: the square root, rounded to the nearest.
+            scalars: the number of scalars.
+        """
+
+        def update_blocks(*arguments: Tensor) -> tuple[Tensor, ...]:
+            skipped, rest = arguments[: self.guarded], iter(arguments[self.guarded :])
+            values = [next(rest) for _ in range(scalars)]
+            parameter, gradient = next(rest), next(rest)
+            stored = [
+                (next(rest), next(rest)) if self.specs[name].codec is not None else (next(rest),)
+                for name in self.entries
+            ]
+            decoded = [self._decoded(name, parts) for name, parts in zip(self.entries, stored, strict=True)]
+            new, *entries = self.parts.compute_blocks(root, [parameter, gradient, *decoded], values)
+            _write(parameter, new, skipped)
+            inverses: tuple[Tensor, ...] = ()
+            for name, parts, entry in zip(self.entries, stored, entries, strict=True):
+                codec = self.specs[name].codec
+                codes = (entry,) if codec is None else encode_roots(entry.float(), codec.code, root)
+                inverses += codes[2:]
+                for part, code in zip(parts, codes, strict=False):
+                    _write(part, code, skipped)
+            return inverses
+
+        return update_blocks
+
+    def examples(self, rows: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return numbers and blocks as :meth:`blocks_kernel` takes them, of a fp32 shard on the CPU, for tracing.
+
+        Args:
+            rows: number of blocks; may be symbolic.
+        """
+        inputs = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
+        inputs |= {name: torch.zeros((), dtype=self.specs[name].dtype, device="cpu") for name in self.counts}
+        numbers = [torch.zeros((), device="cpu")] * self.guarded + self.parts.compute_scalars(inputs)[1]
+        values = [torch.empty((rows, BLOCK), device="cpu") for _ in range(2)]
+        for name in self.entries:
+            codec, dtype = self.specs[name].codec, self.specs[name].dtype
+            if codec is None:
+                values.append(torch.empty((rows, BLOCK), dtype=dtype, device="cpu"))
+                continue
+            width = codec.block_bytes
+            integers, scale = root_parts(torch.empty((1, width), dtype=torch.uint8, device="cpu"), codec.code)
+            values.append(torch.empty_strided((rows, BLOCK), (width, 1), dtype=integers.dtype, device="cpu"))
+            values.append(torch.empty_strided((rows, 1), (width // scale.itemsize, 1), dtype=scale.dtype, device="cpu"))
+        return numbers, values
+
+    @property
+    def compiles_exactly(self) -> bool:
+        """True if a compiled kernel yields the same bits: the entries are fp32, and all operators round to nearest."""
+        dtypes = {self.specs[name].dtype for name in self.entries}
+        return not self.first and dtypes == {torch.float32} and self.parts.rounds_to_nearest
+
     def temporary(self, shard: Tensor) -> int:
         """Return the bytes that an update of the shard allocates and frees: of a part, its state and their codes."""
         part = min(shard.numel(), _PART) if shard.device.type == "cpu" else shard.numel()
-        return part * 4 * (len(self.specs) + 4)
+        return part * 4 * (len(self.specs) + 8)
 
-    def _split(self, value: Tensor, size: int) -> list[Tensor]:
-        flat = value.view(-1)
-        return list(flat.split(size)) if size > 0 else [flat]
-
-    def _decode(self, name: str, coded: Tensor) -> Tensor:
-        codec, dtype = self.specs[name].codec, self.specs[name].dtype
-        return coded.clone() if codec is None else blocks.decode(coded, *codec.arguments, dtype)
-
-    def _encode(self, name: str, value: Tensor) -> Tensor:
+    def _stored(self, name: str, value: Tensor) -> Sequence[Tensor]:
         codec = self.specs[name].codec
-        return value if codec is None else blocks.encode(value, *codec.arguments)
+        if codec is None:
+            return [value.view(-1, BLOCK)]
+        return root_parts(value.view(-1, codec.block_bytes), codec.code)
+
+    def _decoded(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        codec = self.specs[name].codec
+        return parts[0] if codec is None else decode_roots(parts[0], parts[1], codec.code).to(self.specs[name].dtype)
 
 
-def _write(target: Tensor, value: Tensor, skipped: Tensor | None) -> None:
+def _write(target: Tensor, value: Tensor, skipped: Sequence[Tensor]) -> None:
     """Write a new value, unless the update is skipped."""
-    if value is not target:
-        kept: Any = value if skipped is None else torch.where(skipped.to(target.device), target, value)
-        target.copy_(kept)
+    for number in skipped:
+        value = torch.where((number != 0).to(target.device), target, value)
+    target.copy_(value)
+
+
+class _Parts:
+    """An update as two graphs: of 0-d tensors, and of blocks, which reads results of the first.
+
+    Operators that round more than once, or otherwise than their parts, are written as their parts.
+    """
+
+    def __init__(self, source: fx.GraphModule, program: UpdateProgram) -> None:
+        self._source, self._state = source, program.state
+        new = new_values(source, program.state)
+        self._counts = {name: new[name] for name, spec in program.state.items() if spec.scalar}
+        self._new = [new[name] for name in ("param", *program.state) if name not in self._counts]
+        nodes = [node for node in source.graph.nodes if node.op == "call_function"]
+        self._scalar_nodes = [node for node in nodes if _is_scalar(node) and node.target is not aten.copy_.default]
+        self._block_nodes = [node for node in nodes if not _is_scalar(node) and node.target is not aten.copy_.default]
+        inputs = [node for node in placeholders(source.graph) if _is_scalar(node)]
+        scalars = dict.fromkeys([*inputs, *self._scalar_nodes])
+        self._read = [node for node in scalars if not set(self._block_nodes).isdisjoint(node.users)]
+        self.rounds_to_nearest = all(node.target in _ROUNDED or node.target in _PARTS for node in self._block_nodes)
+
+    def compute_scalars(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
+        """Return new 0-d entries of the state, and the scalars that blocks are computed from.
+
+        Args:
+            inputs: hyperparameters and 0-d entries, by name.
+        """
+        values: dict[fx.Node, Any] = {
+            node: inputs[meta(node)["update_input"]] for node in placeholders(self._source.graph) if _is_scalar(node)
+        }
+        for node in self._scalar_nodes:
+            # A number stays a 0-d tensor, which operators on blocks take as well.
+            if node.target is aten._local_scalar_dense.default:
+                values[node] = values[node.args[0]]
+                continue
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        counts = {name: values[node] for name, node in self._counts.items()}
+        return counts, [_narrow(values[node]) for node in self._read]
+
+    def compute_blocks(
+        self, root: Callable[[Tensor], Tensor], blocks: Sequence[Tensor], scalars: Sequence[Any]
+    ) -> list[Tensor]:
+        """Return the new parameter and entries.
+
+        Args:
+            root: the square root.
+            blocks: the parameter, its gradient and entries.
+            scalars: from :meth:`compute_scalars`.
+        """
+        names = ["param", "grad", *(name for name, spec in self._state.items() if not spec.scalar)]
+        by_name = dict(zip(names, blocks, strict=True))
+        values: dict[fx.Node, Any] = dict(zip(self._read, scalars, strict=True))
+        for node in placeholders(self._source.graph):
+            if not _is_scalar(node):
+                values[node] = by_name[meta(node)["update_input"]]
+        for node in self._block_nodes:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            if node.target is aten.sqrt.default:
+                values[node] = root(*args)
+            else:
+                values[node] = _PARTS.get(node.target, node.target)(*args, **kwargs)
+        return [values[node] for node in self._new]
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _narrow(scalar: Tensor) -> Tensor:
+    """Return a scalar as operators on fp32 tensors take it."""
+    return scalar.float() if scalar.dtype is torch.float64 else scalar
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    return start + (end - start) * weight
+
+
+def _add_product(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
+    return x + _times(first, value) * second
+
+
+def _add_quotient(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
+    return x + _quotient(_times(first, value), second)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    # A product by the reciprocal of one number takes less time than a quotient of each element.
+    return x * torch.reciprocal(y) if isinstance(y, Tensor) and y.dim() == 0 else torch.div(x, y)
+
+
+def _add(x: Any, y: Any, alpha: Any = 1) -> Tensor:
+    return torch.add(x, _times(y, alpha))
+
+
+def _subtract(x: Any, y: Any, alpha: Any = 1) -> Tensor:
+    return torch.sub(x, _times(y, alpha))
+
+
+def _times(x: Any, factor: Any) -> Any:
+    return x if isinstance(factor, (int, float)) and factor == 1 else x * factor
+
+
+# Operators by their parts. The overloads for numbers get 0-d tensors too.
+_PARTS: dict[Any, Callable[..., Any]] = {
+    aten.lerp.Scalar: _lerp,
+    aten.lerp.Tensor: _lerp,
+    aten.addcmul.default: _add_product,
+    aten.addcdiv.default: _add_quotient,
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _subtract,
+    aten.sub.Scalar: _subtract,
+    aten.mul.Tensor: torch.mul,
+    aten.mul.Scalar: torch.mul,
+    aten.div.Tensor: _quotient,
+    aten.div.Scalar: _quotient,
+    aten.square.default: lambda x: x * x,
+}
+# Operators that are exact or rounded to the nearest, compiled or not.
+_ROUNDED = {
+    aten.sqrt.default,
+    aten.neg.default,
+    aten.abs.default,
+    aten.sign.default,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.where.self,
+    aten.clone.default,
+    aten.full_like.default,
+}

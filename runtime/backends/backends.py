@@ -13,6 +13,7 @@ from torch.fx.passes.split_module import split_module
 from zerograph import _torch
 from zerograph.ir.loop import loop_of, loops
 from zerograph.ir.step_graph import placeholders
+from zerograph.runtime.backends.coded_kernels import compile_updates
 from zerograph.runtime.backends.inductor import compile_pieces
 
 Compiled = Callable[..., Sequence[Any]]
@@ -24,6 +25,7 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
 
     A user's backend gets a copy of the graph without our metadata, and fake tensors of this rank's shapes.
     """
+    compile_updates(graph)
     if backend is eager:
         return eager(graph, [])
     if backend is inductor:

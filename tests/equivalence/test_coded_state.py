@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, prepare
+from tests.harness import LossStep, needs_compiler, prepare
 from tests.models import part
 from tests.pool import Pool
+from zerograph.ir.coded_state import UNSIGNED, decode_entry, encode_entry
 from zerograph.optim.coded import with_coded_state
 from zerograph.optim.program import trace_update
+from zerograph.passes.buckets.coded_updates import CodedUpdate
+from zerograph.runtime.backends import coded_kernels
 
 STEPS, SAMPLES = 3, 8
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -63,14 +66,14 @@ def train(stages: list[int], options: dict[str, Any]) -> list[dict[str, Tensor]]
 
 def rounded(value: Tensor, power: int) -> Tensor:
     """Return what eight bits keep of a parameter's entry: its root of this power, relative to its block's largest."""
-    limit = {2: 127, 4: 255}[power]
     blocks = nn.functional.pad(value.flatten(), (0, -value.numel() % 256)).view(-1, 256)
+    if power == 4:
+        blocks = blocks.sqrt()
     largest = blocks.abs().amax(1, keepdim=True)
     root = (blocks * torch.where(largest > 0, 1 / largest, 0)).abs().sqrt()
-    kept = (root * limit).round() / limit if power == 2 else (root.sqrt() * limit).round().clamp(min=1) / limit
-    kept = kept * kept if power == 2 else (kept * kept) * (kept * kept)
-    signs = torch.copysign(kept, blocks) if power == 2 else kept
-    return (signs * largest).flatten()[: value.numel()].view(value.shape)
+    kept = (root * 127).round() / 127 if power == 2 else (root * 255).round().clamp(min=1) / 255
+    kept = torch.copysign(kept * kept, blocks) * largest
+    return (kept if power == 2 else kept * kept).flatten()[: value.numel()].view(value.shape)
 
 
 def train_plainly() -> dict[str, Tensor]:
@@ -158,6 +161,30 @@ def coded(optimizer: Any, dtype: torch.dtype = torch.float32, **options: Any) ->
     program = trace_update(made, made.param_groups[0], parameter.shape, dtype, "cpu")
     state = with_coded_state(program, "model.weight").state
     return {name: spec.codec.code for name, spec in state.items() if spec.codec is not None}
+
+
+@pytest.mark.long
+@needs_compiler
+def test_a_compiled_kernel_yields_the_bits_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"on_nonfinite": "skip"}
+    expected = train([2], options)[0]
+    monkeypatch.setattr(coded_kernels, "MIN_NUMEL", 256)
+    compiled: list[CodedUpdate] = []
+    compile_one = coded_kernels.compile_update
+    monkeypatch.setattr(coded_kernels, "compile_update", lambda module: compiled.append(module) or compile_one(module))
+    result = train([2], options)[0]
+    assert compiled
+    assert all(update.compiled is not None for update in compiled)
+    for name, value in expected.items():
+        assert torch.equal(result[name], value), name
+
+
+def test_a_negative_entry_is_not_coded_as_another_number() -> None:
+    values = torch.ones(512)
+    values[300] = -1e-3
+    decoded = decode_entry(encode_entry(values, UNSIGNED), values.shape, UNSIGNED, torch.float32)
+    assert torch.equal(decoded[:256], values[:256])
+    assert decoded[256:].isnan().all()
 
 
 def test_entries_that_are_never_negative_have_a_code_of_their_own() -> None:

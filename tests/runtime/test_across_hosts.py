@@ -101,7 +101,7 @@ def test_other_layouts_use_flat_exchanges(pool: Pool, hosts: str) -> None:
 
 
 def summed_twice(hosts: str) -> bool:
-    """Whether a reduction and a sum of the same numbers have the same bits, and rank 0's order of hosts."""
+    """Return whether a reduction and a sum of the same numbers have the same bits."""
     with on_host(hosts):
         job = join(60.0)
         assert direct.spans(job)

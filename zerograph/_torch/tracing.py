@@ -216,9 +216,9 @@ def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any
 
 
 def inductor(
-    graph: fx.GraphModule, values: Sequence[Any], environment: SizeEnv | None = None
+    graph: fx.GraphModule | Callable[..., tuple[Any, ...]], values: Sequence[Any], environment: SizeEnv | None = None
 ) -> Callable[..., Sequence[Any]]:
-    """Compile a graph of plain operators, which may write to its inputs, with Inductor.
+    """Compile a graph or function of plain operators, which may write to its inputs, with Inductor.
 
     ``torch.compile`` would trace the graph again and wrap each call in guards and autograd; its lower levels are
     private. Inductor caches compiled code on disk by the graph and all relevant settings.
@@ -246,14 +246,13 @@ def inductor(
         shape, stride = ([in_env(sizes, size) for size in of] for of in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
+    function = fx.Interpreter(graph).run if isinstance(graph, fx.GraphModule) else graph
     with mode:
         fakes = [fake(value) for value in values]
     with _size_oblivious() if environment is not None else contextlib.nullcontext():
         # Constants are fake as well: Inductor folds them itself, by their operators.
         with mode, torch.no_grad():
-            traced = trace(
-                torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), fakes, select_decomp_table()
-            )
+            traced = trace(torch.func.functionalize(function, remove="mutations"), fakes, select_decomp_table())
         output = traced.graph.output_node()
         # Code outside the graph relies on the strides that it was traced with.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]

@@ -6,14 +6,18 @@ integers and scales together. Buckets lay every parameter at the begin of a bloc
 code depends on the values of one parameter alone: not on the number of ranks, the stage or the bucket size.
 
 Codes are rounded to the nearest, halves to even. An infinite or NaN element makes its whole block so.
+
+The codes that are roots serve optimizer state. Their operators, roots included, are rounded to the nearest, so that a
+compiled kernel yields the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -21,6 +25,8 @@ Code = Literal["bf16", "int8", "int4", "root", "fourth_root"]
 
 # Largest integer of a code.
 _LIMITS = {"int8": 127, "int4": 7, "root": 127, "fourth_root": 255}
+# Two codes with equal layout: an integer of 8 bits for each element.
+_INTEGERS = {"root": torch.int8, "fourth_root": torch.uint8}
 # Elements that the CPU codes at once: they and their temporaries stay in a core's cache.
 _CHUNK = 2**17
 
@@ -30,8 +36,8 @@ class Codec:
     """How a tensor is coded.
 
     Attributes:
-        code: ``"bf16"``; ``"int8"`` and ``"int4"``: integers that the scale multiplies; ``"root"`` and
-            ``"fourth_root"``: 8 bits for the root of a magnitude with its sign, or for the fourth root.
+        code: ``"bf16"``; ``"int8"`` and ``"int4"``: integers that the scale multiplies; ``"root"``: 8 bits for the
+            root of a magnitude, with its sign; ``"fourth_root"``: 8 bits for the fourth root, a scale for the root.
         block: number of elements with one scale; 1 for bf16, which has none.
         scales: dtype of the scales.
     """
@@ -83,21 +89,16 @@ def _encode_fake(x: Tensor, code: Code, block: int, scales: torch.dtype) -> Tens
 
 def _encode_blocks(values: Tensor, into: Tensor, code: Code, scales: torch.dtype) -> None:
     """Code blocks ``[blocks, block]`` of fp32 into ``[blocks, block_bytes]``."""
+    if code in _INTEGERS:
+        for part, new in zip(root_parts(into, code), encode_roots(values, code), strict=False):
+            part.copy_(new)
+        return
     block, limit = values.shape[1], _LIMITS[code]
     integers, scale = into.split([_code_bytes(code, block), scales.itemsize], 1)
     stored = scale.view(scales)
-    magnitudes = values if code == "fourth_root" else values.abs()
-    largest = magnitudes.amax(1, keepdim=True)
-    stored.copy_(largest if "root" in code else largest.div_(limit))
-    wide = stored.float()
-    # A scale too small for a reciprocal codes zeros.
-    inverse = torch.where(wide >= torch.finfo(torch.float32).tiny, wide.reciprocal(), 0.0)
-    if code == "fourth_root":
-        # Not 0: an optimizer divides by the root of such an entry.
-        integers.copy_(torch.mul(values, inverse).sqrt_().sqrt_().mul_(limit).round_().clamp_min_(1))
-    elif code == "root":
-        integers.view(torch.int8).copy_(magnitudes.mul_(inverse).sqrt_().mul_(limit).copysign_(values).round_())
-    elif code == "int8":
+    stored.copy_(values.abs().amax(1, keepdim=True).div_(limit))
+    inverse = _inverse(stored.float())
+    if code == "int8":
         integers.view(torch.int8).copy_(torch.mul(values, inverse).round_().clamp_(-limit, limit))
     else:
         rounded = torch.mul(values, inverse).round_().clamp_(-limit, limit)
@@ -128,19 +129,72 @@ def _decode_fake(coded: Tensor, code: Code, block: int, scales: torch.dtype, dty
 
 def _decode_blocks(coded: Tensor, into: Tensor, code: Code, scales: torch.dtype) -> None:
     """Write the values of blocks ``[blocks, block_bytes]`` to ``[blocks, block]`` of fp32."""
+    if code in _INTEGERS:
+        into.copy_(decode_roots(*root_parts(coded, code), code))
+        return
     integers, scale = coded.split([_code_bytes(code, into.shape[1]), scales.itemsize], 1)
-    if code == "fourth_root":
-        into.copy_(integers).div_(_LIMITS[code]).square_().square_()
-    elif code == "root":
-        into.copy_(integers.view(torch.int8)).div_(_LIMITS[code])
-        into.mul_(into.abs())
-    elif code == "int8":
+    if code == "int8":
         into.copy_(integers.view(torch.int8))
     else:
         low, high = into.chunk(2, 1)
         low.copy_(integers & 15).sub_(8)
         high.copy_(integers >> 4).sub_(8)
     into.mul_(scale.view(scales).float())
+
+
+def root_parts(coded: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    """Return views of the integers ``[blocks, block]`` and scales ``[blocks, 1]`` of ``[blocks, block_bytes]``."""
+    size = torch.float32.itemsize
+    return coded[:, :-size].view(_INTEGERS[code]), coded[:, -size:].view(torch.float32)
+
+
+def exact_root(x: Tensor) -> Tensor:
+    """Return the square root rounded to the nearest, as compiled code does; ``torch.sqrt`` on the CPU is not exact."""
+    if x.device.type != "cpu" or x.dtype is not torch.float32:
+        return x.sqrt()
+    with numpy.errstate(invalid="ignore"):
+        return torch.from_numpy(numpy.sqrt(x.numpy()))
+
+
+def encode_roots(
+    values: Tensor, code: str, root_of: Callable[[Tensor], Tensor] = exact_root
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the integers ``[blocks, block]`` and scales ``[blocks, 1]`` of blocks of fp32, and the scales' inverses.
+
+    The inverses are returned because Inductor then computes them once for each block.
+
+    Args:
+        values: the blocks.
+        code: ``"root"`` or ``"fourth_root"``.
+        root_of: the square root, rounded to the nearest.
+    """
+    if code == "root":
+        magnitudes = values.abs()
+        scale = magnitudes.amax(1, keepdim=True)
+        inverse = _inverse(scale)
+        root = (root_of(magnitudes * inverse) * 127).round()
+        return torch.where(values < 0, -root, root).to(torch.int8), scale, inverse
+    # An optimizer has computed this root. That of a negative entry is NaN, and so is its block then.
+    root = root_of(values)
+    scale = torch.where(values.amin(1, keepdim=True) < 0, torch.nan, root_of(values.amax(1, keepdim=True)))
+    inverse = _inverse(scale)
+    # Not 0: an optimizer divides by the root of such an entry.
+    return (root_of(root * inverse) * 255).round().clamp_min(1).to(torch.uint8), scale, inverse
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return reciprocals of scales; 0, which codes zeros, for one that is too small."""
+    return torch.where(scale >= torch.finfo(torch.float32).tiny, scale.reciprocal(), 0.0)
+
+
+def decode_roots(integers: Tensor, scale: Tensor, code: str) -> Tensor:
+    """Return the values of blocks of fp32 from their integers and scales."""
+    # The largest integer becomes 1, so that decoding and coding again changes no scale.
+    root = integers.float() * (1 / _LIMITS[code])
+    if code == "root":
+        return root.abs() * root * scale
+    root = root * root * scale
+    return root * root
 
 
 def _decoded_blocks(coded: Tensor, code: Code, block: int, scales: torch.dtype) -> Tensor:

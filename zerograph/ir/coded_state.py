@@ -8,7 +8,7 @@ both then reach to about 2^-17 of the largest. Decoding and coding again changes
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,22 +90,27 @@ def never_negative(program: UpdateProgram) -> set[str]:
     while True:
         kept = set(entries)
         for graph in graphs:
-            bounds = _bounds(graph, program.state, entries)
-            kept &= {name for name, new in _written(graph, list(program.state)).items() if new in bounds}
+            bounds, new = _bounds(graph, program.state, entries), new_values(graph, program.state)
+            kept = {name for name in kept if new[name] in bounds}
         if kept == entries:
             return entries
         entries = kept
 
 
-def _written(graph: fx.GraphModule, entries: Sequence[str]) -> dict[str, fx.Node]:
-    """Return the node whose value each entry has after an update: written by ``copy_``, or returned."""
+def new_values(graph: fx.GraphModule, state: Iterable[str]) -> dict[str, fx.Node]:
+    """Return the node of each value after an update, of the parameter too: written by ``copy_``, or returned.
+
+    Args:
+        graph: an update.
+        state: the entries of the state, in order.
+    """
     values = {meta(node)["update_input"]: node for node in placeholders(graph.graph)}
     names = {node: name for name, node in values.items()}
     for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
         values[names[node.args[0]]] = node.args[1]
-    returned = graph.graph.output_node().args[0]
-    values.update(zip(entries, returned if isinstance(returned, (list, tuple)) else (), strict=False))
-    return {name: values[name] for name in entries if name in values}
+    returned: Any = graph.graph.output_node().args[0]
+    values.update(zip(state, returned if isinstance(returned, (list, tuple)) else (), strict=False))
+    return values
 
 
 def root_of_a_difference(program: UpdateProgram) -> fx.Node | None:
