@@ -150,6 +150,29 @@ def test_a_loop_may_go_on_differently_after_a_read(what: str) -> None:
     assert_like_plain(lambda model, optimizer: interrupted(model, optimizer, what), *layers)
 
 
+def test_a_branch_on_a_value_is_ordinary_python(forwards: list[str]) -> None:
+    counts = []
+
+    def train(model: nn.Module, optimizer: Any) -> list[float]:
+        printed = []
+        for limit in (9, 9, 0, 0, 9, 9, 0):
+            before = len(forwards)
+            loss = F.cross_entropy(model(X), Y)
+            printed.append(loss.item())
+            if printed[-1] > limit:
+                loss = loss.sqrt() * 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            counts.append(len(forwards) - before)
+        return printed
+
+    model = assert_like_plain(train)
+    # Where the outcome changes, what has begun is freed and the step runs whole. Each outcome is a graph.
+    assert counts[7:] == [2, 0, 1, 0, 1, 0, 1]
+    assert loop_of(model)._steps[(0,), "update"]._steps.compilations == 2
+
+
 def test_a_value_that_is_read_before_another_batch_takes_a_second_forward() -> None:
     model, optimizer = zg.prepare(model := network(), torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
 

@@ -227,10 +227,12 @@ class Pauses:
 
         def on_death(_: object) -> None:
             running = reference()
-            if running is None or any(one() is not None for one in running.alive):
+            if running is None or running.paused is None or any(one() is not None for one in running.alive):
                 return
-            events = running.read.tape.events
-            if not any(event.loss for number, event in events.items() if number not in running.read.tape.done):
+            # Later calls may have made others of them: ``loss = loss * 2``.
+            tape = running.read.tape
+            running.alive = [weakref.ref(one, on_death) for one in tape.alive() if one.requires_grad]
+            if not running.alive and not any(e.loss for number, e in tape.events.items() if number not in tape.done):
                 running.abandon()
 
         return on_death
