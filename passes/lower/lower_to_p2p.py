@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.ir import blocks
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, along
 from zerograph.ir.rewrite import emit_like
@@ -29,6 +30,9 @@ def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             whole, _, ranks, group = start.args
             start.target = context.backend.exchanges["reduce-scatter, summed"]
             start.args = whole, ranks, group
+    if "reduce-scatter, coded" in context.backend.exchanges:
+        for total in graph.find_nodes(op="call_function", target=blocks.sum_decoded):
+            _sum_in_hosts(graph, total, context)
     if "reduce-scatter" in context.backend.exchanges:
         for start in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
             _sum_pieces(graph, start, context)
@@ -38,6 +42,23 @@ def lower_to_p2p(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             start.target = context.backend.exchanges["all-reduce"]
             start.args = source, meta(start)["boxing"].ranks, group
     return module
+
+
+def _sum_in_hosts(graph: fx.Graph, total: fx.Node, context: Context) -> None:
+    """Replace the exchange of coded parts by one that codes the sum of each host's ranks."""
+    (wait,) = total.all_input_nodes
+    (start,) = wait.all_input_nodes
+    (code,) = start.all_input_nodes
+    change: Boxing = meta(start)["boxing"]
+    (parts,) = code.all_input_nodes
+    with graph.inserting_before(code):
+        exchange = context.backend.exchanges["reduce-scatter, coded"]
+        reduced = emit_like(total, exchange, parts, *total.args[1:], change.ranks, start.args[-1])
+    meta(reduced)["boxing"] = change
+    with graph.inserting_before(total):
+        total.replace_all_uses_with(emit_like(total, c10d.wait_tensor.default, reduced))
+    for node in (total, wait, start, code):
+        graph.erase_node(node)
 
 
 def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:

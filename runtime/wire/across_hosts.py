@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerograph.ir import blocks
+from zerograph.ir.blocks import Codec
 from zerograph.runtime.wire.direct import DirectExchange, SpanningGroup
 
 
@@ -60,18 +61,20 @@ class Reduction(dist.Work):
     Args:
         whole: ``[ranks * n, *rest]``; the piece r is summed at place r.
         total: memory of this rank's sum, ``[n, *rest]``.
+        codec: how the sums of the ranks of each host are sent; None: as they are.
     """
 
-    def __init__(self, hosts: SpanningGroup, whole: Tensor, total: Tensor) -> None:
+    def __init__(self, hosts: SpanningGroup, whole: Tensor, total: Tensor, codec: Codec | None = None) -> None:
         super().__init__()
-        self._total, local = total.view(-1), hosts.local
+        self._total, self._codec, local = total.view(-1), codec, hosts.local
         pieces = whole.view(-1).chunk(hosts.hosts * len(local.peers))
         others = hosts.other_hosts()
         # This host's part of the sums of other hosts' ranks, and theirs of this rank's sum.
-        self._outgoing = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
-        self._incoming = dict(zip(others, self._total.new_empty((len(others), len(self._total))), strict=True))
+        self._outgoing = dict(zip(others, whole.new_empty((len(others), len(self._total))), strict=True))
+        self._incoming = dict(zip(others, whole.new_empty((len(others), len(self._total))), strict=True))
         # The sum begins with host 0's part, as in :class:`Sum`, so this host's own is kept apart on others.
-        self._incoming[hosts.host] = self._total if hosts.host == 0 else torch.empty_like(self._total)
+        in_place = hosts.host == 0 and codec is None
+        self._incoming[hosts.host] = self._total if in_place else whole.new_empty(len(self._total))
         sums = self._outgoing | {hosts.host: self._incoming[hosts.host]}
         exchanges = []
         for host in range(hosts.hosts):
@@ -80,12 +83,21 @@ class Reduction(dist.Work):
             exchanges.append(DirectExchange(local, sent, [sums[host]] * len(sent), adds=True))
         for exchange in exchanges:
             exchange.wait()
+        if codec is not None:
+            self._outgoing = {host: blocks.encode(part, *codec.arguments) for host, part in sums.items()}
+            own = self._outgoing[hosts.host]
+            self._codes = own.new_empty((hosts.hosts, len(own)))
+            self._codes[hosts.host].copy_(own)
+            self._incoming = dict(enumerate(self._codes))
         self._works = _swap(hosts, self._outgoing, self._incoming)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete. ``timeout`` is ignored: the group's own limit holds."""
         _wait(self._works)
-        _add_in_order(self._total, self._incoming)
+        if self._codec is None:
+            _add_in_order(self._total, self._incoming)
+        else:
+            self._total.copy_(blocks.sum_decoded(self._codes, *self._codec.arguments, self._total.dtype))
         return True
 
 

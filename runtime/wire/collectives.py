@@ -17,6 +17,8 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.ir import blocks
+from zerograph.ir.blocks import Code, Codec
 from zerograph.ir.rows import library as rows_library
 from zerograph.runtime.wire import across_hosts, direct
 from zerograph.runtime.wire.direct import DirectExchange, HostGroup
@@ -132,6 +134,24 @@ def _reduce_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
 
 def _reduce_pieces_fake(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     return whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
+
+
+def _reduce_coded(
+    whole: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype, ranks: int, group_name: str
+) -> Tensor:
+    """Start a reduce-scatter like :func:`_reduce_pieces` that codes the fp32 sums of each host's ranks."""
+    hosts = direct.spanning_group(_torch.process_group(group_name))
+    assert hosts is not None
+    total = _reduce_coded_fake(whole, code, block, scales, dtype, ranks, group_name)
+    codec = Codec(code, block, scales)
+    _torch.register_works(total, [across_hosts.Reduction(hosts, whole.float(), total, codec)])
+    return total
+
+
+def _reduce_coded_fake(
+    whole: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype, ranks: int, group_name: str
+) -> Tensor:
+    return whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]), dtype=dtype)
 
 
 def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -261,5 +281,8 @@ gather_into = _define(
 )
 exchange_pieces = _define("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
 reduce_pieces = _define("reduce_pieces", _reduce_pieces, _reduce_pieces_fake)
+reduce_coded = _define(
+    "reduce_coded", _reduce_coded, _reduce_coded_fake, takes=f"Tensor x, {blocks.CODEC}, ScalarType dtype"
+)
 sum_ranks = _define("sum_ranks", _sum_ranks, _sum_ranks_fake)
 sum_ranks_ = _define("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", returns="Tensor(a!)")

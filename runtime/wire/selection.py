@@ -42,7 +42,10 @@ _DIRECT: dict[str, OpOverload] = {
     "all-reduce in place": collectives.sum_ranks_,
 }
 # Used where each of several hosts has several ranks.
-_ACROSS_HOSTS: dict[str, OpOverload] = {"reduce-scatter, summed": collectives.reduce_pieces}
+_ACROSS_HOSTS: dict[str, OpOverload] = {
+    "reduce-scatter, summed": collectives.reduce_pieces,
+    "reduce-scatter, coded": collectives.reduce_coded,
+}
 # Used on one host too, and elsewhere if measured faster.
 _MEASURED: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
 

@@ -13,6 +13,7 @@ import zerograph as zg
 from tests.harness import LossStep, sum_of_squares
 from tests.models import mlp, part
 from tests.pool import Pool
+from tests.runtime.test_across_hosts import on_host
 
 STEPS, SAMPLES = 3, 12
 BOTH: tuple[Any, ...] = ("bf16", "int8", "int4")
@@ -49,18 +50,19 @@ def rounded(x: Tensor, code: str) -> Tensor:
     return (integers * scale).flatten()[: x.numel()].view(x.shape)
 
 
-def train_plainly(ranks: int, gather: str, reduce: str, hosts: int = 1) -> dict[str, Tensor]:
+def train_plainly(ranks: int, gather: str, reduce: str, hosts: int = 1, inside: str | None = None) -> dict[str, Tensor]:
     """Train on one device: weights are coded for forward, and each rank's gradient is coded before the sum.
 
-    With several ``hosts`` the sums of each host's ranks are coded and summed once more.
+    With several ``hosts`` the sums of each host's ranks are coded and summed once more; ``inside`` of a host gradients
+    may have another code.
     """
     masters, copy = model(), model()
     update = optimizer(masters)
 
-    def summed(parts: list[Tensor]) -> Tensor:
+    def summed(parts: list[Tensor], code: str) -> Tensor:
         total = torch.zeros_like(parts[0])
         for one in parts:
-            total += one if reduce == "exact" else rounded(one, reduce)
+            total += one if code == "exact" else rounded(one, code)
         return total
 
     for x in inputs():
@@ -73,8 +75,8 @@ def train_plainly(ranks: int, gather: str, reduce: str, hosts: int = 1) -> dict[
             gradients.append([weight.grad for weight in copy.parameters() if weight.grad is not None])
         for master, parts in zip(masters.parameters(), zip(*gradients, strict=True), strict=True):
             each = ranks // hosts
-            sums = [summed(list(parts[first : first + each])) for first in range(0, ranks, each)]
-            master.grad = sums[0] if hosts == 1 else summed(sums)
+            sums = [summed(list(parts[first : first + each]), inside or reduce) for first in range(0, ranks, each)]
+            master.grad = sums[0] if hosts == 1 else summed(sums, reduce)
         update.step()
     return {name: value.clone() for name, value in masters.state_dict().items()}
 
@@ -122,6 +124,17 @@ def test_three_ranks_and_a_grid_of_hosts_compute_what_plain_pytorch_does(pool: P
     # On the grid an all-reduce along the first dimension follows the reduce-scatter along the last.
     for index, result in enumerate(pool.run(4, on_a_grid, [2, 3])[0]):
         assert_equal(result, train_plainly(4, "exact", BOTH[index % len(BOTH)], hosts=2))
+
+
+@pytest.mark.long
+def test_two_hosts_code_the_sums_of_their_ranks(pool: Pool) -> None:
+    for index, result in enumerate(pool.run(4, on_hosts, [0, 2, 3])[0]):
+        assert_equal(result, train_plainly(4, "exact", BOTH[index % len(BOTH)], hosts=2, inside="exact"))
+
+
+def on_hosts(stages: list[int]) -> list[dict[str, Tensor]]:
+    with on_host("aabb"):
+        return train(stages, [{"reduce": code} for code in BOTH])
 
 
 def on_a_grid(stages: list[int]) -> list[dict[str, Tensor]]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.harness import deviation, joined, plain_run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.ir import blocks
+from zerograph.ir.wire import wire
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection
 
@@ -69,6 +71,31 @@ def test_each_piece_crosses_the_wire_once_per_host(pool: Pool, size: int, dtype:
         assert right == [True, True, True]
         # A rank's piece of a gather and of a reduction; half of a sum, which is both. Flat, each were twice as much.
         assert sent == [whole // 4, whole // 4, whole // 2]
+
+
+CODEC = wire("int8").codec
+PIECE = 4 * CODEC.block
+
+
+def reduced_in_code(hosts: str, dtype: torch.dtype) -> tuple[bool, int]:
+    """Return whether a coded sum is that of the codes of the hosts' sums, and the bytes that this rank sends."""
+    with on_host(hosts):
+        job = join(60.0)
+        assert direct.spans(job)
+    group, rank, ranks = job.mesh.groups[0], job.rank, job.size
+    draw = lambda other: torch.randn(ranks * PIECE, generator=torch.Generator().manual_seed(other)).to(dtype)  # noqa: E731
+    sums = [sum(draw(other).float() for other in range(ranks) if hosts[other] == host) for host in sorted(set(hosts))]
+    coded = [blocks.encode(one, *CODEC.arguments) for one in sums]
+    expected = blocks.sum_decoded(torch.stack(coded), *CODEC.arguments, dtype).chunk(ranks)[rank]
+    with patch.object(dist, "isend", wraps=dist.isend) as send:
+        started = collectives.reduce_coded(draw(rank), *CODEC.arguments, dtype, ranks, group)
+        result = c10d.wait_tensor(started)
+    return torch.equal(result, expected), sum(call.args[0].nbytes for call in send.call_args_list)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_coded_sum_crosses_the_wire_once_per_host(pool: Pool, dtype: torch.dtype) -> None:
+    assert pool.run(4, reduced_in_code, "aabb", dtype) == [(True, CODEC.coded_bytes(PIECE))] * 4
 
 
 def trained(hosts: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:

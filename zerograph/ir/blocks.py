@@ -230,7 +230,7 @@ def _chunks(x: Tensor, coded: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Te
 
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
-_CODEC = "str code, int block, ScalarType scales"
+CODEC = "str code, int block, ScalarType scales"
 
 
 def _define(name: str, takes: str, run: Any, fake: Any) -> Any:
@@ -241,6 +241,6 @@ def _define(name: str, takes: str, run: Any, fake: Any) -> Any:
     return getattr(torch.ops.zerograph, name).default
 
 
-encode = _define("encode", f"Tensor x, {_CODEC}", _encode, _encode_fake)
-decode = _define("decode", f"Tensor coded, {_CODEC}, ScalarType dtype", _decode, _decode_fake)
-sum_decoded = _define("sum_decoded", f"Tensor coded, {_CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
+encode = _define("encode", f"Tensor x, {CODEC}", _encode, _encode_fake)
+decode = _define("decode", f"Tensor coded, {CODEC}, ScalarType dtype", _decode, _decode_fake)
+sum_decoded = _define("sum_decoded", f"Tensor coded, {CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
