@@ -38,7 +38,7 @@ def _write_over_operand(node: fx.Node) -> None:
     form = _SCATTERS.get(node.target) or in_place_of(node, source)
     if form is not None:
         node.target = form
-    elif node.target in _BACKWARD and value.device.type == "cpu":
+    elif node.target in _BACKWARD and value.device.type == "cpu" and value.is_contiguous():
         node.target, name = _BACKWARD[node.target]
         node.kwargs = {**node.kwargs, name: source}
         meta(node).pop("signature", None)  # it is that of the operator without the additional operand
@@ -66,7 +66,8 @@ _FRESH = {aten.full.default, aten.zeros.default, aten.empty.memory_format, aten.
 _SCATTERS: dict[Any, OpOverload] = {aten.scatter.src: aten.scatter_.src, aten.scatter.value: aten.scatter_.value}
 
 # Kernels that read an element, or a row, of the gradient before they write it, so they may overwrite it. A step of a
-# language model then holds one copy less of its largest tensor, the logits.
+# language model then holds one copy less of its largest tensor, the logits. Those of softmax take the memory for
+# contiguous, whatever its strides are.
 _BACKWARD: dict[Any, tuple[OpOverload, str]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),

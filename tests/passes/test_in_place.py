@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.harness import prepare
+from tests.harness import LossStep, prepare
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph.passes.recompute import recompute_cheap
@@ -49,6 +50,20 @@ def test_writing_over_temporaries_changes_no_bit(name: str) -> None:
     logits = aten._log_softmax_backward_data
     assert (found[logits.out], found[logits.default]) == (1, 0)
     assert (other[logits.out], other[logits.default]) == (0, 1)
+
+
+def test_a_gradient_in_another_order_of_dimensions_is_not_written_over() -> None:
+    # The kernel would take it for contiguous.
+    def loss_of(model: torch.nn.Module, x: Tensor) -> Tensor:
+        return model(x).log_softmax(-1).transpose(0, 1).contiguous().tanh().sum()
+
+    model, x = torch.nn.Linear(6, 4), torch.randn(3, 5, 6)
+    plain = copy.deepcopy(model)
+    loss_of(plain, x).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=1.0), 2, loss_of, backend="eager")
+    step(x)
+    torch.testing.assert_close(step.state_dict()["modules"]["model"], plain.state_dict())
 
 
 def test_gradients_of_products_are_made_in_their_bucket() -> None:

@@ -44,7 +44,8 @@ def _(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank
 
 @ctc_loss_backward.register_fake
 def _(gradient: Tensor, log_probs: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(log_probs)
+    # As the kernel does, whatever the layout of log_probs is.
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
