@@ -72,6 +72,14 @@ class Ctc(nn.Module):
         return self.loss(x.log_softmax(2).transpose(0, 1), targets, inputs, lengths)
 
 
+class MaskedCtc(Ctc):
+    """Takes padded targets, and concatenates those that a mask selects, as transformers does."""
+
+    def forward(self, x: Tensor, targets: Tensor, inputs: Tensor) -> Tensor:
+        mask = targets >= 0
+        return super().forward(x, targets.masked_select(mask), inputs, mask.sum(-1))
+
+
 class Adaptive(nn.Module):
     """The one loss without a choice of reduction."""
 
@@ -87,6 +95,11 @@ def _spoken() -> tuple[Tensor, ...]:
     targets = torch.randint(1, CLASSES, (SAMPLES, 3))
     # The last sample is too short for its target.
     return _x(SAMPLES, 7, CLASSES), targets, torch.tensor([7, 6, 7, 2]), torch.tensor([3, 2, 1, 3])
+
+
+def _padded() -> tuple[Tensor, ...]:
+    x, targets, inputs, lengths = _spoken()
+    return x, targets.masked_fill(torch.arange(3) >= lengths[:, None], -1).flip(1), inputs
 
 
 def _pairs() -> tuple[Tensor, ...]:
@@ -122,6 +135,7 @@ CASES: dict[str, Case] = {
     "TripletMarginLoss": Case(_plain("TripletMarginLoss"), lambda: (*_pairs(), _values())),
     "TripletMarginWithDistanceLoss": Case(_plain("TripletMarginWithDistanceLoss"), lambda: (*_pairs(), _values())),
     "CTCLoss": Case(Ctc, _spoken),
+    "CTCLoss of masked targets": Case(MaskedCtc, _padded),
     "AdaptiveLogSoftmaxWithLoss": Case(Adaptive, lambda: (_values(), torch.randint(12, (SAMPLES,)))),
 }
 if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on

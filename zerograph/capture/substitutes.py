@@ -24,6 +24,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.capture import wrappers
 from zerograph.capture.flex_attention import captured_flex_attention
+from zerograph.capture.selected import Selected, is_mask_of, selected
 from zerograph.errors import CaptureError
 from zerograph.ir.ctc_loss import ctc_loss
 
@@ -40,6 +41,8 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(batch_norm, "forward", _averaging(batch_norm.forward)))
         stack.enter_context(patch.object(torch, "bincount", _counting(torch.bincount)))
         stack.enter_context(patch.object(Tensor, "bincount", _counting(Tensor.bincount)))
+        stack.enter_context(patch.object(torch, "masked_select", _selecting(torch.masked_select)))
+        stack.enter_context(patch.object(Tensor, "masked_select", _selecting(Tensor.masked_select)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
         for name in _RESAMPLING:
             stack.enter_context(patch.object(torch._C._nn, name, _resampling(name)))
@@ -151,6 +154,9 @@ def _ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """Compute the loss with an operator of fixed shapes, which returns one number per sample."""
+    if isinstance(targets, Selected):
+        # Concatenated targets, by a mask of padded ones.
+        targets = targets.rows_packed()
     lengths = [torch.as_tensor(length, device=log_probs.device).long() for length in (input_lengths, target_lengths)]
     if log_probs.dim() == 2:
         first, second = (length.reshape(1) for length in lengths)
@@ -159,6 +165,19 @@ def _ctc_loss(
     if zero_infinity:
         loss = torch.where(loss.isinf(), 0, loss)
     return _reduced(loss / lengths[1].clamp(min=1) if reduction == "mean" else loss, reduction)
+
+
+def _selecting(plain: Any) -> Any:
+    """Return ``masked_select`` whose result has no shape, if the mask has that of the tensor."""
+
+    @functools.wraps(plain)
+    def select(input: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        if options or not is_mask_of(input, mask):
+            result: Tensor = plain(input, mask, **options)
+            return result
+        return selected(input, mask)
+
+    return select
 
 
 def _dense_embedding(plain: Any) -> Any:

@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
+from zerograph.capture.selected import is_mask_of, selected
 from zerograph.errors import CaptureError
 from zerograph.graph import building
-from zerograph.integrations.selected import is_mask_of, selected
+from zerograph.integrations.checks import is_checked
 from zerograph.loops.deferred import replaying
 
 _running: ContextVar[bool] = ContextVar("running", default=False)
@@ -219,7 +220,7 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._in_module:
-            return func(*args, **kwargs)
+            return False if func is Tensor.__bool__ and is_checked() else func(*args, **kwargs)
         if func in _READS:
             tensor = args[0]
             self.reads.append(tensor.detach().clone())

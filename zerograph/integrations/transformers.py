@@ -20,6 +20,7 @@ from zerograph.errors import InputError
 from zerograph.graph import building
 from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
+from zerograph.integrations.checks import check_labels
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.readings import Log, Readings
 from zerograph.integrations.trl import substituted
@@ -89,6 +90,7 @@ class ZeroTrainerMixin(_Mixed):
         loop = loop_of(model)
         if loop is None or is_replaying() or building():
             return compute(model, inputs, *args, **kwargs)
+        check_labels(model, inputs)
         (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
         inputs = dict(inputs.items())
         result, reads = loss_module(inputs, *args, **kwargs)

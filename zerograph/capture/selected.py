@@ -1,6 +1,7 @@
-"""Elements that a mask selects, of which only a sum or a mean is taken: ``x[mask].sum()``.
+"""Elements that a mask selects, of which only a sum or a mean is taken: ``x.masked_select(mask).sum()``.
 
-Their number depends on values, which no graph can do. The sum and the mean do not need it.
+Their number depends on values, which no graph can do. The sum and the mean do not need it. The CTC loss takes such
+elements as targets, whose lengths it is told.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Selected(Tensor):
                 return torch.where(selection.mask, selection.source, zeros).sum() / selection.mask.sum()
         return _refuse()
 
+    def rows_packed(self) -> Tensor:
+        """Return a tensor of the source's shape in which each row begins with its selected elements, in order."""
+        order = self.mask.logical_not().long().argsort(stable=True, dim=-1)
+        return self.source.gather(-1, order)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         _refuse()
@@ -48,7 +54,7 @@ def _refuse() -> NoReturn:
     line, code = running_line()
     raise CaptureError(
         f"the number of elements that a mask selects depends on values\n  {line}   {code}\n"
-        "Only sum() and mean() of them can be computed: multiply by the mask, or use torch.where."
+        "Only sum(), mean() and the CTC loss of them can be computed: multiply by the mask, or use torch.where."
     )
 
 
