@@ -90,7 +90,11 @@ PAGES: Mapping[str, Generated] = dict(
         _page("offload"),
         _page("overhead", "runtime/job/messages.py", "runtime/reduce_overhead.py"),
         _page("recompute"),
-        _page("scripts", "zerograph/loops/*.py"),
+        _page(
+            "scripts",
+            *("zerograph/loops/*.py", "zerograph/integrations/*.py", "benchmarks/front_doors/*.py"),
+            command="python -m benchmarks.scripts",
+        ),
         _page("thin", "zerograph/ir/blocks.py"),
         _page("update"),
         _page("wire"),

@@ -1,148 +1,98 @@
-"""A step of a plain loop through ``zg.prepare`` beside the step of a ``ZeroGraph`` that does the same, on two ranks.
+"""Training scripts as they are: the losses of public examples, and the time of a step through each front door.
 
-python benchmarks/scripts.py              # saved to results/scripts.md
-python benchmarks/scripts.py --rounds 50
+python -m benchmarks.scripts                  # all parts, saved to results/scripts.md
+python -m benchmarks.scripts --only losses    # one part: losses, steps or loops; the page keeps the others
+python -m benchmarks.scripts --only run_glue  # one script, printed and not saved
+python -m benchmarks.scripts --quick          # a few steps at stage 3, printed and not saved
 
-A GPT of 6 layers and width 128 (8 rows of 96 tokens per rank) and a perceptron whose step is almost only host work.
-AdamW, gloo, one thread per rank, eager backend. Each round runs one step of either; medians over rounds, and the median
-of the ratios of the rounds. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads
-the loss before backward, where the step pauses; build() cannot do it and is measured as for "plain".
+On two ranks of one machine, gloo, one thread per rank, eager backend. A framework that is not installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import platform
-import statistics
 import sys
-import tempfile
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-import zerograph as zg  # noqa: E402
-from benchmarks.contenders.tasks import Gpt  # noqa: E402
-from benchmarks.measure.job import seconds  # noqa: E402
+from benchmarks.front_doors import loops, losses, steps  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "scripts.md"
-RANKS, ROWS, LENGTH, VOCABULARY = 2, 8, 96, 1024
-CASES = [(model, stage, loop) for model in ("GPT", "perceptron") for stage in (2, 3) for loop in ("plain", "clip")]
-CASES += [("GPT", 2, "early"), ("GPT", 3, "early")]
+RANKS = 2
+LOSSES = f"""\
+Public example scripts in short, on generated data: 50 steps of 8 samples of one process, and of 4 samples on each of
+2 ranks. The largest absolute difference of any loss, and of what the script evaluates at its end. Sentences, sounds
+and labels are padded, and the last batch of an epoch has 5 samples. Dropout is off: N processes do not draw the
+numbers of one. All in fp32, except for the ImageNet loop in fp64. The goal is {losses.GOAL:.0e}."""
+STEPS = """\
+A GPT of 6 layers and width 128, 8 rows of 96 tokens per rank, AdamW. After each step through a front door a step of a
+`ZeroGraph` with the same model runs; medians, and the median of the ratios. Loading batches and what else a framework
+does between steps counts for the front door. FSDP2 is `fully_shard` in a plain loop, as Accelerate has no FSDP on
+CPUs. The goal is 1.03."""
+LOOPS = """\
+The same GPT, and a perceptron whose step is almost only host work. Each round runs one step of either; medians, and
+the median of the ratios. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads
+the loss before backward, where the step pauses; build() cannot do it and is measured as for "plain"."""
 
 
-def model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return Gpt(6, 128, 4, VOCABULARY, LENGTH) if name == "GPT" else nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table; rows that are too short end with empty cells."""
+    padded = [[*row, *[""] * (len(header) - len(row))] for row in rows]
+    return [line(cells) for cells in (header, ["---", *["---:"] * (len(header) - 1)], *padded)]
 
 
-def batch(name: str) -> tuple[Tensor, Tensor]:
-    if name == "GPT":
-        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
-        return tokens, tokens
-    return torch.randn(ROWS, 16), torch.randint(0, 4, (ROWS,))
+def sections(text: str) -> dict[str, str]:
+    """Return the parts of a page by their titles."""
+    return dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
 
 
-def loss_of(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(module(x).flatten(0, -2), y.flatten())
-
-
-class Native(zg.ZeroGraph):
-    def __init__(self, name: str, stage: int, clips: bool) -> None:
-        super().__init__()
-        self.model, self.clips = model(name), clips
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(True, stage=stage)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(self.model, x, y)
-        loss.backward()
-        if self.clips:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        return loss
-
-
-def prepared(name: str, stage: int, loop: str) -> Callable[[Tensor, Tensor], Tensor]:
-    config = zg.Config()
-    config.backend = "eager"
-    module = model(name)
-    module, optimizer = zg.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3), stage=stage, config=config)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(module, x, y)
-        if loop == "early":
-            loss.item()
-        loss.backward()
-        if loop == "clip":
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
-def measured(case: tuple[str, int, str], rounds: int) -> tuple[float, float, float]:
-    """Return the median seconds of either step, and the median ratio."""
-    name, stage, loop = case
-    x, y = batch(name)
-    native, script = Native(name, stage, loop == "clip"), prepared(name, stage, loop)
-    pairs = []
-    for number in range(rounds + 5):
-        pair = seconds(lambda: native(x, y)), seconds(lambda: script(x, y))
-        if number >= 5:
-            pairs.append(pair)
-    ratios = [second / first for first, second in pairs]
-    return *(statistics.median(times) for times in zip(*pairs, strict=True)), statistics.median(ratios)
-
-
-def on_rank(rank: int, store: str, rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    found = [measured(case, rounds if case[0] == "GPT" else rounds * 5) for case in CASES]
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+def measure(part: str, options: argparse.Namespace) -> tuple[str, str, list[str]]:
+    """Return the title of a part, a paragraph about it, and its table."""
+    if part == "losses":
+        count = 10 if options.quick else options.steps
+        rows = losses.compare(losses.SCRIPTS, count, options.quick)
+        return "Losses", LOSSES, table(losses.header(options.quick), rows)
+    rounds = 5 if options.quick else options.rounds
+    if part == "steps":
+        rows = steps.compare(RANKS, rounds, (3,) if options.quick else (2, 3))
+        return "Steps through front doors", STEPS, table(steps.HEADER, rows)
+    return "Plain loops", LOOPS, table(loops.HEADER, loops.compare(RANKS, rounds))
 
 
 def main() -> None:
+    parts = ("losses", "steps", "loops")
+    scripts = {script.name: script for script in losses.SCRIPTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", choices=[*parts, *scripts])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--steps", type=int, default=50, help="of each script")
+    parser.add_argument("--rounds", type=int, default=30, help="of each pair of steps")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = f"{folder}/store", options.rounds, results
-        ranks = [context.Process(target=on_rank, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        found = results.get()
-        for process in ranks:
-            process.join()
-    lines = [["model", "stage", "loop", "build(), ms", "zg.prepare, ms", "ratio"], ["---", *["---:"] * 5]]
-    for (name, stage, loop), (first, second, ratio) in zip(CASES, found, strict=True):
-        lines.append([name, str(stage), loop, f"{first * 1e3:.2f}", f"{second * 1e3:.2f}", f"{ratio:.3f}"])
-    shown = [line(cells) for cells in lines]
-    print("\n".join(shown))
+    if options.only in scripts:
+        rows = losses.compare([scripts[options.only]], options.steps, options.quick)
+        print("\n".join(table(losses.header(options.quick), rows)))
+        return
+    kept = sections(RESULTS.read_text()) if RESULTS.is_file() else {}
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
-    command = f"`python benchmarks/scripts.py --rounds {options.rounds}`, {machine}"
-    RESULTS.write_text(page("Training scripts", command, __doc__, *shown))
+    for part in [options.only] if options.only else parts[: 2 if options.quick else None]:
+        title, about, rows = measure(part, options)
+        print("\n".join(["", *rows]), flush=True)
+        count = f"--steps {options.steps}" if part == "losses" else f"--rounds {options.rounds}"
+        when = f"`python -m benchmarks.scripts --only {part} {count}`, {machine}."
+        kept[title] = "\n".join(["", when, "", about, "", *rows, ""])
+    if not options.quick:
+        shown = [f"## {title}\n{text}" for title, text in kept.items()]
+        RESULTS.write_text(page("Training scripts", "`benchmarks/scripts.py`", __doc__, *shown).rstrip() + "\n")
 
 
 if __name__ == "__main__":

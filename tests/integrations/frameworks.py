@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ def launched() -> Iterator[None]:
 
 
 def reset() -> None:
-    """Let Accelerate look at the environment again."""
+    """Let Accelerate look at the environment again, if it is installed."""
+    if importlib.util.find_spec("accelerate") is None:
+        return
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,13 @@ import torch
 
 from tests.integrations.frameworks import on_ranks
 from tests.integrations.test_transformers import assert_equal
-from tests.integrations.trainers import llama, logged
+from tests.integrations.trainers import llama, logged, tokenizer, word_texts
 from tests.pool import Pool
 
 pytest.importorskip("trl", reason="needs trl: pip install trl")
 pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    words = [*special.values(), *(f"w{number}" for number in range(29))]
-    words_of = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    words_of.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words_of, **special)
-
-
-def texts(seed: int) -> Iterator[str]:
-    """Draw texts of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        length = int(torch.randint(4, 12, (1,), generator=generator))
-        yield " ".join(f"w{int(word)}" for word in torch.randint(0, 29, (length,), generator=generator))
 
 
 def train(kind: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> list[dict[str, float]]:
@@ -67,9 +45,9 @@ def train(kind: str, folder: Path, ranks: int, zero: int | None, options: dict[s
     more: dict[str, Any] = {}
     model: Any = llama()
     if kind == "SFT":
-        rows = [{"text": text} for text, _ in zip(texts(1), range(21), strict=False)]
+        rows = [{"text": text} for text, _ in zip(word_texts(1), range(21), strict=False)]
     else:
-        rows = [{"chosen": a, "rejected": b} for a, b, _ in zip(texts(1), texts(2), range(21), strict=False)]
+        rows = [{"chosen": a, "rejected": b} for a, b, _ in zip(word_texts(1), word_texts(2), range(21), strict=False)]
     if kind == "DPO":
         rows = [{"prompt": "w1 w2 ", **row} for row in rows]
         more["ref_model"] = llama()

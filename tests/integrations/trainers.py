@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,28 @@ def texts(count: int) -> list[dict[str, Tensor]]:
         labels[: int(torch.randint(0, 9, (1,), generator=generator))] = -100
         samples.append({"input_ids": ids, "labels": labels})
     return samples
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of 32 words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{number}" for number in range(29))]
+    words_of = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    words_of.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words_of, **special)
+
+
+def word_texts(seed: int) -> Iterator[str]:
+    """Draw texts of different lengths, as words."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        length = int(torch.randint(4, 12, (1,), generator=generator))
+        yield " ".join(f"w{int(word)}" for word in torch.randint(0, 29, (length,), generator=generator))
 
 
 def metrics(prediction: Any) -> dict[str, float]:

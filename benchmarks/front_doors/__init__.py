@@ -1,0 +1,1 @@
+"""Public example scripts in short, and steps through the front doors of frameworks."""

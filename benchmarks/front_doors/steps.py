@@ -1,0 +1,220 @@
+"""A step through the front door of a framework beside the step of a ``ZeroGraph`` with the same model and batch."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import zerograph as zg
+from benchmarks.front_doors.door import missing
+from benchmarks.front_doors.loops import LENGTH, ROWS, VOCABULARY, Native, gpt, loss_of
+from tests.integrations.frameworks import on_ranks
+from tests.pool import Pool
+
+HEADER = ["front door", "stage", "ZeroGraph, ms", "front door, ms", "ratio"]
+_WARM_UP = 5
+
+
+class Loss(nn.Module):
+    """The GPT with its loss, as models of transformers return it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the loss by its name."""
+        return {"loss": loss_of(self.gpt, input_ids, labels)}
+
+
+class Beside:
+    """Runs a native step after each step of a front door, and takes the time of both.
+
+    The time of a front door is that from the end of one native step to the beginning of the next, so all that the
+    framework does between steps counts, loading batches too.
+    """
+
+    def __init__(self, stage: int) -> None:
+        native = Native(gpt(), stage, clips=False)
+        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
+        self._native: Callable[[], Any] = lambda: native(tokens, tokens)
+        self._began = 0.0
+        self.pairs: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        """Take the time of the step that has ended, and run a native one."""
+        dist.barrier()
+        ended = time.perf_counter()
+        self._native()
+        dist.barrier()
+        began = time.perf_counter()
+        self.pairs.append((began - ended, ended - self._began))
+        self._began = began
+
+
+def plain_loop(beside: Beside, stage: int, steps: int) -> None:
+    """Step through ``zg.prepare``."""
+    model = Loss()
+    model, optimizer, loader = zg.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), _loader(steps, dist.get_world_size()), stage=stage
+    )
+    for batch in loader:
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        beside.tick()
+
+
+def trainer(beside: Beside, stage: int, steps: int) -> None:
+    """Step through the ``Trainer`` of transformers."""
+    from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+    from zerograph.integrations.transformers import Trainer
+
+    class Tick(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            beside.tick()
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"per_device_train_batch_size": ROWS, "max_steps": steps, "max_grad_norm": 0.0}
+        shown = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        door = Trainer(
+            model=Loss(),
+            args=TrainingArguments(folder, use_cpu=True, **options, **shown),
+            train_dataset=_samples(steps, dist.get_world_size()),
+            callbacks=[Tick()],
+            zero=stage,
+        )
+        door.remove_callback(PrinterCallback)
+        door.train()
+
+
+def accelerate_loop(beside: Beside, stage: int, steps: int) -> None:
+    """Step through Accelerate's ``Accelerator``."""
+    from zerograph.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, zero=stage)
+    model = Loss()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        DataLoader(_samples(steps, dist.get_world_size()), batch_size=ROWS),
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        beside.tick()
+
+
+def lightning_trainer(beside: Beside, stage: int, steps: int) -> None:
+    """Step through the ``Trainer`` of Lightning."""
+    import lightning.pytorch as pl
+
+    from zerograph.integrations.lightning import ZeroStrategy
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Loss()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            beside.tick()
+
+    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=ZeroStrategy(stage),
+        max_steps=steps,
+        enable_checkpointing=False,
+        **shown,
+    ).fit(Module(), DataLoader(_samples(steps, dist.get_world_size()), batch_size=ROWS))
+
+
+def fsdp2_loop(beside: Beside, stage: int, steps: int) -> None:
+    """Step through ``fully_shard`` around each block; stage 2 keeps parameters after forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Loss()
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "reshard_after_forward": stage == 3,
+    }
+    for block in model.gpt.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in _loader(steps, 1):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        beside.tick()
+
+
+DOORS: tuple[tuple[str, Callable[[Beside, int, int], None], tuple[str, ...]], ...] = (
+    ("`zg.prepare`", plain_loop, ()),
+    ("transformers `Trainer`", trainer, ("transformers", "accelerate")),
+    ("Accelerate", accelerate_loop, ("accelerate",)),
+    ("Lightning", lightning_trainer, ("lightning",)),
+    ("FSDP2 in a plain loop", fsdp2_loop, ()),
+)
+
+
+def compare(ranks: int, rounds: int, stages: tuple[int, ...] = (2, 3)) -> list[list[str]]:
+    """Return a row of cells for each front door and stage."""
+    pool = Pool(hash_apart=False, patience=1200.0)
+    rows = []
+    try:
+        for shown, door, needs in DOORS:
+            if absent := missing(needs):
+                rows.append([shown, "", f"not run: {', '.join(absent)} not installed"])
+                continue
+            for stage in stages:
+                native, own, ratio = pool.run(ranks, _on_rank, door, stage, rounds)[0]
+                rows.append([shown, str(stage), f"{native * 1e3:.1f}", f"{own * 1e3:.1f}", f"{ratio:.3f}"])
+                print(rows[-1], flush=True)
+    finally:
+        pool.close()
+    return rows
+
+
+def _on_rank(door: Callable[[Beside, int, int], None], stage: int, rounds: int) -> tuple[float, float, float]:
+    """Return the median seconds of the native step and of the front door's, and the median ratio."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    beside = Beside(stage)
+    on_ranks(door, beside, stage, rounds + _WARM_UP)
+    pairs = beside.pairs[_WARM_UP:]
+    if len(pairs) != rounds:
+        raise RuntimeError(f"{door.__name__} ran {len(pairs)} steps instead of {rounds}")
+    first, second = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return first, second, statistics.median(after / before for before, after in pairs)
+
+
+def _samples(steps: int, ranks: int) -> list[dict[str, Tensor]]:
+    tokens = torch.randint(0, VOCABULARY, (steps * ROWS * ranks, LENGTH))
+    return [{"input_ids": one, "labels": one} for one in tokens]
+
+
+def _loader(steps: int, ranks: int) -> DataLoader[Any]:
+    return DataLoader(_samples(steps, ranks), batch_size=ROWS * ranks)  # type: ignore[arg-type]
