@@ -21,9 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerograph._torch.fake_results import FakeResults
 from zerograph._torch.shapes import SYMBOLIC_SHAPES, has_symbols
 from zerograph._torch.sizes import SizeEnv, in_env
-from zerograph._torch.symbolic_results import SymbolicResults
 
 
 def _register_fused_updates() -> torch.library.Library:
@@ -49,38 +49,32 @@ class CachingFakeMode(FakeTensorMode):
     """A fake mode with a cache, and with the shapes of :mod:`zerograph._torch.shapes`.
 
     Attributes:
-        results: fake results by operator and arguments.
-        symbolic_results: a cache in place of torch's, for symbolic sizes; None for torch's.
+        results: values of nodes by operator and arguments (:mod:`zerograph.ir.evaluate`).
+        fake_results: results of operators, in place of torch's cache; None computes each result.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.results: dict[Any, Any] = {}
-        self.symbolic_results: SymbolicResults | None = None
+        self.fake_results: FakeResults | None = FakeResults()
+        self.cache_enabled = False
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in SYMBOLIC_SHAPES and has_symbols((args, kwargs)):
             with self:
                 return SYMBOLIC_SHAPES[func](*args, **kwargs)
         compute = functools.partial(super()._dispatch_impl, func, types, args, kwargs)
-        if self.symbolic_results is None:
+        if self.fake_results is None:
             return compute()
-        return self.symbolic_results.call(self, compute, func, args, kwargs)
+        return self.fake_results.call(self, compute, func, args, kwargs)
 
 
-def fake_mode(symbolic: bool = False) -> CachingFakeMode:
+def fake_mode() -> CachingFakeMode:
     """Return a mode for tensors that have shape and dtype but no data.
 
     Its shape environment makes ``lr.item()`` of an optimizer's update a node.
-
-    Args:
-        symbolic: sizes may be symbols.
     """
-    mode = CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
-    if symbolic:
-        mode.cache_enabled = False
-        mode.symbolic_results = SymbolicResults()
-    return mode
+    return CachingFakeMode(shape_env=SizeEnv(allow_scalar_outputs=True, duck_shape=False), allow_non_fake_inputs=True)
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:

@@ -286,7 +286,7 @@ class _Tracer:
     def __init__(self, capture: Capture, hints: Mapping[str, int]) -> None:
         self._capture = capture
         dims = [replace(dim, hint=hints[dim.name]) for dim in capture._dims()]
-        self._mode = _torch.fake_mode(symbolic=bool(dims))
+        self._mode = _torch.fake_mode()
         self.sizes = Sizes(_torch.size_env(self._mode), dims)
         with self._mode:
             self.state = {name: _parameter(spec) for name, spec in capture.parameters.items()}
