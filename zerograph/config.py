@@ -248,10 +248,10 @@ class Config:
     )
     attention: str = option(
         "auto",
-        one_of("auto", "ulysses", "gather"),
+        one_of("auto", "ulysses", "gather", "ring"),
         """The form of attention where ranks split the sequence: ``"ulysses"`` exchanges positions for heads before
-        attention and back after it, ``"gather"`` gathers keys and values. ``"auto"`` (default): the one that sends and
-        holds fewer bytes, for each attention.""",
+        attention and back after it, ``"gather"`` gathers keys and values, ``"ring"`` passes them from rank to rank.
+        ``"auto"`` (default): the one of the first two that sends and holds fewer bytes, for each attention.""",
     )
     zero_dim: int | None = option(
         None,

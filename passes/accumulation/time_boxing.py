@@ -66,7 +66,7 @@ def pack(x: Tensor, sbp: str) -> Tensor:
 
 
 def route_with_time(
-    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh, *, ranks_first: bool
+    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh, first: int, *, ranks_first: bool
 ) -> tuple[NdSbp, ...]:
     """Return the SBPs from ``source`` (left out) to ``target``, where the last mesh dimension is time.
 
@@ -74,12 +74,13 @@ def route_with_time(
         source, target: SBPs of the global tensor.
         shape, itemsize: shape and bytes per element of the global tensor.
         mesh: the ranks, and time as the last dimension.
+        first: see :func:`route`.
         ranks_first: tensors that leave the loop are moved between the ranks in each micro-batch; else once, after the
             last one.
     """
     before, after = source[-1], target[-1]
     ranks = Mesh(mesh.shape[:-1], mesh.position[:-1], mesh.groups[:-1])
-    between_ranks = route(source[:-1], target[:-1], shape, itemsize, ranks)
+    between_ranks = route(source[:-1], target[:-1], shape, itemsize, ranks, first)
     inside_loop = before == after or (after == broadcast and ranks_first)
     if inside_loop and not _cuts_finer(source, target, mesh):
         inside = tuple((*step, before) for step in between_ranks)

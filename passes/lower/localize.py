@@ -28,6 +28,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.inline import inline_region
 from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic, split_dim
+from zerograph.passes.lower.ring import is_ring, lower_ring
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
 
@@ -90,7 +91,10 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):
         _bound_slice(node)
     elif node.target in (FORWARD, BACKWARD):
-        _begin_mask_at_own_queries(node, context)
+        if is_ring(node):
+            lower_ring(node, context)
+        else:
+            _begin_mask_at_own_queries(node, context)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     # A whole tensor that is computed from whole tensors only is the same on all ranks.

@@ -2,11 +2,13 @@
 
 ``"ulysses"``  heads are split: queries, keys, values and results change between positions and heads by all-to-all
 ``"gather"``   queries are split: keys and values are gathered, and their gradients reduce-scattered
+``"ring"``     queries, keys and values are split: keys and values travel around the ranks, in backward with their
+               gradients; see ``lower/ring.py``
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -39,19 +41,50 @@ def of_one_form(
     query, out = arguments["query"], node
     if problem.dim not in meta(query).get("sequence_dims", ({},))[0]:
         return signatures
-    at = rules.tensor_arguments(node).index(query)
+    at = _query_index(node)
     if node.target in _BACKWARD:
         out = _forward_of(node)
-        index = rules.tensor_arguments(out).index(rules.arguments(out)["query"])
-        same = problem.signature[out].inputs[index]
-        return tuple(one for one in signatures if one.inputs[at] == same)
+        of_query, of_key, *_ = problem.signature[out].inputs
+        same = tuple(one for one in signatures if one.inputs[at] == of_query)
+        return _in_a_ring(node, same) if of_key == Split(POSITIONS) else same
     forms = {form: [one for one in signatures if one.inputs[at] == split] for form, split in _SPLIT.items()}
+    if node.target is FORWARD and _divides_keys(node, problem):
+        forms["ring"] = list(_in_a_ring(node, forms["gather"]))
     if context.batch.attention != "auto":
-        if not forms[context.batch.attention]:
+        if not forms.get(context.batch.attention):
             raise ConfigError(_not_possible(node, query, context.batch.attention, problem.ranks))
         return tuple(forms[context.batch.attention])
+    forms.pop("ring", None)
     possible = [(_cost(node, found[0], problem), form) for form, found in forms.items() if found]
     return tuple(forms[min(possible)[1]]) if possible else signatures
+
+
+def _query_index(node: fx.Node) -> int:
+    """Return the index of the queries among the node's tensors. Keys and values follow, which may be the same node."""
+    if node.target in _BACKWARD:
+        return 2 if rules.arguments(node).get("grad_lse") is not None else 1
+    return 0
+
+
+def _in_a_ring(node: fx.Node, gathered: Iterable[Signature]) -> tuple[Signature, ...]:
+    """Return signatures of gathered attention with keys, values and their gradients split along positions."""
+    at, split, forward = _query_index(node), Split(POSITIONS), node.target is FORWARD
+    return tuple(
+        Signature(
+            tuple(split if index in (at + 1, at + 2) else sbp for index, sbp in enumerate(signature.inputs)),
+            tuple(sbp if forward or index == 0 else split for index, sbp in enumerate(signature.outputs)),
+        )
+        for signature in gathered
+    )
+
+
+def _divides_keys(node: fx.Node, problem: PlacementProblem) -> bool:
+    """Return whether ranks have equally many keys, and under a causal mask the queries of the same positions."""
+    arguments = rules.arguments(node)
+    queries, keys = (arguments[name].meta["val"].shape[POSITIONS] for name in ("query", "key"))
+    if not isinstance(keys, int) or keys % problem.ranks or len(meta(arguments["query"])["sequence_dims"][0]) > 1:
+        return False
+    return queries == keys or not arguments["is_causal"]
 
 
 def _forward_of(node: fx.Node) -> fx.Node:

@@ -10,20 +10,24 @@ from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.sbp import NdSbp, Split, broadcast, wire_bytes
 
 
-def route(source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[NdSbp, ...]:
+def route(
+    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh, first: int
+) -> tuple[NdSbp, ...]:
     """Return the SBPs from ``source`` (left out) to ``target``, by fewest bytes sent, then fewest steps.
 
     Args:
         source, target: SBPs of the global tensor.
         shape, itemsize: shape and bytes per element of the global tensor.
         mesh: the ranks.
+        first: the mesh dimension that changes first among routes that are equal. Sums in the order of ZeRO's
+            reduce-scatters have the same bits at every stage.
     """
-    return _route(source, target, shape, itemsize, mesh.shape) if source != target else ()
+    return _route(source, target, shape, itemsize, mesh.shape, first) if source != target else ()
 
 
 @functools.lru_cache(maxsize=4096)
 def _route(
-    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...]
+    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], first: int
 ) -> tuple[NdSbp, ...]:
     import networkx as nx
 
@@ -37,7 +41,8 @@ def _route(
                 cost = step_bytes(before, after, dim, shape, itemsize, mesh)
                 if after != before and cost < math.inf and _is_even(after, shape, mesh):
                     # The constant makes fewer steps win where the bytes are equal.
-                    graph.add_edge(before, after, cost=cost + 1e-3)
+                    early = dim != first and first < mesh.dims and before[first] != target[first]
+                    graph.add_edge(before, after, cost=cost + 1e-3 + 1e-5 * early)
     path: list[NdSbp] = nx.shortest_path(graph, source, target, weight="cost")
     return tuple(path[1:])
 

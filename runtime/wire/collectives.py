@@ -99,6 +99,14 @@ def _exchange_rows(
     return result
 
 
+def _shift_rows(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Start to send a contiguous tensor to the next rank and to receive one of its shape from the rank before."""
+    rank = _torch.process_group(group_name).rank()
+    sent, received = [0] * ranks, [0] * ranks
+    sent[(rank + 1) % ranks], received[(rank - 1) % ranks] = x.numel(), x.shape[0]
+    return _exchange_rows(x, sent, received, x.shape, group_name)
+
+
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-to-all of pieces along dimension 0, without the reduction of a reduce-scatter.
 
@@ -275,6 +283,7 @@ def _define(
 for _device in ("CPU", "CUDA"):
     rows_library.impl("gather_rows", _gather_rows, _device)
     rows_library.impl("exchange_rows", _exchange_rows, _device)
+    rows_library.impl("shift_rows", _shift_rows, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"

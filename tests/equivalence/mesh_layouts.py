@@ -54,4 +54,5 @@ ON_A_MESH = {"bert": HYBRID, "resnet": HYBRID, "llama": TENSOR_PARALLEL}
 
 # The sequence between two ranks, alone and beside data parallelism.
 SEQUENCE = Arrangement("1x2, sequences", (zg.sbp.split(1),), ranks=(0, 1))
+SEQUENCE_OF_FOUR = Arrangement("1x4, sequences", (zg.sbp.split(1),), ranks=(0, 1, 2, 3))
 ROWS_AND_SEQUENCE = Arrangement("2x2, rows and sequences", (zg.sbp.split(0), zg.sbp.split(1)))

@@ -15,20 +15,26 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
-from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, Arrangement
+from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, SEQUENCE_OF_FOUR, Arrangement
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
 from tests.harness import LossStep, update_plainly
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.integrations.options import config_of
+from zerograph.ir.attention import BACKWARD, FORWARD
 from zerograph.ir.mesh import Mesh
+from zerograph.ir.ring_attention import ring_attention, ring_attention_backward
 from zerograph.loops import loaders
 
 # Losses of transformers are computed in fp32.
 CAUSAL, EXACT = 1e-6, 1e-10
 BOUNDS = {"gpt2": CAUSAL, "llama": CAUSAL, "qwen3": CAUSAL, "mixtral": CAUSAL, "bert": EXACT, "t5": EXACT}
-FORMS = ("ulysses", "gather")
-LAYOUTS = {"sequence": (2, SEQUENCE), "rows-and-sequence": (4, ROWS_AND_SEQUENCE)}
+FORMS = ("ulysses", "gather", "ring")
+LAYOUTS = {
+    "sequence": (2, SEQUENCE),
+    "sequence-of-four": (4, SEQUENCE_OF_FOUR),
+    "rows-and-sequence": (4, ROWS_AND_SEQUENCE),
+}
 
 
 def train_as_rank(name: str, arrangement: Arrangement, form: str, stages: Sequence[Stage]) -> dict[Stage, Result]:
@@ -38,7 +44,13 @@ def train_as_rank(name: str, arrangement: Arrangement, form: str, stages: Sequen
 
 # Bert has padding and a loss over masked positions; GPT-2 a causal mask, labels that are shifted, and all stages.
 SHORT = {("gpt2", "ulysses", "sequence"): STAGES, ("bert", "gather", "rows-and-sequence"): (3,)}
-LONG = {(name, form, layout): ("off", 2) for name in BOUNDS for form in FORMS for layout in LAYOUTS}
+LONG = {
+    (name, form, layout): ("off", 2)
+    for name in BOUNDS
+    for form in FORMS
+    for layout in LAYOUTS
+    if form == "ring" or layout != "sequence-of-four"
+}
 # T5 adds a table of positions to scores, which is no kernel with heads.
 LONG = {case: stages for case, stages in LONG.items() if case not in SHORT and case[:2] != ("t5", "ulysses")}
 
@@ -84,7 +96,7 @@ def prepared(model: nn.Module, mesh: Mesh, batch_sbp: Sequence[zg.sbp.Sbp], *bat
 
 def activations(step: Prepared) -> list[tuple[str, str, int]]:
     """Phase, kind and bytes of the collectives that move activations or labels, along the last mesh dimension."""
-    large = [one for one in step.collectives() if one.tensor_bytes > 16 and "gradient" not in one.what]
+    large = [one for one in step.collectives() if one.tensor_bytes > 16 and "gradient of" not in one.what]
     return [(one.phase, one.kind, one.tensor_bytes) for one in large]
 
 
@@ -146,14 +158,15 @@ def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients
 
 
 class Mean(nn.Module):
-    """Masked mean of a feature over all positions, with one label per row."""
+    """Attention of one head, then the masked mean of a feature over all positions, with one label per row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(16, 6), nn.Linear(6, 6)
 
     def forward(self, ids: Tensor, mask: Tensor, label: Tensor) -> Tensor:
-        hidden = self.head(self.embed(ids)) * mask.unsqueeze(-1)
+        hidden = self.head(self.embed(ids)).unsqueeze(1)
+        hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden).squeeze(1) * mask.unsqueeze(-1)
         return nn.functional.cross_entropy(hidden.sum(1) / mask.sum(1, keepdim=True), label)
 
 
@@ -161,7 +174,7 @@ def whole_sequences() -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
     """Train on whole sequences that four ranks split in rows of two; messages for inputs that do not fit."""
     torch.manual_seed(0)
     model = Mean().double()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2, sequence_parallel=2)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2, sequence_parallel=2, attention="ring")
     row, losses = zg.rank() // 2, []
     for ids, mask, label in mean_batches():
         losses.append(step(*(tensor.chunk(2)[row] for tensor in (ids, mask, label))))
@@ -257,3 +270,56 @@ def test_ulysses_needs_heads_that_ranks_divide() -> None:
     mesh, batch_sbp = MESHES["sequence"]
     with pytest.raises(zg.ConfigError, match="6 heads of queries and 3 of keys, which 2 ranks do not divide"):
         prepared(llama(key_heads=3, heads=6), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+
+
+def masks(name: str, queries: int, keys: int) -> Tensor | None:
+    """A mask that is added to scores: in each a query has no key on some rank, in the second one on none."""
+    near = torch.arange(queries).unsqueeze(1) - torch.arange(keys)
+    allowed = {"padding": torch.arange(keys) < 3, "window": (near >= 0) & (near < 3) & (near != 5)}.get(name)
+    if allowed is None:
+        return None
+    if name == "window":
+        allowed[1] = False
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf).expand(2, 1, queries, keys)
+
+
+@pytest.mark.parametrize(("mask", "queries"), [("causal", 8), ("none", 12), ("padding", 12), ("window", 8)])
+def test_steps_of_a_ring_compute_what_one_kernel_computes(mask: str, queries: int) -> None:
+    ranks, causal, generator = 4, mask == "causal", torch.Generator().manual_seed(0)
+    shapes = (2, 4, queries, 6), (2, 2, 8, 6), (2, 2, 8, 6), (2, 4, queries, 6)
+    query, key, value, grad_out = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    added = masks(mask, queries, 8)
+    out, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=added)
+    wanted = BACKWARD(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=added)
+    cut = [tensor.chunk(ranks, 2) for tensor in (query, torch.cat([key, value], -1), grad_out)]
+    outs, lses, grad_queries = [], [], []
+    grad_pairs = [torch.zeros_like(pair) for pair in cut[1]]
+    for rank, (own, own_grad) in enumerate(zip(cut[0], cut[2], strict=True)):
+        rows = None if added is None else added.chunk(ranks, 2)[rank]
+        attended: tuple[Tensor | None, ...] = (None, None)
+        for step in range(ranks):
+            attended = ring_attention(own, cut[1][rank - step], *attended, rows, rank, step, ranks, 6, causal, None)
+        grad_query = torch.zeros_like(own)
+        for step in range(ranks):
+            place = (rows, rank, step, ranks, 6, causal, None)
+            gradients = ring_attention_backward(own_grad, own, cut[1][rank - step], *attended, *place)
+            grad_query += gradients[0]
+            grad_pairs[rank - step] += gradients[1]
+        outs.append(attended[0])
+        lses.append(attended[1])
+        grad_queries.append(grad_query)
+    found = torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(grad_queries, 2), *torch.cat(grad_pairs, 2).split(6, -1)
+    for one, other in zip(found, (out, lse, *wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_and_values_travel_while_queries_attend_to_those_before() -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    step = prepared(llama(key_heads=2), mesh, batch_sbp, *tokens(mesh), attention="ring")
+    both = 2 * 4 * ROWS * LENGTH * 16
+    wanted = [("forward", "shift", both)] * 2 + [("backward", "shift", both)] * 4
+    assert sorted(activations(step)) == sorted([LABELS, *wanted])
+    nodes = [str(node.target) for node in step.graph.graph.nodes]
+    start = next(at for at, target in enumerate(nodes) if "shift_rows" in target)
+    first = next(at for at, target in enumerate(nodes) if "ring_attention" in target)
+    assert start < first < start + nodes[start:].index("_c10d_functional.wait_tensor.default")

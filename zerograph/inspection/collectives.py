@@ -17,7 +17,7 @@ class Collective:
     """One collective of the emitted graph.
 
     Attributes:
-        kind: all-reduce, reduce-scatter, all-gather or all-to-all.
+        kind: all-reduce, reduce-scatter, all-gather, all-to-all or shift.
         bytes: bytes that each rank sends (ring algorithms; see :func:`zerograph.ir.sbp.wire_bytes`).
         tensor_bytes: size in bytes of the tensor across the participating ranks: on a mesh of one dimension the whole
             tensor.

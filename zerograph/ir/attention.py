@@ -63,13 +63,19 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float
         if out is None or lse is None:
             out, lse = part, part_lse
         else:
-            total = torch.logaddexp(lse, part_lse)
-            out = out * (lse - total).exp().unsqueeze(-1).to(out.dtype)
-            out += part * (part_lse - total).exp().unsqueeze(-1).to(part.dtype)
-            lse = total
+            out, lse = merged(out, lse, part, part_lse)
     assert out is not None
     assert lse is not None
     return out, lse
+
+
+def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return result and log-sum-exp of attention to two parts of the keys, from those of each part.
+
+    A query without any key in a part has zeros, and the log-sum-exp -inf.
+    """
+    weight = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -torch.inf, 0.0)
+    return torch.lerp(out, part, weight.unsqueeze(-1).to(out.dtype)), torch.logaddexp(lse, part_lse)
 
 
 def _backward(

@@ -129,6 +129,7 @@ class Boxing:
         phase: phase of the step.
         reduced: how the parts of a sum are sent; None: as they are.
         gathered: how the pieces of a gather are sent, that of an all-reduce's sums included; None: as they are.
+        shifted: the SBP does not change: each rank sends its piece to the next one.
     """
 
     source: NdSbp
@@ -140,10 +141,13 @@ class Boxing:
     phase: Phase
     reduced: Coded | None = None
     gathered: Coded | None = None
+    shifted: bool = False
 
     @property
     def kind(self) -> str:
-        """The collective: all-reduce, reduce-scatter, all-gather, all-to-all or slice."""
+        """The collective: all-reduce, reduce-scatter, all-gather, all-to-all, shift or slice."""
+        if self.shifted:
+            return "shift"
         kind = boxing_kind(self.source[self.dim], self.target[self.dim])
         assert kind is not None, self
         return kind
@@ -151,6 +155,8 @@ class Boxing:
     @property
     def sent(self) -> float:
         """Bytes that each rank sends; see :func:`zerograph.ir.sbp.wire_bytes`. Codes count with their scales."""
+        if self.shifted:
+            return self.bytes / self.ranks
         halves = (self.reduced, self.gathered) if self.kind == "all-reduce" else (self.reduced or self.gathered,)
         sizes = [self.bytes if coded is None else coded.bytes for coded in halves]
         nbytes = sum(sizes) / len(sizes)

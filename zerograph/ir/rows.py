@@ -23,6 +23,10 @@ library.define(
 # The result has the size ``shape``. ``received[r]`` of its rows come from rank r.
 exchange_rows = torch.ops.zerograph.exchange_rows.default
 
+library.define("shift_rows(Tensor x, int ranks, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+# Start to send a contiguous tensor to the next rank and to receive one of its shape from the rank before.
+shift_rows = torch.ops.zerograph.shift_rows.default
+
 library.define(
     "shift_offsets(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -50,6 +54,7 @@ def _gather_rows_fake(x: Tensor, rows: Sequence[int], total: int, group_name: st
 
 
 torch.library.register_fake("zerograph::gather_rows", _gather_rows_fake, lib=library)
+torch.library.register_fake("zerograph::shift_rows", lambda x, ranks, group_name: x.new_empty(x.shape), lib=library)
 torch.library.register_fake(
     "zerograph::exchange_rows", lambda x, sent, received, shape, group_name: x.new_empty(shape), lib=library
 )

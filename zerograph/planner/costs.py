@@ -111,14 +111,14 @@ def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
 
     NCCL runs gathers and reductions on as many rings as a node has ranks of the group. Each ring enters and leaves a
     node once, by the link of another rank, so that these links share what crosses between nodes: the bus bandwidth
-    that nccl-tests reports is that of all of a node's links together. An all-to-all sends every piece from its own
-    rank, and so do the CPU's exchanges.
+    that nccl-tests reports is that of all of a node's links together. An all-to-all and a shift send every piece
+    from its own rank, and so do the CPU's exchanges.
     """
     crossed = list(_crossed(mesh, boxing.dim, machine.links))
     if not crossed or not boxing.sent:
         return 0.0
     latency = sum(link.latency * math.ceil(math.log2(members)) for link, members, _ in crossed)
-    rings = machine.device.accelerator and boxing.kind != "all-to-all"
+    rings = machine.device.accelerator and boxing.kind not in ("all-to-all", "shift")
     return latency + max(link.rate.seconds(boxing.sent / (within if rings else 1)) for link, _, within in crossed)
 
 

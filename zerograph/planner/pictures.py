@@ -48,6 +48,7 @@ COLOURS = {
     "reduce-scatter": "#D1495B",
     "all-reduce": "#C9A227",
     "all-to-all": "#17BECF",
+    "shift": "#0E7C86",
     "transfer": "#7F7F7F",
 }
 # Units of time, and their number in a second.

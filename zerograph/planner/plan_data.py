@@ -18,7 +18,7 @@ class Wire:
     """Bytes that a rank sends in a step by collectives of one kind in one phase.
 
     Attributes:
-        kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+        kind: all-gather, reduce-scatter, all-reduce, all-to-all or shift.
         mesh_dim: dimension of the mesh along which they run.
         times: number of runs per step.
         bytes: bytes that each rank sends in all of them.
