@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +48,32 @@ def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(
     for rank_printed, rank_states in pool.run(2, prepared, name, stage, options):
         assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
         torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)
+
+
+def prepared_with(name: str, option: str, folder: str, options: dict[str, Any]) -> Seen:
+    config = zg.Config()
+    config.enable_zero(True, stage=3)
+    if option == "inductor":
+        config.backend = "inductor"
+    elif option == "offload":
+        config.offload_optimizer("nvme", nvme_path=folder)
+        config.offload_parameters("nvme", nvme_path=folder)
+    else:
+        config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+        if option == "rows":
+            config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, config=config), **options)
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", ["inductor", "offload", "grid", "rows"])
+@pytest.mark.parametrize(("name", "options"), [("nanogpt", {"accumulation": 2}), ("gan", {}), ("scaled", {})])
+def test_options_of_the_graphs_change_no_number(
+    pool: Pool, tmp_path: Path, name: str, option: str, options: dict[str, Any]
+) -> None:
+    printed, states = getattr(scripts, name)(unprepared, **options)
+    ranks = 4 if option in ("grid", "rows") else 2
+    for rank_printed, rank_states in pool.run(ranks, prepared_with, name, option, str(tmp_path), options):
+        assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-10)

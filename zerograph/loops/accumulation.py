@@ -8,7 +8,7 @@ graphs run where the loop reads or changes gradients, or reads a result of a ``b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,13 +51,13 @@ class _Body:
     Attributes:
         events: the numbers of the calls of ``backward()``.
         calls: the numbers of all calls, in order.
-        text: equal for bodies that do the same.
+        key: equal for bodies that do the same.
         optimizers: the optimizers whose gradients it adds to.
     """
 
     events: tuple[int, ...]
     calls: tuple[int, ...]
-    text: str
+    key: Hashable
     optimizers: tuple[int, ...]
 
 
@@ -80,15 +80,15 @@ class Accumulation:
     zeroed: dict[int, set[str]] = field(default_factory=dict)
     # Names of the parameters whose gradients the last steps have used as one graph, by optimizer.
     _given: dict[int, set[str]] = field(default_factory=dict)
-    # Names of the parameters to which bodies of these texts, together or alone, have given a gradient.
-    _gives: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
-    # The texts of the bodies of the last step that was one graph.
-    _latest: tuple[str, ...] = ()
-    # Results that any body of a text had to return, as (place among its calls, leaf).
-    _returned: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    # Texts of bodies that ran by themselves, and of those that ran as part of a whole step.
-    _alone: set[str] = field(default_factory=set)
-    _whole: set[str] = field(default_factory=set)
+    # Names of the parameters to which bodies of these keys, together or alone, have given a gradient.
+    _gives: dict[tuple[Hashable, ...], set[str]] = field(default_factory=dict)
+    # The keys of the bodies of the last step that was one graph.
+    _latest: tuple[Hashable, ...] = ()
+    # Results that any body of a key had to return, as (place among its calls, leaf).
+    _returned: dict[Hashable, set[tuple[int, int]]] = field(default_factory=dict)
+    # Keys of bodies that ran by themselves, and of those that ran as part of a whole step.
+    _alone: set[Hashable] = field(default_factory=set)
+    _whole: set[Hashable] = field(default_factory=set)
     # The gradients of the store that was read last.
     _gathered: tuple[Store, list[Tensor]] | None = None
 
@@ -101,9 +101,9 @@ class Accumulation:
         if any(event.cleared & optimizers for event in events):
             return True
         bodies = self._bodies(tape, optimizers)
-        texts = self._latest = tuple(body.text for body in bodies)
+        keys = self._latest = tuple(body.key for body in bodies)
         zeroed = set().union(*(self.zeroed.get(number, ()) for number in optimizers))
-        if zeroed - set().union(*(self._gives.get(key, ()) for key in [texts, *((text,) for text in texts)])):
+        if zeroed - set().union(*(self._gives.get(group, ()) for group in [keys, *((key,) for key in keys)])):
             return True
         edits = [n for n, event in tape.events.items() if event.loss is None and event.concerns(optimizers)]
         writes = [n for body in bodies for n in body.calls if tape.calls[n].outcome.writes]
@@ -111,11 +111,11 @@ class Accumulation:
             return False
         if self._has_hooks_on_sums(optimizers):
             return False
-        if len(set(texts)) < len(texts):
+        if len(set(keys)) < len(keys):
             return True
-        if self._alone.issuperset(texts) and not self._whole.issuperset(texts):
+        if self._alone.issuperset(keys) and not self._whole.issuperset(keys):
             return True
-        self._whole.update(texts)
+        self._whole.update(keys)
         return False
 
     def run(self, tape: LoopTape, optimizers: Iterable[int], wanted: Sequence[Result]) -> None:
@@ -249,7 +249,9 @@ class Accumulation:
     def _has_hooks_on_sums(self, optimizers: Iterable[int]) -> bool:
         """Return whether a parameter has a hook that runs after its gradient was added to the sum."""
         parameters = [one for number in optimizers for one in self.owner.parameters_trained_by(number)]
-        return any(on_sums for _, on_sums in _torch.gradient_hooks(parameters))
+        return _torch.has_gradient_hooks(parameters) and any(
+            on_sums for _, on_sums in _torch.gradient_hooks(parameters)
+        )
 
     def _bodies(self, tape: LoopTape, optimizers: Set[int]) -> list[_Body]:
         """Return the bodies of the calls of ``backward()`` that are still to be run, in order."""
@@ -271,34 +273,23 @@ class Accumulation:
             calls = tape.with_ancestors({*events, *(effects - done)}) - done
             concerned = set().union(*(tape.events[number].concerns(optimizers) for number in events))
             ordered = tuple(sorted(calls))
-            bodies.append(_Body(tuple(events), ordered, self._text(tape, ordered), tuple(sorted(concerned))))
+            bodies.append(_Body(tuple(events), ordered, self._key(tape, ordered), tuple(sorted(concerned))))
             done |= calls
         return bodies
 
-    def _text(self, tape: LoopTape, calls: Sequence[int]) -> str:
+    def _key(self, tape: LoopTape, calls: Sequence[int]) -> Hashable:
         place = {call: index for index, call in enumerate(calls)}
         numbers: dict[Any, int] = {}
 
-        def text(argument: Any) -> Any:
+        def placed(argument: Any) -> Any:
             if isinstance(argument, Result) and argument.call in place:
                 return place[argument.call], argument.leaf
-            if not isinstance(argument, (Result, RealTensor)):
-                return self.texts.of(argument)
-            return numbers.setdefault(argument, len(numbers))
+            if isinstance(argument, (Result, RealTensor)):
+                return numbers.setdefault(argument, len(numbers))
+            return argument
 
-        return str(
-            [
-                (
-                    self.texts.of(call.function),
-                    [text(argument) for argument in call.arguments],
-                    str(call.tree),
-                    call.with_gradients,
-                    call.again,
-                    str(call.autocast),
-                )
-                for call in (tape.calls[number] for number in calls)
-            ]
-        )
+        recorded = (tape.calls[number] for number in calls)
+        return tuple(self.texts.key(call, [placed(argument) for argument in call.arguments]) for call in recorded)
 
     def _note_returned(self, tape: LoopTape, body: _Body, wanted: Sequence[Result]) -> None:
         """Note the results that a body must return: those wanted, and those that later calls take."""
@@ -311,18 +302,18 @@ class Accumulation:
             if isinstance(argument, Result)
         }
         results = {result for result in taken | set(wanted) if result.call in place}
-        self._returned.setdefault(body.text, set()).update((place[result.call], result.leaf) for result in results)
+        self._returned.setdefault(body.key, set()).update((place[result.call], result.leaf) for result in results)
 
     def _run_body(self, tape: LoopTape, body: _Body) -> None:
         tape.take_values()
         self._gathered = None
-        outputs = [Result(body.calls[place], leaf) for place, leaf in sorted(self._returned[body.text])]
+        outputs = [Result(body.calls[place], leaf) for place, leaf in sorted(self._returned[body.key])]
         graph = self.owner.step_graph(body.optimizers, "accumulate")
         with tape.modes():
             values = self.pauses.run(graph, tape, tape.with_gradient_ancestors(body.calls), outputs)
         self.owner.graphs_done += 1
-        self._alone.add(body.text)
-        self._gives[body.text,] = set(graph.gradients())
+        self._alone.add(body.key)
+        self._gives[body.key,] = set(graph.gradients())
         for number in body.optimizers:
             names = self._trained_by(number, graph.gradients()) | self.zeroed.pop(number, set())
             self.touched.setdefault(number, set()).update(names)

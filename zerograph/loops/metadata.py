@@ -95,7 +95,7 @@ class Outcomes:
                 continue
             real = [isinstance(argument, Operand) and argument.real for argument in arguments]
             kinds_of_real = tuple(itertools.compress(kinds, real))
-            return Outcome(part.tree, tuple(leaves), part.draws, kinds_of_real, part.writes)
+            return Outcome(part.tree, tuple(leaves), part.draws, kinds_of_real, part.writes, shared=True)
         assert problem is not None
         raise problem
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from zerograph._torch import pytree
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.loops.deferred import Meta, Result, replaying
 from zerograph.loops.metadata import patched
-from zerograph.loops.tape import Call, Kind, Named, RealTensor, Tape
+from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape
 from zerograph.runtime.job.process_group import digest
 
 
@@ -94,7 +94,7 @@ def program_of(
 
     def renumbered(argument: Any) -> Any:
         if isinstance(argument, Result):
-            return replace(argument, call=place[argument.call])
+            return Result(place[argument.call], argument.leaf)
         if isinstance(argument, RealTensor):
             return RealTensor(numbers.setdefault(argument.number, len(numbers)))
         return argument
@@ -105,6 +105,18 @@ def program_of(
     )
     tensors, kinds = tuple(tape.tensors[n] for n in numbers), tuple(tape.kinds[n] for n in numbers)
     ends = tuple(map(renumbered, losses)), tuple(map(renumbered, outputs))
+    shapes = tuple(
+        (tensor.dim() if any_size and kind == "part" else tuple(tensor.shape), tensor.dtype)
+        for tensor, kind in zip(tensors, kinds, strict=True)
+    )
+    key = tuple(texts.key(call, call.arguments) for call in calls), kinds, shapes, ends
+    if (text := texts.programs.get(key)) is None:
+        text = texts.programs[key] = _text(calls, (kinds, shapes, ends), texts)
+    draws = any(call.outcome.draws for call in calls)
+    return Program(calls, tensors, kinds, *ends, tuple(map(tape.meta, outputs)), text, draws)
+
+
+def _text(calls: Sequence[Call], others: tuple[Any, ...], texts: Texts) -> str:
     steps = [
         (
             texts.of(call.function),
@@ -117,22 +129,41 @@ def program_of(
         for call in calls
     ]
     shown = " -> ".join(name.rpartition(".")[2] for name, *_ in steps)
-    shapes = [
-        (tensor.dim() if any_size and kind == "part" else tuple(tensor.shape), tensor.dtype)
-        for tensor, kind in zip(tensors, kinds, strict=True)
-    ]
-    number = digest((steps, kinds, shapes, ends)) % 2**32
-    text = f"{shown}{', backward' if losses else ''} (#{number:08x})"
-    draws = any(call.outcome.draws for call in calls)
-    return Program(calls, tensors, kinds, *ends, tuple(map(tape.meta, outputs)), text, draws)
+    _, _, (losses, _) = others
+    return f"{shown}{', backward' if losses else ''} (#{digest((steps, *others)) % 2**32:08x})"
 
 
 class Texts:
-    """Texts of functions and constants, which are equal on all ranks exactly for equal values."""
+    """Texts of functions and constants, which are equal on all ranks exactly for equal values.
+
+    Attributes:
+        programs: the texts of programs, by what they were made of.
+    """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self._seen: dict[str, list[Any]] = {}
+        self.programs: dict[Hashable, str] = {}
+        # The text of what is fixed in a call, by its outcome, which stays referenced.
+        self._fixed: dict[int, tuple[Outcome, str]] = {}
+
+    def key(self, call: Call, arguments: Sequence[Any]) -> Hashable:
+        """Return a key that is equal in this process for calls that do the same. It is found faster than a text.
+
+        Args:
+            call: the call.
+            arguments: its arguments, with any hashable objects for results and real tensors.
+        """
+        varying = tuple(a for a, own in zip(arguments, call.arguments, strict=True) if isinstance(own, _TENSORS))
+        if not call.outcome.shared:
+            return self._text_of_fixed(call), varying, call.again, call.autocast
+        if id(call.outcome) not in self._fixed:
+            self._fixed[id(call.outcome)] = call.outcome, self._text_of_fixed(call)
+        return self._fixed[id(call.outcome)][1], varying, call.again, call.autocast
+
+    def _text_of_fixed(self, call: Call) -> str:
+        constants = ["" if isinstance(argument, _TENSORS) else self.of(argument) for argument in call.arguments]
+        return str((self.of(call.function), constants, str(call.tree), call.with_gradients))
 
     def of(self, value: Any) -> str:
         """Return the text of ``value``."""
@@ -152,6 +183,7 @@ class Texts:
         return f"{name}{f' {number}' if number else ''}"
 
 
+_TENSORS = (Result, RealTensor)
 _PLAIN = (
     *(bool, int, float, complex, str, type(None), slice, type(Ellipsis), Result, RealTensor, Named),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),

@@ -50,6 +50,7 @@ class Outcome:
         draws: whether the call draws random numbers.
         kinds: how each real tensor among the arguments enters the step, in order.
         writes: whether the call writes to buffers of modules.
+        shared: calls have this very object only if they have the same function, constants and nesting.
     """
 
     tree: pytree.TreeSpec
@@ -57,6 +58,7 @@ class Outcome:
     draws: bool
     kinds: tuple[Kind | None, ...]
     writes: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
