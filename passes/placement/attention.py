@@ -22,6 +22,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem
 
 _BACKWARD = (BACKWARD, flex_attention_backward)
+ATTENTION = (FORWARD, flex_attention, *_BACKWARD)
 _SPLIT = {"ulysses": Split(HEADS), "gather": Split(POSITIONS)}
 
 
@@ -35,7 +36,7 @@ def of_one_form(
     Raises:
         ConfigError: the form that is forced does not exist for this attention on so many ranks.
     """
-    if not problem.is_sequence or node.target not in (FORWARD, flex_attention, *_BACKWARD):
+    if not problem.is_sequence or node.target not in ATTENTION:
         return signatures
     arguments = rules.arguments(node)
     query, out = arguments["query"], node

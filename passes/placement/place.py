@@ -23,7 +23,7 @@ from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes import rules
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
-from zerograph.passes.placement.attention import of_one_form
+from zerograph.passes.placement.attention import ATTENTION, of_one_form
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.cost import PACKET
 from zerograph.passes.placement.problem import PlacementProblem, TensorId, placement_problem
@@ -70,6 +70,7 @@ def _place_along(problem: PlacementProblem, context: Context) -> PlacementProble
         return problem
     if problem.is_sequence:
         # Each operator keeps the sequence split where it can: chains would be solved one by one to the same end.
+        _report_gathered_sequences(problem, free, context)
         return _computed_split(problem, free)
     improve(problem, free)
     if problem.total_cost() > _WORTH_SECOND_TRY:
@@ -246,6 +247,38 @@ def _record(node: fx.Node, problems: list[PlacementProblem]) -> None:
     elif isinstance(node.meta.get("val"), (list, tuple)) and node.op == "call_function":
         count = len(rules.output_values(node))
         meta(node)["sbp"] = tuple(tuple(problem.sbp[node][index] for problem in problems) for index in range(count))
+
+
+def _report_gathered_sequences(
+    problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]], context: Context
+) -> None:
+    """Report operators of which no signature keeps the sequence of an activation split, once for each user line."""
+    lines: dict[str, dict[TensorId, list[fx.Node]]] = {}
+    for node, signatures in free.items():
+        for index, tensor in enumerate(problem.inputs(node) if node.target not in ATTENTION else ()):
+            have, need = problem.sbp_of(tensor), problem.signature[node].inputs[index]
+            dims = meta(tensor[0]).get("sequence_dims", ())
+            is_sequence = tensor[1] < len(dims) and have == Split(dims[tensor[1]].get(problem.dim, -1))
+            is_activation = problem.values[tensor[0]][tensor[1]].is_floating_point()
+            gathers = need == broadcast and not any(signature.inputs[index] == have for signature in signatures)
+            if is_sequence and is_activation and gathers:
+                lines.setdefault(origin(node).source, {}).setdefault(tensor, []).append(node)
+    for tensors in lines.values():
+        nodes = [node for readers in tensors.values() for node in readers]
+        operators = ", ".join(dict.fromkeys(str(node.target) for node in nodes))
+        # A tensor is gathered once for all its readers.
+        sent = sum(
+            wire_bytes(problem.sbp_of(tensor), broadcast, problem.nbytes(tensor), problem.ranks) for tensor in tensors
+        )
+        message = (
+            f"no rule says how {operators} may be split along the sequence: inputs are gathered, {sent:,.0f} bytes "
+            f"per step\n  {origin(nodes[0]).source}   {origin(nodes[0]).code}\n"
+            "Each rank computes it for whole sequences. Pass a batch whose rows the ranks divide, which are then split "
+            "there, or split the sequence over fewer ranks."
+        )
+        if context.missing_rules.action == "error":
+            raise CaptureError(message)
+        context.missing_rules.warn(message)
 
 
 def _report_missing_rule(node: fx.Node, problem: PlacementProblem, context: Context) -> None:

@@ -266,6 +266,31 @@ def test_loops_of_frameworks_split_no_sequences(options: dict[str, Any]) -> None
         config_of(zg.Config(**options))
 
 
+class Convolved(nn.Module):
+    """A convolution over positions between layers that keep the sequence split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(64, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.mix(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        return self.head(hidden).square().mean()
+
+
+def test_a_line_that_gathers_the_sequence_is_named_once_with_its_bytes() -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    row = [tensor[:1] for tensor in tokens(mesh)]
+    with pytest.warns(UserWarning, match="may be split along the sequence") as messages:
+        prepared(Convolved(), mesh, batch_sbp, *row)
+    (message,) = [str(one.message) for one in messages if "along the sequence" in str(one.message)]
+    # Half of the input; the gradient of the result is whole.
+    assert f" {LENGTH * 8 * 4 // 2:,} bytes" in message
+    assert "self.mix(" in message
+    with pytest.raises(zg.CaptureError, match=r"aten\.convolution\.default"):
+        prepared(Convolved(), mesh, batch_sbp, *row, on_missing_rule="error")
+
+
 def test_ulysses_needs_heads_that_ranks_divide() -> None:
     mesh, batch_sbp = MESHES["sequence"]
     with pytest.raises(zg.ConfigError, match="6 heads of queries and 3 of keys, which 2 ranks do not divide"):
