@@ -7,12 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import boxes
 
 Offsets = tuple[int, ...]
@@ -93,6 +101,40 @@ class PieceSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def create_local_plan(self) -> SavePlan:
+        """Keep this rank's plan; return the number of elements that it writes of each tensor, for the first rank."""
+        self._own = super().create_local_plan()
+        counts = dict.fromkeys(self.state_dict, 0)
+        for item in self._own.items:
+            assert item.tensor_data is not None
+            counts[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
+        return SavePlan([], planner_data=numpy.fromiter(counts.values(), numpy.int64))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return shape and dtype of each tensor; runs on the first rank. All ranks name the same tensors in one order.
+
+        No two ranks write the same box. torch looks for such boxes one by one: for thousands of ranks that takes
+        minutes, and so does sending them.
+
+        Raises:
+            CheckpointError: the boxes of a tensor have more or fewer elements than the tensor.
+        """
+        written = sum(plan.planner_data for plan in all_plans)
+        for (name, pieces), count in zip(self.state_dict.items(), written, strict=True):
+            if count != math.prod(pieces.shape):
+                raise CheckpointError(f"the ranks hold {count} elements of {name}, whose shape is {pieces.shape}")
+        tensors: dict[str, Any] = {
+            name: TensorStorageMetadata(TensorProperties(dtype=pieces.dtype), pieces.size(), [])
+            for name, pieces in self.state_dict.items()
+        }
+        self.global_plan, self.metadata = all_plans, Metadata(tensors)
+        return all_plans, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return this rank's plan."""
+        self.plan = self._own
+        return self._own
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the box in the dtype of the checkpoint."""
         pieces: Pieces = self.state_dict[index.fqn]
@@ -110,6 +152,15 @@ class PieceLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Keep the state dict as it is; the default's method does not know :class:`Pieces`."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Keep this rank's plan, which the first rank does not need."""
+        self._own = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan."""
+        return self._own
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return a view of the box to fill."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerograph.runtime.job.liveness import name_ranks
+from zerograph.runtime.job.reports import name_ranks
 
 # Ends the key of a text that is shown with a fact of the same key, and may differ.
 SHOWN_WITH = " is shown with"

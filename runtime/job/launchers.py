@@ -258,12 +258,18 @@ def _address(launcher: _Launcher, environment: Mapping[str, str], *, alone: bool
 
 
 def _port(environment: Mapping[str, str]) -> str:
-    """Return the port of a rendezvous, equal on all ranks: for a job of Slurm one of its own."""
+    """Return the port of a rendezvous, equal on all ranks: for a step of Slurm one of its own.
+
+    Slurm reserves ports of a step's hosts with ``srun --resv-ports``. Without them the steps of fewer than 99 jobs in
+    sequence, of up to 100 steps each, have different ports.
+    """
+    if reserved := re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", "")):
+        return reserved.group()
     if "SLURM_JOB_ID" not in environment:
         return str(_PORT)
     job = number_of("SLURM_JOB_ID", environment=environment, launcher="srun")
     step = number_of("SLURM_STEP_ID", 0, environment=environment, launcher="srun")
-    return str(_SLURM_PORTS[(job + step) % len(_SLURM_PORTS)])
+    return str(_SLURM_PORTS[(101 * job + step) % len(_SLURM_PORTS)])
 
 
 def first_host(hosts: str) -> str:

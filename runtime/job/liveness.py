@@ -1,17 +1,16 @@
 """Liveness: ranks report what they do, so that the error of a failed collective can name the rank at fault.
 
-A failed collective knows an address at best. So each process has a thread that checks twice a second whether a rank has
-sent an inquiry; nothing else happens without failures. A rank whose collective fails inquires: living ranks answer with
-what they are doing, failed ranks have left a report, and a silent rank is dead or stopped. All messages go through the
-store of the rendezvous, over a connection of its own. Every wait for the store is limited: it may be gone with the rank
-that hosts it.
+A failed collective knows an address at best. So each process has a thread that checks twice a second, with many ranks
+less often, whether a rank has sent an inquiry; nothing else happens without failures. A rank whose collective fails
+inquires: living ranks answer with what they are doing, failed ranks have left a report, and a silent rank is dead or
+stopped. All messages go through the store of the rendezvous, over a connection of its own. Every wait for the store is
+limited: it may be gone with the rank that hosts it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import math
 import os
 import sys
@@ -25,14 +24,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zerograph.errors import CommunicationError, ZeroGraphError
+from zerograph.runtime.job.reports import Answers, Report, decode, encode, name_ranks
 
-# Seconds between two checks, for up to a thousand ranks: one store answers all of them.
+# Seconds between two checks of few ranks. More check less often: one store answers all, in one operation for each if
+# nothing has happened.
 _INTERVAL = 0.5
-# Checks that a rank may miss until it counts as silent: a loaded machine is not a dead one.
-_MISSED_CHECKS = 6
-
-# Lines of a message for the other ranks' answers.
-_MAX_LINES = 8
+_MAX_OPERATIONS = 960  # per second, of all ranks
+# Seconds after the two checks in which a rank answers until it counts as silent: a loaded machine is not a dead one.
+_PATIENCE = 4 * _INTERVAL
 
 # Attribute of an interrupt that has been reported to the other ranks.
 _REPORTED = "_zerograph_reported"
@@ -43,80 +42,6 @@ _ENDED = "its process has ended, without an error"
 _MAX_INQUIRIES = 32
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Report:
-    """A rank's report on itself.
-
-    Attributes:
-        doing: what it is doing, or was doing when it failed.
-        failed: its error, in one line; None if it has not failed.
-        lost: the ranks that it lost, if that was the error.
-    """
-
-    doing: str
-    failed: str | None = None
-    lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers to a rank's inquiry.
-
-    Attributes:
-        rank: the rank that inquired.
-        doing: what it was doing.
-        reports: by rank.
-        silent: ranks without a report.
-        reached: the store answered.
-        store_rank: if it did not, the rank whose process hosts the store; None if that is the launcher's.
-        ended: ranks without a report whose process is known to have ended.
-    """
-
-    rank: int
-    doing: str
-    reports: Mapping[int, Report]
-    silent: tuple[int, ...] = ()
-    reached: bool = True
-    store_rank: int | None = None
-    ended: tuple[int, ...] = ()
-
-    def lost(self) -> tuple[int, ...]:
-        """Return the ranks at fault, as far as they can be known.
-
-        These are the ranks that failed by themselves, are silent or have ended; else those that other ranks lost; else
-        the host of the unreachable store; else the ranks that do something else.
-        """
-        reports = self.reports
-        failed = {rank for rank, report in reports.items() if report.failed is not None and not report.lost}
-        lost_by_others = {rank for report in reports.values() for rank in report.lost} - {self.rank}
-        store_host = set() if self.store_rank is None or self.store_rank in reports else {self.store_rank}
-        diverged = {rank for rank, report in reports.items() if report.failed is None and report.doing != self.doing}
-        return tuple(sorted(failed | set(self.silent) | set(self.ended) or lost_by_others or store_host or diverged))
-
-    def lines(self) -> list[str]:
-        """Return the answers as lines of a message: ended and silent ranks first, equal reports together."""
-        lines = []
-        if self.ended:
-            lines.append(f"{name_ranks(self.ended)}: its process has ended without a report: killed, or out of memory")
-        if self.silent:
-            lines.append(
-                f"{name_ranks(self.silent)}: no sign of life: died, is stopped, is held up in native code, or the "
-                "network to it is cut"
-            )
-        if not self.reached:
-            host = "the launcher hosts" if self.store_rank is None else f"rank {self.store_rank} hosts"
-            lines.append(
-                f"the store of the rendezvous, which {host}, does not answer: its process has ended, or the network to "
-                "it is cut"
-            )
-        ranks_by_text: dict[str, list[int]] = {}
-        for rank, report in self.reports.items():
-            text = f"alive, {report.doing}" if report.failed is None else f"failed, {report.doing}: {report.failed}"
-            ranks_by_text.setdefault(text, []).append(rank)
-        lines += [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
-        return lines if len(lines) <= _MAX_LINES else [*lines[:_MAX_LINES], f"... and {len(lines) - _MAX_LINES} more"]
 
 
 @dataclass(eq=False)
@@ -155,6 +80,9 @@ class Liveness:
     _answered_at: float = -math.inf
     _store_host_report: Report | None = None
     _blocked_at: int | None = None
+    # The number of events that this rank has looked at, and the agreement after which another rank was interrupted.
+    _events: int = 0
+    _interrupted: int | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _process: int = field(default_factory=os.getpid)
 
@@ -198,10 +126,10 @@ class Liveness:
         if self.broke_off:
             self._in_time(lambda: self.store.set(f"broke off/{self.rank}", str(self.agreed)), self._interval * 2)
             if not isinstance(error, Exception):
-                self._in_time(lambda: self.store.set("interrupted", str(self.agreed)), self._interval * 2)
+                self._in_time(self._announce_interrupt, self._interval * 2)
         if self.store_rank == self.rank:
             # The store may end with this process in a moment: make all ranks check, and find the report.
-            self._in_time(lambda: self.store.add("asked", 1), self._interval)
+            self._in_time(self._inquire, self._interval)
             time.sleep(2 * self._interval)
 
     @contextlib.contextmanager
@@ -236,6 +164,7 @@ class Liveness:
     def resume(self) -> None:
         """Go on after a step that broke off at the same place on all ranks, which have agreed on that."""
         self._in_time(lambda: self.store.delete_key("interrupted"), self._interval * 2)
+        self._interrupted = None
         self.broke_off = ""
         self.forget()
 
@@ -262,7 +191,7 @@ class Liveness:
         doing = self._now()
         if self.store is None:
             return Answers(self.rank, doing, {}, reached=False)
-        answers = self._in_time(lambda: self._ask(doing), (_MISSED_CHECKS + 3) * self._interval)
+        answers = self._in_time(lambda: self._ask(doing), 5 * self._interval + _PATIENCE)
         if answers is not None:
             return answers
         host = self.store_rank
@@ -291,7 +220,7 @@ class Liveness:
 
     @property
     def _interval(self) -> float:
-        return _INTERVAL * max(1.0, self.size / 1000)
+        return max(_INTERVAL, self.size / _MAX_OPERATIONS)
 
     def _now(self) -> str:
         """Return what this rank is doing."""
@@ -318,14 +247,14 @@ class Liveness:
         return results[0] if results else None
 
     def _post(self, report: Report) -> None:
-        self._in_time(lambda: self.store.set(f"last/{self.rank}", _encode(report)), self._interval * 2)
+        self._in_time(lambda: self.store.set(f"last/{self.rank}", encode(report)), self._interval * 2)
 
     def _ask(self, doing: str) -> Answers:
         store, others = self.store, [rank for rank in range(self.size) if rank != self.rank]
         # If another rank has inquired just now, the answers to it suffice.
         number = int(store.get("asked")) if store.check(["asked"]) else 0
         if number <= self._answered and time.monotonic() - self._answered_at > self._interval * 2:
-            number = store.add("asked", 1)
+            number = self._inquire()
         answers = {rank: f"answer/{number}/{rank}" for rank in others}
         failures = {rank: f"last/{rank}" for rank in others}
         began = time.monotonic()
@@ -338,16 +267,26 @@ class Liveness:
             failed = _ranks_with_key(store, failures, silent)
             silent = [rank for rank in silent if rank not in failed]
             # If the cause is known, wait for the others only as long as a living rank takes.
-            limit = (2 if gone else _MISSED_CHECKS) * self._interval
+            limit = 2 * self._interval + (0 if gone else _PATIENCE)
             if gone.issuperset(silent) or time.monotonic() - began > limit:
                 break
             time.sleep(self._interval / 10)
         keys = {rank: answers[rank] for rank in answered} | {rank: failures[rank] for rank in failed}
-        reports = dict(zip(keys, map(_decode, _values(store, list(keys.values()))), strict=True))
+        reports = dict(zip(keys, map(decode, _values(store, list(keys.values()))), strict=True))
         ended = tuple(rank for rank in silent if rank in gone)
         # With an early end of the wait, the others may only have had too little time to answer.
         quiet = () if ended else tuple(silent)
         return Answers(self.rank, doing, dict(sorted(reports.items())), quiet, ended=ended)
+
+    def _inquire(self) -> int:
+        """Ask all ranks what they are doing; return the number of the inquiry."""
+        number: int = self.store.add("asked", 1)
+        self.store.add("events", 1)
+        return number
+
+    def _announce_interrupt(self) -> None:
+        self.store.set("interrupted", str(self.agreed))
+        self.store.add("events", 1)
 
     def _say_goodbye(self) -> None:
         """Announce a normal end. The store's host waits until the other ranks have stopped using the store."""
@@ -355,6 +294,7 @@ class Liveness:
             self.store.add("left", 1)
             return
         self.store.set("over", "")
+        self.store.add("events", 1)
         end = time.monotonic() + 2 * self._interval
         while time.monotonic() < end and self.store.add("left", 0) < self.size - 1:
             time.sleep(self._interval / 50)
@@ -377,24 +317,33 @@ class Liveness:
             self._suspects.discard(rank)
             if store.check([f"broke off/{rank}"]):
                 self._broken_off[rank] = int(store.get(f"broke off/{rank}"))
-        self._check_interrupt(store)
+        # One operation; a file, which few ranks use, would grow by it.
+        events = store.add("events", 0) if store.has_extended_api() else int(store.get("events"))
+        if events != self._events:
+            self._read_events(store)
+            self._events = events
+        self._hang_up_if_interrupted()
+
+    def _read_events(self, store: Any) -> None:
+        """Look for inquiries, an interrupt of another rank, and the end of the store."""
+        self._interrupted = int(store.get("interrupted")) if store.check(["interrupted"]) else None
         if store.check(["asked"]):
             number = int(store.get("asked"))
             # Ranks that inquired at the same moment wait for an answer each.
             for inquiry in range(max(self._answered, number - _MAX_INQUIRIES) + 1, number + 1):
-                store.set(f"answer/{inquiry}/{self.rank}", _encode(self._failure or Report(self._now())))
+                store.set(f"answer/{inquiry}/{self.rank}", encode(self._failure or Report(self._now())))
                 self._answered, self._answered_at = number, time.monotonic()
             if self.store_rank not in (None, self.rank) and store.check([f"last/{self.store_rank}"]):
-                self._store_host_report = _decode(store.get(f"last/{self.store_rank}"))
+                self._store_host_report = decode(store.get(f"last/{self.store_rank}"))
         if self.store_rank not in (None, self.rank) and store.check(["over"]):
             self._store_host_report = Report("the end of its process", _ENDED)
             self._over.set()
             store.add("left", 1)
 
-    def _check_interrupt(self, store: Any) -> None:
+    def _hang_up_if_interrupted(self) -> None:
         """Hang up if this rank still waits in, or before, a step in which another rank was interrupted."""
         number, waiting = self.agreed, bool(self._doing) and not self.broke_off
-        if waiting and store.check(["interrupted"]) and int(store.get("interrupted")) in (number, number - 1):
+        if waiting and self._interrupted in (number, number - 1):
             # At the second check: exchanges without that rank may still complete.
             if self._blocked_at == number:
                 self.hang_up()
@@ -418,6 +367,7 @@ def start_liveness(world: dist.ProcessGroup) -> Liveness:
         return Liveness(rank, size)
     store: Any = world.get_group_store()
     own_keys = dist.PrefixStore("zerograph liveness", store.clone())  # type: ignore[attr-defined]
+    own_keys.add("events", 0)
     liveness = Liveness(rank, size, own_keys, _store_rank(store))
     # A weak reference: the thread ends with the group. The store is dropped at once: it may be a file in a folder that
     # is about to be removed, and torch aborts if the file disappears between its check and its sign-off in it.
@@ -470,18 +420,3 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
     if not keys:
         return []
     return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
-
-
-def _encode(report: Report) -> str:
-    return json.dumps([report.doing, report.failed, report.lost])
-
-
-def _decode(text: bytes) -> Report:
-    doing, failed, lost = json.loads(text)
-    return Report(doing, failed, tuple(lost))
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return ``rank 3``, or ``ranks 1, 2, 5``."""
-    numbers = sorted(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))

@@ -25,8 +25,9 @@ from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import init_from_environment
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
-from zerograph.runtime.job.liveness import Liveness, mark_reported, name_ranks, start_liveness
+from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
+from zerograph.runtime.job.reports import name_ranks
 
 
 @dataclass(frozen=True, eq=False)

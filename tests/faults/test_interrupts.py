@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-from zerograph.runtime.job.liveness import Answers
+from zerograph.runtime.job.reports import Answers
 from zerograph.state import state_dict
 
 # Seconds until the others know of an interrupt: some looks into the store, and a loaded machine. The timeout is longer.

@@ -62,16 +62,17 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
         (RAY, ("a launcher that sets RANK and WORLD_SIZE", "3", "8", "host0", "29400")),
         (TORCH | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("Kubeflow", "3", "8", "host0", "29400")),
         (POD, ("Kubeflow", "1", "2", "train-0", "29401")),
-        (SLURM, ("srun", "3", "8", "node03", "21236")),
+        (SLURM, ("srun", "3", "8", "node03", "24636")),
         (SLURM | {"MASTER_ADDR": "login", "MASTER_PORT": "5"}, ("srun", "3", "8", "login", "5")),
-        (_without(SLURM, "SLURM_NTASKS") | {"SLURM_STEP_NUM_TASKS": "6"}, ("srun", "3", "6", "node03", "21236")),
+        (_without(SLURM, "SLURM_NTASKS") | {"SLURM_STEP_NUM_TASKS": "6"}, ("srun", "3", "6", "node03", "24636")),
+        (SLURM | {"SLURM_STEP_RESV_PORTS": "12003-12006"}, ("srun", "3", "8", "node03", "12003")),
         (OPEN_MPI, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "29500")),
         # mpirun inside of an allocation: Slurm's variables are those of its daemons.
-        (OPEN_MPI | SLURM, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "21236")),
+        (OPEN_MPI | SLURM, ("mpirun (Open MPI)", "3", "4", "127.0.0.1", "24636")),
         (MPICH | {"MASTER_ADDR": "host0"}, ("mpirun (PMI)", "1", "4", "host0", "29500")),
         # mpirun of MPICH there, and srun --mpi=pmi2.
-        (MPICH | SLURM | {"MASTER_ADDR": "host0"}, ("mpirun (PMI)", "1", "4", "host0", "21236")),
-        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, ("srun", "3", "8", "node03", "21236")),
+        (MPICH | SLURM | {"MASTER_ADDR": "host0"}, ("mpirun (PMI)", "1", "4", "host0", "24636")),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, ("srun", "3", "8", "node03", "24636")),
         # A PyTorchJob of Kubeflow whose command is python.
         (
             POD | TORCH | {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"},
@@ -84,11 +85,17 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
             ("a launcher that sets RANK and WORLD_SIZE", "9", "16", "host0", "29400"),
         ),
         # A script that sets some of torch's variables itself.
-        (SLURM | {"WORLD_SIZE": "8", "RANK": "3"}, ("srun", "3", "8", "node03", "21236")),
+        (SLURM | {"WORLD_SIZE": "8", "RANK": "3"}, ("srun", "3", "8", "node03", "24636")),
     ],
 )
 def test_rank_size_and_address_are_found(environment: dict[str, str], expected: tuple[str, ...]) -> None:
     assert place(environment) == expected
+
+
+def test_steps_of_jobs_in_sequence_have_ports_of_their_own() -> None:
+    steps = [(job, step) for job in range(1200, 1290) for step in range(20)]
+    numbers = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job, step in steps]
+    assert len({place(SLURM | one)[-1] for one in numbers}) == len(steps)
 
 
 def test_the_rank_of_a_device_is_found() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train
 from tests.pool import Pool
 from zerograph.__main__ import app
 from zerograph.runtime.checkpoint.boxes import boxes
+from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
 
 State = dict[str, Tensor]
 
@@ -348,3 +351,28 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(zg.ConfigError, match=r"the state of Odd\['odd'\]"):
         step.save(tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def test_rank_0_plans_a_save_of_thousands_of_ranks_from_their_counts() -> None:
+    ranks, names = 2816, ["weight", "exp_avg"]
+
+    def planner(rank: int, held: int) -> PieceSavePlanner:
+        planner = PieceSavePlanner()
+        pieces = {name: Pieces((ranks, 3), torch.float32) for name in names}
+        for piece in pieces.values():
+            piece.add(rank * 3, rank * 3 + held, constant(torch.zeros(3)), 0)
+        planner.set_up_planner(pieces, is_coordinator=rank == 0)  # type: ignore[arg-type]
+        return planner
+
+    planners = [planner(rank, 3) for rank in range(ranks)]
+    plans = [planner.create_local_plan() for planner in planners]
+    assert len(pickle.dumps(plans[1])) < 1000
+    began = time.thread_time()
+    _, metadata = planners[0].create_global_plan(plans)
+    assert time.thread_time() - began < 2
+    shapes = {name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    assert shapes == dict.fromkeys(names, (ranks, 3))
+    assert len(planners[5].finish_plan(plans[5]).items) == len(names)
+    plans[7] = planner(7, 2).create_local_plan()
+    with pytest.raises(zg.CheckpointError, match=r"the ranks hold 8447 elements of weight, whose shape is \(2816, 3\)"):
+        planners[0].create_global_plan(plans)

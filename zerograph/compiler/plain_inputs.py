@@ -22,8 +22,8 @@ from zerograph.base.source import raising_line
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError, ZeroGraphError
 from zerograph.ir.sbp import NdSbp, Split, broadcast, show
-from zerograph.runtime.job.liveness import name_ranks
 from zerograph.runtime.job.process_group import Job, explaining_failures
+from zerograph.runtime.job.reports import name_ranks
 
 
 @dataclass(frozen=True)
