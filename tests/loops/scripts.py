@@ -292,7 +292,7 @@ def dpo(prepare: Prepare) -> Seen:
     """Prefer one answer to another, beside a frozen copy of the model; log rewards."""
     model = seeded(GPT)
     reference = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     generator = torch.Generator().manual_seed(2)
     chosen, rejected = (torch.randint(0, 17, (18, 9), generator=generator) for _ in range(2))
     loader = DataLoader(TensorDataset(chosen, rejected), batch_size=4)

@@ -20,6 +20,7 @@ from zerograph.errors import InputError
 from zerograph.loops.accumulation import Accumulation
 from zerograph.loops.clearing import Clearing
 from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode
+from zerograph.loops.events import Edits
 from zerograph.loops.gradients import Reader
 from zerograph.loops.graphs import Recorded
 from zerograph.loops.loop_graphs import LoopForward, LoopPreview, LoopStep
@@ -46,6 +47,7 @@ class Loop:
         graphs_done: number of graphs that were run so far.
         busy: state dicts are those of the plain modules now.
         parts: returns the number of parts of the batch of one call over the ranks.
+        edits: makes the calls that edit gradients.
     """
 
     words = Words()
@@ -59,6 +61,7 @@ class Loop:
         self._steps: dict[tuple[tuple[int, ...], GradientUse], LoopStep] = {}
         self._forward: LoopForward = self._new(LoopForward(self.modules, config, self.words))
         self.parts: Callable[[], int] = self._forward.parts
+        self.edits = Edits()
         self._preview: LoopPreview | None = None
         if optimizers:
             self._preview = self._new(LoopPreview(self.step_graph((0,), "update"), whole=False))
@@ -145,12 +148,7 @@ class Loop:
         _torch.mark_step_called(optimizer)
 
     def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
-        """Clear the gradients of optimizers.
-
-        Args:
-            numbers: the numbers of the optimizers.
-            set_to_none: if not, gradients are zeros: the next update includes all parameters that had one.
-        """
+        """Clear the gradients of optimizers. They are None, or else zeros, by which the next step updates too."""
         self._settle()
         numbers = list(numbers)
         edited = self._accumulation.edits(self.tape, numbers) and any(map(self._accumulation.touched.get, numbers))
@@ -181,7 +179,7 @@ class Loop:
                 f"{function.__name__}() without loss.backward() before{self._here()}\n"
                 "Clip between backward() and optimizer.step()."
             )
-        return self.tape.edit(function, parameters, *args, **kwargs)
+        return self.tape.edit(function, parameters, trained, args, kwargs)
 
     def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
         """Compute the value of a result before its step. A collective.
@@ -255,7 +253,9 @@ class Loop:
                 for group in optimizer.param_groups
                 for parameter in group["params"]
             }
-        return {self._trainer[id(one)] for one in tensors if id(one) in self._trainer and one.requires_grad}
+        # Parameters without data would answer each question about them in Python.
+        with _torch.without_torch_function():
+            return {self._trainer[id(one)] for one in tensors if id(one) in self._trainer and one.requires_grad}
 
     def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
         """Return the prepared parameters by their name in the graphs."""
@@ -283,8 +283,8 @@ class Loop:
         """Replace a gradient before the step. A collective if a ``backward()`` is still to be run."""
         self._settle()
         self._accumulate()
-        name, numbers = self._name(parameter), self.trained_by([parameter])
-        for number in numbers:
+        name = self._name(parameter)
+        for number in self.trained_by([parameter]):
             assert name is not None
             self._written.append((name, 0.0 if gradient is None else float(gradient.double().sum())))
             self._accumulation.write(number, name, parameter, gradient)

@@ -16,9 +16,9 @@ from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
 from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode, values_of
-from zerograph.loops.events import Event, run_backward
+from zerograph.loops.events import Edits, Event, backward_call
 from zerograph.loops.program import autocast_of
-from zerograph.loops.tape import Call, Kind, Named, Outcome, RealTensor, Tape, check_scalar_loss
+from zerograph.loops.tape import Call, Kind, Named, RealTensor, Tape, check_scalar_loss
 from zerograph.loops.words import words
 
 # Smaller inputs are copied when they are recorded, so that the loop may write to them before the step.
@@ -31,6 +31,7 @@ class Owner(Protocol):
     """The loop that a tape belongs to."""
 
     tape: LoopTape
+    edits: Edits
 
     def read(self, tape: LoopTape, deferred: Deferred) -> Tensor:
         """Compute the value of a result."""
@@ -182,24 +183,27 @@ class LoopTape(Tape):
         touches = self.owner.trained_by(tape._parameters(tape.with_gradient(loss.result)))
         if not touches:
             raise InputError(f"loss.backward(): no prepared optimizer trains what the loss depends on{_here()}")
-        retained = {"retain_graph": True} if kwargs.get("retain_graph") else {}
-        tape._record(run_backward, [loss.result], Event(touches, loss.result), retained)
+        tape._record(backward_call(loss.result, bool(kwargs.get("retain_graph"))), Event(touches, loss.result))
         tape.losses.append(loss.result)
 
-    def edit(self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        """Record a call of ``function(parameters, *args, **kwargs)`` that edits gradients.
+    def edit(
+        self,
+        function: Callable[..., Any],
+        parameters: Sequence[nn.Parameter],
+        trained: set[int],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Record a call of ``function(parameters, *args, **kwargs)`` that edits gradients of these optimizers.
 
         Returns:
             The 0-d result, deferred.
         """
-        named = [Named(name) for parameter in parameters if (name := self.names(parameter)) is not None]
-        device = parameters[0].device
+        names = [name for parameter in parameters if (name := self.names(parameter)) is not None]
         numbers = [self._argument(argument, False) if isinstance(argument, Tensor) else argument for argument in args]
-        number = self._record(function, (named, *numbers), Event(self.owner.trained_by(parameters)), kwargs)
-        meta = Meta((), (), torch.float32 if parameters[0].dtype.itemsize < 4 else parameters[0].dtype, device)
-        outcome = Outcome(pytree.tree_structure(0), (meta,), False, ())
-        call = self.calls[number] = replace(self.calls[number], outcome=outcome, results={})
-        result = Deferred(meta, self, Result(number, 0))
+        call = self.owner.edits.call(function, names, numbers, kwargs, parameters[0])
+        number = self._record(call, Event(trained))
+        result = Deferred(call.outcome.leaves[0], self, Result(number, 0))
         call.results[0] = weakref.ref(result)
         return result
 
@@ -369,13 +373,9 @@ class LoopTape(Tape):
         result = tape._carried(loss)
         return next(tensor for tensor in (result,) if isinstance(tensor, Deferred))
 
-    def _record(
-        self, function: Callable[..., Any], args: Any, event: Event, kwargs: Mapping[str, Any] | None = None
-    ) -> int:
+    def _record(self, call: Call, event: Event) -> int:
         number = len(self.calls)
-        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-        outcome = Outcome(pytree.tree_structure(()), (), False, ())
-        self.calls.append(Call(function, False, tuple(leaves), tree, True, outcome, source.running_line()))
+        self.calls.append(call)
         self.events[number] = event
         return number
 

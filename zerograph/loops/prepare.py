@@ -287,7 +287,7 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         if not loops or is_replaying() or building():
             return original(parameters, *args, **kwargs)
         # Parameters that are frozen have no gradient.
-        others = [one for one in parameters if one.requires_grad and not hasattr(one, "_zerograph_loop")]
+        others = [one for one in parameters if not hasattr(one, "_zerograph_loop") and one.requires_grad]
         parameters = [one for one in parameters if hasattr(one, "_zerograph_loop")]
         if len(loops) > 1 or others:
             raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
