@@ -25,9 +25,11 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks.front_doors import loops, losses, steps  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
+from zerograph.base import source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "scripts.md"
 RANKS = 2
+TITLES = {"losses": "Losses", "steps": "Steps through front doors", "loops": "Plain loops"}
 LOSSES = f"""\
 Public example scripts in short, on generated data: 50 steps of 8 samples of one process, and of 4 samples on each of
 2 ranks. The largest absolute difference of any loss, and of what the script evaluates at its end. Sentences, sounds
@@ -55,21 +57,21 @@ def sections(text: str) -> dict[str, str]:
     return dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
 
 
-def measure(part: str, options: argparse.Namespace) -> tuple[str, str, list[str]]:
-    """Return the title of a part, a paragraph about it, and its table."""
+def measure(part: str, options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return a paragraph about a part, and its table."""
     if part == "losses":
         count = 10 if options.quick else options.steps
         rows = losses.compare(losses.SCRIPTS, count, options.quick)
-        return "Losses", LOSSES, table(losses.header(options.quick), rows)
+        return LOSSES, table(losses.header(options.quick), rows)
     rounds = 5 if options.quick else options.rounds
     if part == "steps":
         rows = steps.compare(RANKS, rounds, (3,) if options.quick else (2, 3))
-        return "Steps through front doors", STEPS, table(steps.HEADER, rows)
-    return "Plain loops", LOOPS, table(loops.HEADER, loops.compare(RANKS, rounds))
+        return STEPS, table(steps.HEADER, rows)
+    return LOOPS, table(loops.HEADER, loops.compare(RANKS, rounds))
 
 
 def main() -> None:
-    parts = ("losses", "steps", "loops")
+    parts = list(TITLES)
     scripts = {script.name: script for script in losses.SCRIPTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[*parts, *scripts])
@@ -83,15 +85,16 @@ def main() -> None:
         print("\n".join(table(losses.header(options.quick), rows)))
         return
     kept = sections(RESULTS.read_text()) if RESULTS.is_file() else {}
-    machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    machine = f"commit {source.commit(ROOT)}, {versions}, {date.today()}"
     for part in [options.only] if options.only else parts[: 2 if options.quick else None]:
-        title, about, rows = measure(part, options)
+        about, rows = measure(part, options)
         print("\n".join(["", *rows]), flush=True)
         count = f"--steps {options.steps}" if part == "losses" else f"--rounds {options.rounds}"
         when = f"`python -m benchmarks.scripts --only {part} {count}`, {machine}."
-        kept[title] = "\n".join(["", when, "", about, "", *rows, ""])
+        kept[TITLES[part]] = "\n".join(["", when, "", about, "", *rows, ""])
     if not options.quick:
-        shown = [f"## {title}\n{text}" for title, text in kept.items()]
+        shown = [f"## {title}\n{kept[title]}" for title in TITLES.values() if title in kept]
         RESULTS.write_text(page("Training scripts", "`benchmarks/scripts.py`", __doc__, *shown).rstrip() + "\n")
 
 

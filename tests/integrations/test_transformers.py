@@ -26,12 +26,12 @@ def run_here(name: str, folder: Path, ranks: int, zero: int | None, options: dic
     return getattr(trainers, name)(folder, ranks, zero, **options)
 
 
-def assert_equal(logs: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_equal(logs: list[dict[str, float]], expected: list[dict[str, float]], within: float = 1e-5) -> None:
     assert len(logs) == len(expected)
     for log, plain in zip(logs, expected, strict=True):
         # FLOPs are estimates per rank.
         names = plain.keys() - {"total_flos"}
-        assert {name: log[name] for name in names} == pytest.approx({name: plain[name] for name in names}, abs=1e-5)
+        assert {name: log[name] for name in names} == pytest.approx({name: plain[name] for name in names}, abs=within)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,19 @@ def test_a_run_resumes_at_another_number_of_ranks_and_stage_and_loads_plainly(po
     for folder in ("zero", "one"):
         saved = GPT2LMHeadModel.from_pretrained(tmp_path / folder / "saved").state_dict()
         torch.testing.assert_close(saved, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_resumes_on_four_ranks_and_then_on_one(pool: Pool, tmp_path: Path) -> None:
+    # In the middle of an epoch of 4 steps.
+    options = {"save_strategy": "steps", "save_steps": 3, "dataloader_drop_last": True}
+    expected = run("language_model", tmp_path / "1", 1, None, options)
+    pool.run(2, run, "language_model", tmp_path / "2", 2, 3, options)
+    options["resume"] = str(tmp_path / "2" / "checkpoint-3")
+    logs, *_ = pool.run(4, run, "language_model", tmp_path / "4", 4, 2, options)
+    assert_equal(logs[:-1], expected[:-1], within=1e-6)
+    options["resume"] = str(tmp_path / "4" / "checkpoint-6")
+    assert_equal(run("language_model", tmp_path / "one", 1, 1, options)[:-1], expected[:-1], within=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def test_a_loop_over_a_size_compiles_each_size_and_is_named_at_the_third_and_the
         assert "for row in range(x.shape[0])" in message
 
 
-def loop_over_rows_of_ranks() -> tuple[list[Tensor], str]:
-    """Return differences from plain PyTorch for equal parts, and the message for unequal ones of the same sum."""
+def loop_over_rows_of_ranks() -> tuple[list[Tensor], str, str]:
+    """Return differences from plain PyTorch for equal parts, and messages for unequal ones and for too few rows."""
     torch.manual_seed(0)
     model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(model.state_dict())
@@ -153,12 +153,22 @@ def loop_over_rows_of_ranks() -> tuple[list[Tensor], str]:
             differences.append((step(own(rows, x)) - each_row(plain, x)).abs().detach())
     with pytest.raises(zg.InputError) as caught:
         step(own((3, 1), torch.randn(4, 3)))
-    return differences, str(caught.value)
+    asking = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, for_few_rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(zg.InputError) as few:
+            asking(own((2, 0), torch.randn(2, 3)))
+    return differences, str(caught.value), str(few.value)
+
+
+def for_few_rows(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() * (2 if x.shape[0] // 2 >= 2 else 1)
 
 
 def test_a_loop_over_the_rows_of_several_ranks_needs_equal_parts(pool: Pool) -> None:
-    for differences, message in pool.run(2, loop_over_rows_of_ranks):
+    for differences, message, few in pool.run(2, loop_over_rows_of_ranks):
         assert max(differences) < 1e-5
+        assert "what is computed depends on the batch having 2 rows, too few for 2 ranks" in few
         assert "ranks hold unequal numbers of rows, and the step has equal parts only" in message
 
 

@@ -181,9 +181,14 @@ class Readings:
         for guess in _GUESSES:
             _, call = self._copied()
             values = _Guesses(log, guess)
-            # Errors are the method's own, about values that do not occur.
-            with contextlib.suppress(*_OWN_ERRORS), self._substituted():
-                _repeat(log, call, args, kwargs, values)
+            try:
+                with self._substituted():
+                    _repeat(log, call, args, kwargs, values)
+            except _PathError:
+                raise
+            except _OWN_ERRORS:
+                # The method's own, about values that do not occur.
+                continue
 
 
 @dataclass

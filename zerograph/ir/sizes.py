@@ -201,6 +201,12 @@ class Sizes:
         if wanted not in self._symbols:
             hint = 0 if kind == "start" else _torch.size_hint(whole) // ranks
             minimum = 0 if kind == "start" else 2
+            if hint < minimum:
+                # The hint is the number itself where the program asks whether the rows are so few.
+                raise VerificationError(
+                    f"what is computed depends on the batch having {_torch.size_hint(whole)} rows, too few for {ranks} "
+                    "ranks"
+                )
             self._symbol(wanted, _name(dim, wanted), hint, minimum=minimum)
         replaced: torch.SymInt = _torch.substitute(size, whole, self._symbols[wanted])
         return replaced
