@@ -37,6 +37,7 @@ from zerograph.passes.context import Context
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _ATTENTION_BACKWARD = (BACKWARD, flex_attention_backward)
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _ATTENTION = (FORWARD, flex_attention, *_ATTENTION_BACKWARD)
 
 # For each index that ranks split, the dimension of a tensor that runs over it, or None.
@@ -280,7 +281,8 @@ class _Walk:
         if node.target in _ATTENTION and self.dims.get(rules.arguments(node)["query"]) is not None:
             self._attend(node)
             return
-        if not any(signatures):
+        convolved = [self._positions_of_convolution(node, number) for number in range(len(self.indices))]
+        if not any(signatures) and not any(dim is not None for dim in convolved):
             return
         if orders:
             signature = next(s for s, start in zip(signatures, order.starts, strict=True) if start is not None)
@@ -292,7 +294,20 @@ class _Walk:
             _store(self.order, node, permuted)
         outputs = len(rules.output_values(node))
         dims = [tuple(_split_output(signature, number) for signature in signatures) for number in range(outputs)]
+        dims[0] = tuple(a if b is None else b for a, b in zip(dims[0], convolved, strict=True))
         _store(self.dims, node, [each if any(dim is not None for dim in each) else None for each in dims])
+
+    def _positions_of_convolution(self, node: fx.Node, number: int) -> int | None:
+        """Return the dimension of the first result of a convolution that has the positions of a split sequence.
+
+        The convolution computes them whole, but what reads them keeps them split.
+        """
+        index, dims = self.indices[number], self.dims.get(node.all_input_nodes[0])
+        dim = dims[number] if node.target in _CONVOLUTIONS and index.is_sequence and dims is not None else None
+        if dim is None or dim < 2 or not rules.arguments(node).get("output_mask", (True,))[0]:
+            return None
+        size = rules.output_values(node)[0].shape[dim]
+        return dim if isinstance(size, int) and size % index.ranks == 0 else None
 
     def _attend(self, node: fx.Node) -> None:
         """Keep results of attention split as its queries are, and gradients as their tensors, in every form of it."""

@@ -284,11 +284,38 @@ def test_a_line_that_gathers_the_sequence_is_named_once_with_its_bytes() -> None
     with pytest.warns(UserWarning, match="may be split along the sequence") as messages:
         prepared(Convolved(), mesh, batch_sbp, *row)
     (message,) = [str(one.message) for one in messages if "along the sequence" in str(one.message)]
-    # Half of the input; the gradient of the result is whole.
-    assert f" {LENGTH * 8 * 4 // 2:,} bytes" in message
+    # Half of the input, and half of the gradient of the result: what reads it keeps the sequence split.
+    assert f" {2 * LENGTH * 8 * 4 // 2:,} bytes" in message
     assert "self.mix(" in message
     with pytest.raises(zg.CaptureError, match=r"aten\.convolution\.default"):
         prepared(Convolved(), mesh, batch_sbp, *row, on_missing_rule="error")
+
+
+def convolved(ranks: int = 1) -> dict[Stage, tuple[list[Tensor], dict[str, Tensor]]]:
+    """Train on one sequence that ranks split, or plainly; losses and state by stage."""
+    results: dict[Stage, tuple[list[Tensor], dict[str, Tensor]]] = {}
+    ids = torch.randint(64, (3, 1, 16), generator=torch.Generator().manual_seed(3))
+    for stage in STAGES if ranks > 1 else ("off",):
+        torch.manual_seed(0)
+        model = Convolved().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=0.1)
+        if ranks == 1:
+            losses = [update_plainly(model, optimizer, lambda module, x: module(x, x), x) for x in ids]
+            results[stage] = losses, dict(model.state_dict())
+            continue
+        step = LossStep(model, optimizer, 0 if stage == "off" else int(stage), batch_sbp=(zg.sbp.split(1),))
+        pieces = [x.chunk(ranks, 1)[zg.rank()] for x in ids]
+        results[stage] = [step(piece, piece) for piece in pieces], step.state_dict()["modules"]["model"]
+    return results
+
+
+@pytest.mark.long
+def test_convolutions_over_a_split_sequence_compute_what_one_device_computes(pool: Pool) -> None:
+    wanted = convolved()["off"]
+    for results in pool.run(2, convolved, 2):
+        for result in results.values():
+            torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(result, results["off"], rtol=0, atol=0)
 
 
 def test_ulysses_needs_heads_that_ranks_divide() -> None:
