@@ -7,6 +7,7 @@ import collections
 import contextlib
 import enum
 import functools
+import math
 import os
 import sys
 import threading
@@ -37,10 +38,13 @@ class Options:
 
 
 class Slots:
-    __slots__ = ("shift",)
+    __slots__ = ("__private", "shift")
 
     def __init__(self) -> None:
-        self.shift = 0.25
+        self.shift, self.__private = 0.25, 1.0
+
+    def gain(self) -> float:
+        return self.__private
 
 
 class Meta(type):
@@ -87,6 +91,10 @@ def cached_factor() -> float:
     return 0.5
 
 
+scaled.gain, QUEUE_LIMIT = 1.0, collections.deque([0.0], maxlen=2)  # type: ignore[attr-defined]
+TABLE, STRIDED = collections.OrderedDict(a=1.0), torch.ones(9)[::2]
+TABLE.gain = 1.0  # type: ignore[attr-defined]
+builtins.GAIN_OF_A_STEP = 1.0  # type: ignore[attr-defined]
 PARTIAL, CLOSURE = functools.partial(scaled, by=0.5), times(3.0)
 
 
@@ -112,6 +120,8 @@ class Base(nn.Module):
         x = torch.relu(x) + float(os.environ.get("STEP_SHIFT", "1")) + library.FACTOR + cached_factor()
         with CONTEXT as gain:
             x = MADE_BY_NAME(x) * Measured.GAIN * NUMBER.gain * Kind.ONE.gain * LOCAL.gain * gain  # type: ignore[attr-defined]
+        x = x * scaled.gain * QUEUE_LIMIT.maxlen * STRIDED.stride(0) * TABLE.gain * SLOTS.gain()  # type: ignore[attr-defined]
+        x = x * GAIN_OF_A_STEP  # type: ignore[name-defined]  # noqa: F821
         return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
 
     def finished(self, x: Tensor) -> Tensor:
@@ -233,6 +243,15 @@ CHANGES: dict[str, Change] = {
     "another function of torch": on(lambda p, n: p.setattr(torch, "relu", torch.tanh)),
     "a method of tensors": on(tensor_method),
     "a builtin function": on(lambda p, n: p.setattr(builtins, "round", lambda x: n)),
+    "a builtin function in C": on(lambda p, n: p.setattr(builtins, "round", math.floor)),
+    "a value among the builtins": on(lambda p, n: p.setattr(builtins, "GAIN_OF_A_STEP", n)),
+    "an attribute of a function": on(lambda p, n: p.setattr(scaled, "gain", n)),
+    "an attribute of a dict": on(lambda p, n: p.setattr(TABLE, "gain", n)),
+    "the limit of a deque": on(
+        lambda p, n: p.setitem(globals(), "QUEUE_LIMIT", collections.deque([0.0], maxlen=int(n * 8) + 3))
+    ),
+    "the strides of a tensor": on(lambda p, n: p.setitem(globals(), "STRIDED", torch.ones(15)[::3])),
+    "a private slot": on(lambda p, n: p.setattr(SLOTS, "_Slots__private", n)),
     "a global number": on(lambda p, n: p.setitem(globals(), "SCALE", n)),
     "a global dict": on(lambda p, n: p.setitem(LIMITS["low"], "value", n)),
     "a global list": on(lambda p, n: p.setitem(globals(), "STEPS", [n, 2.0])),

@@ -167,17 +167,80 @@ def with_array() -> Doubtful:
     return step
 
 
+TIMER = functools.partial(time.time)
+FACTORS = {"factor": 1.0}
+
+
+class FailureError(ValueError):
+    """Keeps its arguments in C."""
+
+
+FAILURE = FailureError(1.0)
+
+
+@functools.cache
+def factor() -> float:
+    return FACTORS["factor"]
+
+
+factor()
+
+
+def of_a_missing_module() -> float:
+    try:
+        import a_module_of_nobody  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        return 1.0
+    return 2.0
+
+
+def in_c_of_another() -> float:
+    return TIMER() * 0
+
+
+def of_the_caller() -> float:
+    return float(len(sys._getframe(1).f_code.co_name))
+
+
+def of_globals() -> float:
+    return float(len(threads.__globals__))
+
+
+def in_c() -> float:
+    return float(FAILURE.args[0])
+
+
+def kept() -> float:
+    return factor()
+
+
+def seconds() -> float:
+    return time.perf_counter() * 0
+
+
+def torchs() -> float:
+    return float(torch.backends.cudnn.benchmark)
+
+
 DOUBTS: dict[str, Callable[[], float]] = {
     "calls time.time()": lambda: time.time() * 0,
     "calls io.open()": text_of_file,
     "calls builtins.eval()": lambda: float(eval("1.5")),
     "all environment variables": lambda: float(len(dict(os.environ))),
     "calls posix.listdir()": lambda: float(len(os.listdir("/"))),
-    "calls datetime.now()": lambda: datetime.datetime.now().year,
+    "calls datetime.datetime.now()": lambda: datetime.datetime.now().year,
     "calls importlib.import_module()": lambda: len(importlib.import_module("os").sep),
     "names sys.modules": length_of_module,
     "<lambda> ran, and no name leads to it": lambda: float(len(VALUES)),
-    "torch.get_num_threads()": threads,
+    "calls torch._C.get_num_threads()": threads,
+    "calls importlib._bootstrap._find_and_load()": of_a_missing_module,
+    "names time.time": in_c_of_another,
+    "calls sys._getframe()": of_the_caller,
+    "reads __globals__": of_globals,
+    "FailureError: ValueError keeps its value in C": in_c,
+    "factor keeps a result from before the trace": kept,
+    "calls time.perf_counter()": seconds,
+    "calls torch.backends.__get__()": torchs,
     "array.array: its value cannot be compared": with_array,  # type: ignore[dict-item]
     "memoryview: its value cannot be compared": functools.partial(len, memoryview(b"12")),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.library
+from torch.fx.experimental import _config as _shape_options
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -16,7 +17,10 @@ def trace_settings() -> dict[str, Any]:
     settings: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         "filled": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "matmul precision": torch.get_float32_matmul_precision(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -27,8 +31,11 @@ def trace_settings() -> dict[str, Any]:
         "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic),
         "onednn": torch.backends.mkldnn.enabled,
         "anomaly": torch.is_anomaly_enabled(),
+        "fast transformer layers": torch.backends.mha.get_fastpath_enabled(),
+        "symbolic shapes": _shape_options.get_config_copy(),  # type: ignore[attr-defined]
         "autocast": {kind: _autocast(kind) for kind in ("cpu", "cuda")},
     }
+    # Whether there is a GPU counts too: code may ask.
     if torch.cuda.is_available():
         settings["device"] = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     return settings

@@ -9,6 +9,7 @@ those that ran have digests of their own. Environment variables that the trace r
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import sys
 import types
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 from zerograph._torch import hook_tables
-from zerograph.artifact.digest import BY_TEXT, Digest, Visited, counts, module_name, name_of, texts_of
+from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
+from zerograph.artifact.digest import Digest, Visited, counts, module_name, name_of
+from zerograph.artifact.names import BY_TEXT, texts_of
 from zerograph.base import recording, source
 from zerograph.base.recording import Recording
 
@@ -32,7 +35,7 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 def recorded() -> AbstractContextManager[Recording]:
     """Record the functions that a trace inside the block runs, see :func:`zerograph.base.recording.recorded`."""
-    return recording.recorded(counts)
+    return recording.recorded(counts, refused_in_python, refused_in_c)
 
 
 def names_of(trace: Recording) -> list[str]:
@@ -65,12 +68,26 @@ def unseen(trace: Recording, visited: Visited, named: Collection[types.CodeType]
     """
     missing = []
     for code, module in trace.codes.items():
-        defined_in_trace = visited.parents.get(code) in trace.codes
-        if code not in named or (code.co_freevars and code not in visited.functions and not defined_in_trace):
-            missing.append(f"{module}:{code.co_qualname} ran, and no name leads to it")
-        if "__subclasses__" in code.co_names:
-            missing.append(f"{module}:{code.co_qualname} reads __subclasses__")
+        name = f"{module}:{code.co_qualname}"
+        if code not in named or not (visited.parents.get(code) in trace.codes or _has_closures(code, trace, visited)):
+            missing.append(f"{name} ran, and no name leads to it")
+        if _is_own(code):
+            missing += [f"{name} reads {text}" for text in sorted(REFLECTION.intersection(code.co_names))]
+    for function, entries in visited.memos:
+        if entries > trace.runs[function.__code__] and _is_own(function.__code__):
+            missing.append(f"{function.__qualname__} keeps a result from before the trace")
     return missing
+
+
+def _is_own(code: types.CodeType) -> bool:
+    """Return whether code is the user's own, and not that of an installed package, whose version is compared."""
+    return source.is_users(code.co_filename) and not source.is_installed(code.co_filename)
+
+
+def _has_closures(code: types.CodeType, trace: Recording, visited: Visited) -> bool:
+    """Return whether the digests saw the closure of each function of this code that ran."""
+    seen = visited.functions.get(code, [])
+    return all(any(all(map(operator.is_, cells, other)) for other in seen) for cells in trace.cells.get(code, ()))
 
 
 def read_names(trace: Recording) -> frozenset[str] | None:
@@ -81,10 +98,15 @@ def read_names(trace: Recording) -> frozenset[str] | None:
     names: set[str] = set()
     for code in trace.codes:
         named = texts_of(code)
-        if named & BY_TEXT and source.is_users(code.co_filename) and not source.is_installed(code.co_filename):
+        if named & BY_TEXT and _is_own(code):
             return None
         names |= named
     return frozenset(names)
+
+
+def own_names(trace: Recording) -> frozenset[str]:
+    """Return the names and strings in the user's own code that ran."""
+    return frozenset().union(*(texts_of(code) for code in trace.codes if _is_own(code)))
 
 
 def attribute_digests(

@@ -5,7 +5,6 @@ What a digest cannot tell of a value is a doubt: an object of a library in C, fo
 
 from __future__ import annotations
 
-import builtins
 import collections
 import contextlib
 import contextvars
@@ -19,19 +18,22 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zerograph._torch import OpOverload
+from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
+from zerograph.artifact.names import named_values, names_in
 from zerograph.base import source
 
 PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
+    *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
 )
 _NN = str(Path(torch.__file__).parent / "nn")
@@ -39,6 +41,8 @@ _NN = str(Path(torch.__file__).parent / "nn")
 _OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
 # Attributes whose values differ between processes: transformers keeps a hash of strings.
 _OF_PROCESS = ("_original_object_hash",)
+# Dynamo numbers the functions that it does not compile.
+_OF_DYNAMO = "_torchdynamo_"
 # Values of the standard library that their text tells whole.
 _TEXTS = frozenset({"re.Pattern", "decimal.Decimal", "fractions.Fraction", "itertools.count", "uuid.UUID"})
 # Objects without a value that a trace could read.
@@ -71,32 +75,21 @@ _OF_CLASSES = ADDED | frozenset(
 )
 # Longer containers, and objects nested deeper, are digested by their type and length.
 _MAX_LENGTH, _MAX_DEPTH = 10_000, 24
-# Code without a trace that names one of these may read something else in another process.
-_OUTSIDE = frozenset({"environ", "getenv", "open", "eval", "exec", "import_module", "random", "time"})
-# Functions that read files, the machine or the process in a way that a trace does not see, by module and name.
-_UNSEEN = {
-    "torch": frozenset(
-        {
-            *(
-                "load",
-                "from_file",
-                "initial_seed",
-                "seed",
-                "get_rng_state",
-                "get_num_threads",
-                "get_num_interop_threads",
-            ),
-            *("mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "device_count"),
-        }
-    ),
-    "numpy": frozenset({"load", "loadtxt", "genfromtxt", "fromfile", "fromregex", "memmap", "open_memmap"}),
-    "pkgutil": frozenset({"get_data", "resolve_name"}),
-    "gc": frozenset({"get_objects", "get_referrers"}),
-}
-# Libraries whose functions and classes in C are followed, or keep no state.
-_KNOWN_IN_C = frozenset({*sys.stdlib_module_names, *_OF_TORCH, "torch", "zerograph"})
+# Types of what has no value besides its name, and the object that it belongs to.
+_NAMED = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
+    *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(functools._lru_cache_wrapper, type(torch.ops.aten.add), type(np.sqrt), type(np.mean)),
+)
+# Classes in C of whose objects all is digested, or the rest is no value.
+_KNOWN_IN_C = (
+    *(object, dict, list, tuple, set, frozenset, collections.deque, collections.defaultdict, collections.OrderedDict),
+    *(int, float, complex, str, bytes, types.SimpleNamespace, types.ModuleType, threading.local, type),
+    *(torch._C.TensorBase, torch._C._FunctionBase, functools.partial, property, staticmethod, classmethod),
+)
 # Objects of torch whose values change with every step.
 _CHANGING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Generator)
+_HEAP_TYPE = 1 << 9
 _CODES = (*(staticmethod, classmethod, types.MethodType, property, functools.cached_property),)
 
 
@@ -129,7 +122,7 @@ class Visited:
         own: the graph, its modules and their tensors, by ``id``, which are compared by themselves.
         doubts: values that a digest does not tell whole, as text.
         codes: the code of all functions seen, with that of the functions inside.
-        functions: the code of the functions seen as objects, with what is in their closures.
+        functions: what is in the closures of the functions seen as objects, by their code.
         parents: the code that defines a function, by the function's code.
     """
 
@@ -137,7 +130,8 @@ class Visited:
     own: Collection[int] = ()
     doubts: dict[str, None] = field(default_factory=dict)
     codes: set[types.CodeType] = field(default_factory=set)
-    functions: set[types.CodeType] = field(default_factory=set)
+    functions: dict[types.CodeType, list[tuple[Any, ...]]] = field(default_factory=dict)
+    memos: list[tuple[types.FunctionType, int]] = field(default_factory=list)
     parents: dict[types.CodeType, types.CodeType] = field(default_factory=dict)
 
     def doubt(self, reason: str) -> None:
@@ -158,11 +152,16 @@ class Digest:
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []
         self._depth = 0
+        # While a function of torch is digested: what it calls is compared, or changes no graph.
+        self._is_torchs = False
 
     def of(self, value: Any) -> str:
         """Return the digest of a value. Objects that refer to themselves are digested up to the reference."""
         if isinstance(value, PLAIN) and type(value).__module__ in ("builtins", "torch"):
             return f"{type(value).__name__} {value!r}"
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):
+            # Also where it was seen before: torch's own functions may have named it.
+            self._note_call(value)
         key = id(value)
         if key not in self._seen:
             self._seen[key] = f"itself {self._depth}"
@@ -185,23 +184,31 @@ class Digest:
         return f"object of {name}"
 
     def _text(self, value: Any) -> str:
-        self._note_unseen(value)
+        if value is sys.modules:
+            self.visited.doubt("the code names sys.modules")
         if isinstance(value, PLAIN):
             return self._plain(value)
         for kind, text in _TEXT.items():
             if isinstance(value, kind):
                 return f"{type(value).__qualname__} {text(self, value)}"
-        name = getattr(value, "__qualname__", None) or (
-            f"{value.__objclass__.__qualname__}.{value.__name__}" if hasattr(value, "__objclass__") else None
-        )
-        if isinstance(name, str):
-            owner = getattr(value, "__self__", None)
-            is_bound = not (owner is None or isinstance(owner, (types.ModuleType, type)) or _is_bindings(owner))
-            bound = self.of(owner) if is_bound else ""
-            wrapped = getattr(value, "__wrapped__", None)
-            inside = "" if wrapped is None else self.everything_of(wrapped)
-            return f"{type(value).__name__} {getattr(value, '__module__', '')}.{name} {bound} {inside}"
+        if isinstance(value, _NAMED):
+            return self._named_function(value)
         return self._object(value)
+
+    def _named_function(self, value: Any) -> str:
+        """Return the digest of a function in C, of a descriptor, or of a function whose results are kept."""
+        owner = getattr(value, "__self__", None)
+        is_bound = not (owner is None or isinstance(owner, (types.ModuleType, type)) or _is_bindings(owner))
+        bound = self.of(owner) if is_bound else ""
+        wrapped = getattr(value, "__wrapped__", None)
+        if isinstance(value, functools._lru_cache_wrapper) and isinstance(wrapped, types.FunctionType):
+            self.visited.memos.append((wrapped, value.cache_info().currsize))
+        inside = "" if wrapped is None else self.everything_of(wrapped)
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
+        kind = getattr(value, "__objclass__", None)
+        of = "" if kind is None else kind.__qualname__
+        attributes = self._attributes(value, ("__wrapped__", "cache_parameters"))
+        return f"{type(value).__name__} {getattr(value, '__module__', '')}.{of}.{name} {bound} {inside} {attributes}"
 
     def _plain(self, value: Any) -> str:
         """Return the digest of a number or a string of a class of its own, or of a member of an enumeration."""
@@ -211,26 +218,33 @@ class Digest:
         kind: Any = next(kind for kind in PLAIN if isinstance(value, kind))
         return f"{kind.__repr__(value)} {self._parts(value)}"
 
-    def _note_unseen(self, value: Any) -> None:
-        """Note a doubt about what reads something that a trace does not see, or keeps state in C."""
-        if value is sys.modules:
-            self.visited.doubt("the code names sys.modules")
-        if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+    def _note_call(self, value: Any) -> None:
+        """Note a doubt about what may read something that is not compared, or keeps state in C."""
+        if self._is_torchs:
             return
-        # Functions of some bindings have no module.
-        module, name = getattr(value, "__module__", None) or "builtins", getattr(value, "__name__", "")
-        library = module.partition(".")[0]
-        if name in _UNSEEN.get(library, ()):
-            self.visited.doubt(f"{library}.{name}() reads what is not compared")
-        is_known = library in _KNOWN_IN_C and (module != "builtins" or not isinstance(value, type))
-        if not isinstance(value, types.FunctionType) and not is_known and _is_in_c(value, module):
-            self.visited.doubt(f"{module}.{name} of a library in C")
+        refused = ""
+        if _is_kind(value, type) and not _is_in_c(value):
+            # Where a trace does not tell what runs, a name counts as a call.
+            if self.visited.executed is None and not counts(_file_of(value)):
+                refused = refused_in_python(value.__module__, value.__qualname__)
+        elif isinstance(value, types.FunctionType):
+            file = value.__code__.co_filename
+            if self.visited.executed is None and not source.is_users(file) and not _is_of_text(value.__code__):
+                # Not __module__: a decorator may have copied it.
+                refused = refused_in_python(value.__globals__.get("__name__", ""), value.__name__)
+        else:
+            refused = refused_in_c(value)
+        if refused:
+            self.visited.doubt(f"the code names {refused}")
 
     def _sequence(self, value: Any) -> str:
         if len(value) > _MAX_LENGTH:
             return f"{self._unknown(value, 'it is long')} {len(value)}"
         entries = list(map(self.of, value))
-        return f"{sorted(entries) if isinstance(value, (set, frozenset)) else entries} {self._further(value)}"
+        if isinstance(value, (set, frozenset)) and not all(isinstance(entry, (int, float)) for entry in value):
+            # The order of strings in a set differs between processes.
+            entries.sort()
+        return f"{entries} {getattr(value, 'maxlen', '')} {self._further(value)}"
 
     def _mapping(self, value: Any) -> str:
         if len(value) > _MAX_LENGTH:
@@ -240,8 +254,17 @@ class Digest:
         return f"{entries} {factory} {self._further(value)}"
 
     def _further(self, container: Any) -> str:
-        """Return the digest of what a container of a class of its own has besides its entries."""
-        return "" if type(container).__module__ in ("builtins", "collections") else self._parts(container)
+        """Return the digest of what a container has besides its entries."""
+        is_plain = type(container).__module__ in ("builtins", "collections") and not getattr(
+            container, "__dict__", None
+        )
+        return "" if is_plain else self._parts(container)
+
+    def _attributes(self, value: Any, without: Collection[str] = ()) -> str:
+        """Return the digest of the attributes of a function, or of a tensor; empty without any."""
+        named = getattr(value, "__dict__", {}).items()
+        attributes = {name: entry for name, entry in named if name not in without and not name.startswith(_OF_DYNAMO)}
+        return self.of(attributes) if attributes else ""
 
     def _tensor(self, value: Tensor) -> str:
         content = ""
@@ -252,7 +275,10 @@ class Digest:
             content = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
         else:
             self._unknown(value)
-        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad} {content}"
+        gradient = self.of(value.grad) if value.is_leaf and value.grad is not None else ""
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        kind = f"{tuple(value.shape)} {layout} {value.dtype} {value.device} {value.requires_grad}"
+        return f"{kind} {content} {gradient} {self._attributes(value)}"
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
@@ -265,20 +291,24 @@ class Digest:
         return f"{head} {self._values_of(function)}"
 
     def _values_of(self, function: types.FunctionType) -> str:
-        code = function.__code__
-        self.visited.functions.add(code)
         cells = [_cell(cell) for cell in function.__closure__ or ()]
+        self.visited.functions.setdefault(function.__code__, []).append(tuple(cells))
         values = [function.__defaults__, function.__kwdefaults__, cells, getattr(function, "__wrapped__", None)]
-        return f"{list(map(self.of, values))} {self._globals(function)}"
+        own = self._attributes(function, ("__wrapped__", "__signature__"))
+        return f"{list(map(self.of, values))} {own} {self._globals(function)}"
 
     def _globals(self, function: types.FunctionType) -> list[str]:
         executed, code = self.visited.executed, function.__code__
         if executed is None:
-            for name in sorted(_names(code) & _OUTSIDE):
+            for name in sorted(names_in(code) & REFLECTION):
                 self.visited.doubt(f"{function.__qualname__} names {name}")
         elif name_of(code, function.__globals__.get("__name__", "")) not in executed:
             return []
-        return [f"{name}={self.of(value)}" for name, value in _named(function)]
+        before, self._is_torchs = self._is_torchs, not source.is_users(code.co_filename) and not _is_of_text(code)
+        try:
+            return [f"{name}={self.of(value)}" for name, value in named_values(function)]
+        finally:
+            self._is_torchs = before
 
     def everything_of(self, value: Any) -> str:
         """Return the digest of a value with the globals of all functions that it leads to, whether they ran or not."""
@@ -300,10 +330,11 @@ class Digest:
             if isinstance(constant, types.CodeType):
                 self.visited.parents[constant] = code
         # The line numbers count: messages and views show them.
-        table = hashlib.sha256(code.co_code + code.co_linetable).hexdigest()
+        table = hashlib.sha256(code.co_code + code.co_linetable + code.co_exceptiontable).hexdigest()
         constants = [self.of(constant) for constant in code.co_consts]
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        return f"{table} {code.co_firstlineno} {code.co_flags} {constants} {names}"
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        return f"{table} {code.co_firstlineno} {code.co_flags} {counts} {constants} {names}"
 
     def _method(self, method: types.MethodType) -> str:
         return f"{self.of(method.__func__)} {self.of(method.__self__)}"
@@ -350,7 +381,9 @@ class Digest:
             return f"{name} {value!r}"
         if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
             return f"{name} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-        if isinstance(value, logging.Logger) or name.startswith(_WITHOUT_VALUE) or kind is object:
+        if isinstance(value, logging.Logger):
+            return f"{name} {value.name} {value.level} {value.disabled}"
+        if name.startswith(_WITHOUT_VALUE) or kind is object:
             return f"object of {name}"
         if isinstance(value, type(os.environ)):
             # A trace notes the variables that it reads.
@@ -379,10 +412,12 @@ class Digest:
 
     def _parts(self, value: Any) -> str:
         """Return the digest of an object's class and attributes."""
+        if (kind := _state_in_c(type(value))) is not None:
+            self._unknown(value, f"{kind.__qualname__} keeps its value in C")
         attributes = dict(getattr(value, "__dict__", {}))
         for kind in type(value).__mro__:
             slots = vars(kind).get("__slots__", ())
-            names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+            names = [_mangled(kind, name) for name in ([slots] if isinstance(slots, str) else slots)]
             attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
         # Sorted: some classes set their attributes in the order of a set.
         shown = [f"{name}={self.of(entry)}" for name, entry in sorted(attributes.items()) if name not in _OF_PROCESS]
@@ -406,7 +441,7 @@ _TEXT: dict[type, Callable[[Digest, Any], str]] = {
     classmethod: lambda digest, value: digest.of(value.__func__),
     property: lambda digest, value: digest.of([value.fget, value.fset, value.fdel]),
     functools.cached_property: lambda digest, value: digest.of(value.func),
-    functools.partial: lambda digest, value: digest.of([value.func, value.args, value.keywords]),
+    functools.partial: lambda digest, value: digest.of([value.func, value.args, value.keywords, vars(value)]),
     type: Digest._class,
     types.ModuleType: Digest._package,
     nn.Module: Digest._module,
@@ -423,13 +458,21 @@ def _is_of_text(code: types.CodeType | None) -> bool:
     return code is not None and code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
 
 
-def _is_in_c(value: Any, module: str) -> bool:
-    """Return whether a class or a builtin function is written in C."""
-    if not isinstance(value, type):
-        return True
-    if module == "builtins":
-        return not hasattr(builtins, value.__name__) and value not in vars(types).values()
-    return _file_of(value).endswith((".so", ".pyd"))
+def _is_in_c(cls: type) -> bool:
+    """Return whether a class is written in C."""
+    in_c = cls.__module__ in sys.builtin_module_names or _file_of(cls).endswith((".so", ".pyd"))
+    return in_c or not cls.__flags__ & _HEAP_TYPE
+
+
+def _state_in_c(cls: type) -> type | None:
+    """Return the base of a class in Python whose objects keep a value in C that is not known; None without one."""
+    return next((base for base in cls.__mro__ if _is_in_c(base) and base not in _KNOWN_IN_C), None)
+
+
+def _mangled(cls: type, name: str) -> str:
+    """Return the name under which a class keeps one of its slots."""
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
 def _is_bindings(owner: Any) -> bool:
@@ -446,53 +489,3 @@ def _cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def texts_of(code: types.CodeType) -> set[str]:
-    """Return the names and the strings in code, and in the code inside."""
-    texts = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-    return texts.union(*(texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
-
-
-# Code that has one of these names may read a name that it does not show.
-BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
-
-
-def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function names with its value: globals, names that it imports, and attributes of modules there."""
-    code, space = function.__code__, function.__globals__
-    names = sorted(_names(code))
-    for name in names:
-        value = space.get(name, sys.modules.get(name))
-        if value is None:
-            relative = sys.modules.get(f"{space.get('__package__') or ''}.{name}")
-            value = relative if isinstance(relative, types.ModuleType) else None
-        if value is None and name not in space:
-            continue
-        yield name, value
-        if isinstance(value, types.ModuleType):
-            yield from _attributes(name, value, names)
-            if BY_TEXT & set(names) and source.is_users(getattr(value, "__file__", None) or "<"):
-                yield f"{name}.*", _values(vars(value))
-    if "globals" in names:
-        yield "*", _values(space)
-
-
-def _values(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a module's names."""
-    return {name: value for name, value in sorted(space.items()) if name[:2] != "__"}
-
-
-def _attributes(path: str, module: types.ModuleType, names: list[str], depth: int = 3) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        value = vars(module).get(name)
-        if value is None:
-            continue
-        yield f"{path}.{name}", value
-        if isinstance(value, types.ModuleType) and depth:
-            yield from _attributes(f"{path}.{name}", value, names, depth - 1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
+import operator
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,16 +19,10 @@ from zerograph.base import source
 from zerograph.errors import ArtifactError
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Its result is a module that no name in the code leads to.
-_IMPORT = importlib.import_module.__code__
+# They differ between processes.
+_OF_PROCESS = (id, hash)
 _CO_OPTIMIZED = 0x1  # of functions; bodies of classes and modules lack it
-# Functions in C that read something which the next process may not find the same: clocks, files, random numbers, names.
-_OUTSIDE = frozenset(
-    {"time", "posix", "nt", "_io", "io", "_random", "_socket", "_datetime", "datetime", "_uuid", "random"}
-)
-_HARMLESS = frozenset({"fspath", "getpid", "get_ident", "isatty", "fileno", "perf_counter", "monotonic", "flush"})
-_BY_NAME = frozenset({"eval", "exec", "__import__", "input"})
-# Modules of the standard library that read clocks and files for messages and imports only.
+# Modules of the standard library that read clocks and files. Recorded code may call what writes messages.
 _MESSAGES = frozenset({"logging", "warnings", "linecache", "traceback", "inspect", "importlib", "tokenize"})
 
 
@@ -37,54 +32,80 @@ class Recording:
 
     Attributes:
         counts: returns whether the code of a file is recorded.
+        refused_in_python: returns the name of a function if recorded code may not call it; empty if it may. Its
+            arguments are the name of the function's module, and its own.
+        refused_in_c: returns the same for a function in C.
         codes: the name of its module, by code.
+        runs: number of runs, by code.
+        cells: what the closures of functions contain that ran, by code.
         variables: names of the environment variables that were read.
         doubts: reads of something that another process cannot compare, as text.
     """
 
     counts: Callable[[str], bool]
+    refused_in_python: Callable[[str, str], str]
+    refused_in_c: Callable[[Any], str]
     codes: dict[types.CodeType, str] = field(default_factory=dict)
+    runs: Counter[types.CodeType] = field(default_factory=Counter)
+    cells: dict[types.CodeType, list[tuple[Any, ...]]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     doubts: dict[str, None] = field(default_factory=dict)
     _other: set[types.CodeType] = field(default_factory=set)
+    # Of these, what recorded code calls.
+    _entered: set[types.CodeType] = field(default_factory=set)
 
     def follow(self, frame: types.FrameType, event: str, called: Any) -> None:
         """Note a call; for ``sys.setprofile``."""
         if event == "call":
             code = frame.f_code
-            if code in self._other or code in self.codes:
-                return
-            if code is _IMPORT:
-                place = self._caller(frame.f_back)
-                if place is not None:
-                    self.doubts[f"{place} calls importlib.import_module()"] = None
-            elif code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename):
+            if code in self._other:
+                self._note_outside(frame)
+            elif code in self.codes or (code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename)):
                 self.codes[code] = frame.f_globals.get("__name__", "")
+                self.runs[code] += 1
+                if code.co_freevars:
+                    self._note_cells(frame)
             else:
                 self._other.add(code)
+                self._note_outside(frame)
         elif event == "c_call":
-            self._note_builtin(frame, called)
+            # Copies of the standard library ask for the identity too.
+            is_own = called in _OF_PROCESS and frame.f_code in self.codes
+            refused = called.__name__ if is_own else self.refused_in_c(called)
+            if refused and (place := self._caller(frame)) is not None:
+                self.doubts[f"{place} calls {refused}()"] = None
 
-    def _note_builtin(self, frame: types.FrameType, function: Any) -> None:
-        owner = getattr(function, "__self__", None)
-        # That of a class method is the class.
-        kind = owner if isinstance(owner, type) else type(owner)
-        module = getattr(function, "__module__", None) or kind.__module__
-        name = getattr(function, "__name__", "")
-        if module == "builtins":
-            if name not in _BY_NAME:
-                return
-        elif module not in _OUTSIDE or name in _HARMLESS:
+    def _note_outside(self, frame: types.FrameType) -> None:
+        """Note a call of code that is not recorded, if recorded code makes it."""
+        code, caller = frame.f_code, frame.f_back
+        if caller is None or caller.f_code not in self.codes or code in self._entered:
             return
-        place = self._caller(frame)
-        if place is not None:
-            self.doubts[f"{place} calls {module}.{name}()"] = None
+        if not source.is_users(caller.f_code.co_filename):
+            return
+        self._entered.add(code)
+        if not code.co_flags & _CO_OPTIMIZED or code.co_filename.startswith("<string"):
+            # Bodies, and functions that a string defines, which digests follow.
+            return
+        refused = self.refused_in_python(frame.f_globals.get("__name__", ""), code.co_name)
+        if refused and (place := self._caller(caller)) is not None:
+            self.doubts[f"{place} calls {refused}()"] = None
+
+    def _note_cells(self, frame: types.FrameType) -> None:
+        """Note what the closure of a function contains. Two functions of equal code may differ in it."""
+        values = frame.f_locals
+        cells = tuple(values.get(name) for name in frame.f_code.co_freevars)
+        known = self.cells.setdefault(frame.f_code, [])
+        if not any(all(map(operator.is_, cells, other)) for other in known):
+            known.append(cells)
 
     def _caller(self, frame: types.FrameType | None) -> str | None:
         """Return the recorded function for which the standard library makes a call; None if it is for others."""
         while frame is not None:
             file = frame.f_code.co_filename
             if self.counts(file):
+                if not source.is_users(file):
+                    # A function of torch.nn: what torch reads is compared.
+                    return None
                 return f"{source.described(file, frame.f_lineno)[0].rpartition(os.sep)[2]}:{frame.f_code.co_name}"
             if file.startswith("<frozen importlib") or not source.is_standard(file):
                 return None
@@ -99,13 +120,15 @@ _running: Recording | None = None
 
 
 @contextmanager
-def recorded(counts: Callable[[str], bool]) -> Iterator[Recording]:
+def recorded(
+    counts: Callable[[str], bool], refused_in_python: Callable[[str, str], str], refused_in_c: Callable[[Any], str]
+) -> Iterator[Recording]:
     """Record what functions of :func:`followed` run inside the block.
 
     Callbacks of the garbage collector are not called inside: they run wherever a collection starts.
 
     Args:
-        counts: returns whether the code of a file is recorded.
+        counts, refused_in_python, refused_in_c: see :class:`Recording`.
 
     Raises:
         ArtifactError: a profiler is active, which follows functions too.
@@ -113,7 +136,7 @@ def recorded(counts: Callable[[str], bool]) -> Iterator[Recording]:
     global _running
     if sys.getprofile() is not None:
         raise ArtifactError("a profiler of Python is active: export the step without it")
-    recording = Recording(counts)
+    recording = Recording(counts, refused_in_python, refused_in_c)
     callbacks = gc.callbacks[:]
     environment = type(os.environ)
     read, keys = environment.__getitem__, environment.__iter__

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerograph import _torch
-from zerograph.artifact.code import attribute_digests, digests, names_of, read_names, unseen
+from zerograph.artifact.code import attribute_digests, digests, names_of, own_names, read_names, unseen
 from zerograph.artifact.digest import PLAIN, Digest, Visited
 from zerograph.base.recording import Recording
 from zerograph.compiler.members import Members, Optimizers
@@ -68,6 +68,9 @@ class Dependencies:
         doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named)]
         if not any(code.co_name == "build" for code in trace.codes) or _is_of_framework(type(self.graph)):
             doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
+        # Counts of steps, for instance.
+        hidden = (getattr(self.graph, "__dict__", {}).keys() - self.attributes.keys()) & own_names(trace)
+        doubts += [f"the code reads {name}, an attribute of zg.ZeroGraph" for name in sorted(hidden)]
         if modes := _torch.active_modes():
             doubts.append(f"modes of torch are active: {', '.join(modes)}")
         if self.config.on_missing_rule == "discover":

@@ -162,7 +162,10 @@ def keep(job: Job, step: RewrittenStep, dependencies: Dependencies) -> None:
         dependencies: what it depends on.
     """
     trace = step.captured.recording
-    if job.rank or trace is None:
+    if trace is None:
+        return
+    if job.rank:
+        trace.cells.clear()
         return
     file = file_of({**step.requirements, **step.input_requirements}, dependencies.graph)
     try:
@@ -175,6 +178,9 @@ def keep(job: Job, step: RewrittenStep, dependencies: Dependencies) -> None:
     except Exception as error:
         # The step runs without it.
         _tell(job, f"the step is not kept: {error}")
+    finally:
+        # The recording lives as long as the step; what closures contain need not.
+        trace.cells.clear()
 
 
 def _remove_oldest(path: Path, most: int) -> None:
