@@ -187,7 +187,11 @@ class _Parts:
         inputs = [node for node in placeholders(source.graph) if _is_scalar(node)]
         scalars = dict.fromkeys([*inputs, *self._scalar_nodes])
         self._read = [node for node in scalars if not set(self._block_nodes).isdisjoint(node.users)]
-        self.rounds_to_nearest = all(node.target in _ROUNDED or node.target in _PARTS for node in self._block_nodes)
+        numbers = [node for node in self._scalar_nodes if node.target is aten._local_scalar_dense.default]
+        # Numbers that stay 0-d tensors, which the parts of operators take as well.
+        self._kept = {node for node in numbers if all(user.target in _PARTS for user in node.users)}
+        rounded = all(node.target in _ROUNDED or node.target in _PARTS for node in self._block_nodes)
+        self.rounds_to_nearest = rounded and self._kept.issuperset(numbers)
 
     def compute_scalars(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
         """Return new 0-d entries of the state, and the scalars that blocks are computed from.
@@ -199,12 +203,11 @@ class _Parts:
             node: inputs[meta(node)["update_input"]] for node in placeholders(self._source.graph) if _is_scalar(node)
         }
         for node in self._scalar_nodes:
-            # A number stays a 0-d tensor, which operators on blocks take as well.
-            if node.target is aten._local_scalar_dense.default:
+            if node in self._kept:
                 values[node] = values[node.args[0]]
                 continue
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            values[node] = _PARTS.get(node.target, node.target)(*args, **kwargs)
         counts = {name: values[node] for name, node in self._counts.items()}
         return counts, [_narrow(values[node]) for node in self._read]
 
@@ -238,9 +241,9 @@ def _is_scalar(node: fx.Node) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
-def _narrow(scalar: Tensor) -> Tensor:
+def _narrow(scalar: Any) -> Any:
     """Return a scalar as operators on fp32 tensors take it."""
-    return scalar.float() if scalar.dtype is torch.float64 else scalar
+    return scalar.float() if isinstance(scalar, Tensor) and scalar.dtype is torch.float64 else scalar
 
 
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
@@ -300,5 +303,6 @@ _ROUNDED = {
     aten.clamp_max.default,
     aten.where.self,
     aten.clone.default,
+    aten.copy.default,
     aten.full_like.default,
 }

@@ -15,8 +15,10 @@ from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.coded_state import UNSIGNED, decode_entry, encode_entry
 from zerograph.optim.coded import with_coded_state
+from zerograph.optim.hyperparameters import read
 from zerograph.optim.program import trace_update
 from zerograph.passes.buckets.coded_updates import CodedUpdate
+from zerograph.passes.context import BucketUpdate
 from zerograph.runtime.backends import coded_kernels
 
 STEPS, SAMPLES = 3, 8
@@ -177,6 +179,55 @@ def test_a_compiled_kernel_yields_the_bits_of_the_operators(monkeypatch: pytest.
     assert all(update.compiled is not None for update in compiled)
     for name, value in expected.items():
         assert torch.equal(result[name], value), name
+
+
+@torch.no_grad()
+def updated(optimizer: Any, *, compiled: bool = False, lifted: Any = (), **options: Any) -> list[Tensor]:
+    """Return parameter and state after three updates by an optimizer with coded state."""
+    parameter = nn.Parameter(torch.linspace(-1, 1, 4096))
+    made = optimizer([parameter], **options)
+    traced = trace_update(made, made.param_groups[0], parameter.shape, torch.float32, "cpu", lifted=lifted)
+    program = with_coded_state(traced, "weight")
+    names = {name: name for name in program.numbers}
+    update = CodedUpdate(BucketUpdate((program,), False, names, {}, {}, {}, "optimizer0"), guarded=False)
+    assert update.compiles_exactly
+    update.compiled = coded_kernels.compile_update(update) if compiled else None
+    assert (update.compiled is not None) == compiled
+    values = [read(made.param_groups[0], path) for path in program.numbers.values()]
+    state = [
+        torch.ones((), dtype=spec.dtype)
+        if spec.codec is None
+        else encode_entry(torch.linspace(0, 1, 4096), spec.codec).view(-1)
+        for spec in program.state.values()
+    ]
+    for number in range(3):
+        gradient = torch.linspace(-1, 2 + number, 4096).sin()
+        update(parameter.detach(), gradient, *torch.tensor(values, dtype=torch.float64), *state)
+    return [parameter, *state]
+
+
+def test_a_scheduled_hyperparameter_gives_the_bits_of_a_constant_one() -> None:
+    scheduled = updated(torch.optim.AdamW, lifted=[("betas", 0), ("betas", 1), ("weight_decay",)])
+    assert all(map(torch.equal, updated(torch.optim.AdamW), scheduled))
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_a_compiled_update_of_each_optimizer_yields_the_bits_of_the_operators(optimizer: Any, options: Any) -> None:
+    operators, kernel = (updated(optimizer, compiled=compiled, **options) for compiled in (False, True))
+    assert all(map(torch.equal, operators, kernel))
 
 
 def test_a_negative_entry_is_not_coded_as_another_number() -> None:
