@@ -184,6 +184,8 @@ def zeroing(model: nn.Module, optimizer: Any) -> list[float]:
     for number in range(5):
         loss = F.cross_entropy(model(X, number % 2 == 0), Y)
         (model if number == 3 else optimizer).zero_grad(set_to_none=number == 4)
+        gradient = next(model.parameters()).grad
+        printed.append(-1.0 if gradient is None else float(gradient.norm()))
         loss.backward()
         optimizer.step()
         printed.append(loss.item())

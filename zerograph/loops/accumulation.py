@@ -78,8 +78,8 @@ class Accumulation:
     pauses: Pauses
     touched: dict[int, set[str]] = field(default_factory=dict)
     zeroed: dict[int, set[str]] = field(default_factory=dict)
-    # Names of the parameters whose gradients the last steps have used as one graph, by optimizer.
-    _given: dict[int, set[str]] = field(default_factory=dict)
+    # Names of the parameters whose gradients a step has used as one graph since they were cleared, by its optimizers.
+    _given: dict[int, Sequence[str]] = field(default_factory=dict)
     # Names of the parameters to which bodies of these keys, together or alone, have given a gradient.
     _gives: dict[tuple[Hashable, ...], set[str]] = field(default_factory=dict)
     # The keys of the bodies of the last step that was one graph.
@@ -194,9 +194,10 @@ class Accumulation:
 
     def note_whole(self, numbers: Iterable[int], names: Sequence[str]) -> None:
         """Note the parameters that a step of these optimizers, as one graph, has computed gradients of."""
-        self._gives[self._latest] = set(names)
+        if self._latest not in self._gives:
+            self._gives[self._latest] = set(names)
         for number in numbers:
-            self._given[number] = self._trained_by(number, names)
+            self._given[number] = names
             self.zeroed.pop(number, None)
 
     def has_gradients(self) -> bool:
@@ -205,10 +206,10 @@ class Accumulation:
 
     def clear(self, number: int, *, set_to_none: bool = True) -> None:
         """Clear the gradients of an optimizer."""
-        names = self.touched.get(number, set()) | self._given.pop(number, set()) | self.zeroed.pop(number, set())
+        names, given = self.zeroed.pop(number, set()), self._given.pop(number, ())
+        if not set_to_none:
+            self.zeroed[number] = names | self.touched.get(number, set()) | self._trained_by(number, given)
         self.drop(number)
-        if names and not set_to_none:
-            self.zeroed[number] = names
 
     def drop(self, number: int) -> None:
         """Free the accumulated gradients of an optimizer."""
@@ -221,7 +222,7 @@ class Accumulation:
         """Return a copy of a parameter's accumulated gradient, whole; None if it has none. A collective."""
         store = store_of(parameter)
         if any(name in names for names in self.zeroed.values()):
-            return torch.zeros_like(parameter)
+            return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if store is None or not any(name in names for names in self.touched.values()):
             return None
         if self._gathered is None or self._gathered[0] is not store:
@@ -245,6 +246,8 @@ class Accumulation:
             self._gathered[1][index].copy_(whole)
         (names.discard if gradient is None else names.add)(name)
         self.zeroed.get(number, set()).discard(name)
+        if not names:
+            self.drop(number)
 
     def _has_hooks_on_sums(self, optimizers: Iterable[int]) -> bool:
         """Return whether a parameter has a hook that runs after its gradient was added to the sum."""
