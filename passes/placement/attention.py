@@ -113,13 +113,19 @@ def _cost(node: fx.Node, signature: Signature, problem: PlacementProblem) -> flo
 def _not_possible(node: fx.Node, query: fx.Node, form: str, ranks: int) -> str:
     where = origin(node)
     _, heads, positions, _ = query.meta["val"].shape
-    key_heads = rules.arguments(node)["key"].meta["val"].shape[HEADS]
+    _, key_heads, keys, _ = rules.arguments(node)["key"].meta["val"].shape
     shown = f"{heads} heads" if heads == key_heads else f"{heads} heads of queries and {key_heads} of keys"
-    problem = (
-        f"the attention has {shown}, which {ranks} ranks do not divide"
-        if form == "ulysses"
-        else f"the attention has {positions} queries, which {ranks} ranks do not divide"
-    )
+    if form == "ulysses":
+        problem = f"the attention has {shown}, which {ranks} ranks do not divide"
+    elif node.target is flex_attention:
+        problem = "FlexAttention splits heads only"
+    elif form == "ring":
+        problem = (
+            f"the attention has {positions} queries and {keys} keys. A ring needs numbers that {ranks} ranks divide, "
+            "equal ones under a causal mask, and sequences that one dimension of the placement splits"
+        )
+    else:
+        problem = f"the attention has {positions} queries, which {ranks} ranks do not divide"
     return (
         f"config.attention = {form!r}: {problem}\n  {where.source}   {where.code}\n"
         "Set it to 'auto', which uses another form here, or split the sequence over fewer ranks."

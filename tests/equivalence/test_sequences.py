@@ -318,10 +318,12 @@ def test_convolutions_over_a_split_sequence_compute_what_one_device_computes(poo
             torch.testing.assert_close(result, results["off"], rtol=0, atol=0)
 
 
-def test_ulysses_needs_heads_that_ranks_divide() -> None:
+def test_a_form_that_attention_does_not_have_is_refused() -> None:
     mesh, batch_sbp = MESHES["sequence"]
     with pytest.raises(zg.ConfigError, match="6 heads of queries and 3 of keys, which 2 ranks do not divide"):
         prepared(llama(key_heads=3, heads=6), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+    with pytest.raises(zg.ConfigError, match=r"'ring': FlexAttention splits heads only\n.*flex_attention\("):
+        prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), attention="ring")
 
 
 def masks(name: str, queries: int, keys: int) -> Tensor | None:
