@@ -95,6 +95,7 @@ PAGES: Mapping[str, Generated] = dict(
             *("zerograph/loops/*.py", "zerograph/integrations/*.py", "benchmarks/front_doors/*.py"),
             command="python -m benchmarks.scripts",
         ),
+        _page("sequences", "zerograph/ir/attention.py", "passes/placement/attention.py"),
         _page("thin", "zerograph/ir/blocks.py"),
         _page("update"),
         _page("wire"),
