@@ -7,7 +7,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from zerograph.base import source
 
@@ -42,7 +42,7 @@ def named_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code, space = function.__code__, function.__globals__
     names, imported = sorted(names_in(code)), _imported(code)
     package = str(space.get("__package__") or "")
-    builtins = function.__builtins__  # type: ignore[attr-defined]
+    builtins = cast(Any, function).__builtins__
     for name in names:
         value = space.get(name, sys.modules.get(name, builtins.get(name)))
         if value is None and name not in space:
