@@ -14,13 +14,13 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import disjoint
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 NAME = "index.json"
 VERSION = 1
@@ -80,21 +80,33 @@ class Index:
     document: Mapping[str, Any]
 
 
-def write(folder: Path, index: Index) -> None:
-    """Replace the index in ``folder`` atomically, and sync it to disk."""
+def write(folder: Folder, index: Index) -> None:
+    """Replace the index in ``folder`` atomically."""
     # Through JSON and back: keys are strings, as they will be when it is read.
     body = json.loads(json.dumps({"format": "zerograph checkpoint", "version": VERSION, **asdict(index)}))
     body["sha256"] = _digest(body)
-    temporary = folder / f".{NAME}.{index.data}"
+    replace(folder, NAME, json.dumps(body), index.data)
+
+
+def replace(folder: Folder, name: str, text: str, token: str) -> None:
+    """Replace a file in the folder atomically, and sync it to disk.
+
+    Args:
+        token: part of the name of a temporary file, ``.{name}.{token}``. Remote folders need none.
+    """
+    if isinstance(folder, RemotePath):
+        (folder / name).write_bytes(text.encode())
+        return
+    temporary = folder / f".{name}.{token}"
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(body, file)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, folder / NAME)
+    os.replace(temporary, folder / name)
     sync_folder(folder)
 
 
-def read(folder: Path) -> Index:
+def read(folder: Folder) -> Index:
     """Read and check the index of the checkpoint in ``folder``.
 
     Raises:
@@ -137,7 +149,7 @@ def check_text(body: Any) -> None:
         raise ValueError(f"a text in it is no Unicode, near {near!a}") from error
 
 
-def inside(folder: Path, *names: str) -> Path:
+def inside(folder: Folder, *names: str) -> Folder:
     """Return the path of a file or folder in the checkpoint, after checking that no link leads out of it.
 
     Raises:
@@ -149,6 +161,9 @@ def inside(folder: Path, *names: str) -> Path:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         # Opening a pipe would wait forever.
         raise CheckpointError(f"{path} is damaged: no file")
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        # There are no links in it.
+        return path
     resolved = path.resolve()
     if not resolved.is_relative_to(folder.resolve()):
         raise CheckpointError(
@@ -222,8 +237,10 @@ def plain_name(name: Any) -> str:
     return name
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Folder) -> None:
     """Sync the folder's entries to disk: files that were created or renamed in it."""
+    if isinstance(folder, RemotePath):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

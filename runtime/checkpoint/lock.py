@@ -3,6 +3,9 @@
 The lock is flock(2) on a file in the folder. The kernel ends it with its process, so a killed process leaves nothing to
 clear away. (On a file system without locks ``filelock`` uses the existence of a file, which outlives a kill.) The file
 holds the identity of the saving process, for the error message of another one.
+
+An object store has no such locks. There the lock is an object that one process creates and removes. One that outlived
+its process is taken over, and a process checks that the lock is still its own before it writes the index.
 """
 
 from __future__ import annotations
@@ -14,20 +17,26 @@ import json
 import os
 import platform
 import time
+import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from zerograph.base import source
 from zerograph.errors import CheckpointError
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 NAME = ".saving.lock"
 
 # Seconds to wait for an owner on another host: a file server may notice late that it has ended.
 _REMOTE_TIMEOUT = 10.0
 _POLL = 0.05
+# Seconds after which the lock of an object store belongs to nobody, if nothing else says that its process has ended.
+_STALE = 3600.0
+_TIME = "%Y-%m-%d %H:%M:%S %z"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -67,6 +76,20 @@ class Owner:
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return None
         return _started(self.process) == self.started
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, its job was restarted as this one, or its lock is an hour old."""
+        if (alive := self.alive()) is not None:
+            return not alive
+        job, own = (owner.job.partition(" (restart ")[0] for owner in (self, this_process()))
+        return (job != "" and job == own) or _is_old(self.since)
+
+
+def _is_old(since: str) -> bool:
+    try:
+        return time.time() - datetime.strptime(since, _TIME).timestamp() > _STALE
+    except ValueError:
+        return False
 
 
 def this_process() -> Owner:
@@ -111,6 +134,9 @@ class FolderLock:
         if descriptor is not None:
             _descriptors.add(descriptor)
 
+    def check(self) -> None:
+        """Do nothing: nobody takes this lock over."""
+
     def release(self) -> None:
         """Remove the file and end the lock. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
@@ -142,7 +168,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def lock(folder: Path, timeout: float) -> FolderLock:
+def lock(folder: Folder, timeout: float) -> FolderLock | ObjectLock:
     """Lock the folder for a save.
 
     Args:
@@ -152,6 +178,8 @@ def lock(folder: Path, timeout: float) -> FolderLock:
     Raises:
         CheckpointError: another process holds the lock (the message names it), or the file cannot be created.
     """
+    if isinstance(folder, RemotePath):
+        return _lock_remote(folder, timeout)
     path, began = folder / NAME, time.monotonic()
     while True:
         try:
@@ -210,20 +238,76 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _write_identity(descriptor: int) -> None:
     """Write this process's identity into the file. On a full disk the lock holds without it."""
-    text = json.dumps(asdict(replace(this_process(), since=time.strftime("%Y-%m-%d %H:%M:%S %z"))))
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
+        os.pwrite(descriptor, _own_identity(), 0)
 
 
-def _owner(path: Path) -> Owner | None:
+def _own_identity() -> bytes:
+    return json.dumps(asdict(replace(this_process(), since=time.strftime(_TIME)))).encode()
+
+
+class ObjectLock:
+    """A lock of an object store that this process holds: an object with this content."""
+
+    def __init__(self, path: RemotePath, content: bytes) -> None:
+        self._path, self._content, self._released = path, content, False
+
+    def check(self) -> None:
+        """Check that the lock is still this process's own.
+
+        Raises:
+            CheckpointError: another process has taken it over.
+        """
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        if content != self._content:
+            owner = _owner(self._path)
+            holder = "another process" if owner is None else str(owner)
+            raise CheckpointError(f"another job saves into {self._path.parent} now, and took the lock over: {holder}")
+
+    def release(self) -> None:
+        """Remove the object if it is still this process's own. A second call does nothing."""
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(OSError, CheckpointError):
+                self.check()
+                self._path.unlink()
+
+
+def _lock_remote(folder: RemotePath, timeout: float) -> ObjectLock:
+    path, began = folder / NAME, time.monotonic()
+    content = _own_identity() + f" {uuid.uuid4().hex}".encode()
+    while True:
+        try:
+            path.create(content)
+            return ObjectLock(path, content)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
+        owner = _owner(path)
+        if owner is not None and owner.has_ended():
+            path.unlink(missing_ok=True)
+            continue
+        is_own = owner is not None and owner.same_process(this_process())
+        is_alive = owner is not None and not is_own and owner.alive()
+        if is_alive or time.monotonic() - began > (timeout if is_own else _REMOTE_TIMEOUT):
+            raise CheckpointError(f"{_locked_message(folder, owner)}\nIf that one has ended already, remove {path}.")
+        time.sleep(_POLL)
+
+
+def _owner(path: Folder) -> Owner | None:
     try:
-        return owner_of(json.loads(path.read_bytes()[:4096]))
+        # The identity comes first; a lock of an object store has a token after it.
+        return owner_of(json.JSONDecoder().raw_decode(path.read_bytes()[:4096].decode())[0])
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def _locked_message(folder: Path, owner: Owner | None) -> str:
+def _locked_message(folder: Folder, owner: Owner | None) -> str:
     holder = "another process" if owner is None else str(owner)
     if owner is not None and owner.same_process(this_process()):
         return f"an earlier save of this process into {folder} does not end ({owner})"

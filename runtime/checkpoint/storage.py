@@ -6,18 +6,18 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import json
 import math
 import os
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Stored
@@ -28,6 +28,7 @@ from torch.futures import Future
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import DTYPES, Chunk, Entry, Index
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 # Bytes of tensors that are copied and written as one file.
 _FILE_BYTES = 2**28
@@ -42,14 +43,16 @@ class Writer(StorageWriter):
         data: the name of the folder of this save's files.
         document: everything in the index that is no tensor.
         rank: this rank.
+        check: called on the first rank before it writes the index; what it raises fails the save.
         written: called on the first rank after it has written the index, while the other ranks wait.
         interrupted: an interrupt that ended this rank's part. torch raises an error in its place.
     """
 
-    folder: Path
+    folder: Folder
     data: str
     document: Mapping[str, Any]
     rank: int
+    check: Callable[[], None]
     written: Callable[[], None]
     interrupted: BaseException | None = None
 
@@ -135,6 +138,7 @@ class Writer(StorageWriter):
             raise CheckpointError(
                 f"{error}\nIt was written just now: another process has removed it, or ranks see different folders."
             ) from error
+        self.check()
         index.write(self.folder, contents)
         self.written()
 
@@ -153,9 +157,12 @@ class Reader(StorageReader):
         index: its index.
     """
 
-    folder: Path
+    folder: Folder
     index: Index
     _bytes: Counter[str] = field(default_factory=Counter)
+    # Of a remote folder: the size of each file, and the end and contents of each header that was read.
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _headers: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for entry in self.index.tensors.values():
@@ -215,8 +222,11 @@ class Reader(StorageReader):
         """
         path, entry = self._file(name, chunk), self.index.tensors[name]
         try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(chunk.key)
+            if isinstance(path, RemotePath):
+                tensor = self._download(path, chunk, DTYPES[entry.dtype])
+            else:
+                with safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(chunk.key)
         # safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -226,11 +236,27 @@ class Reader(StorageReader):
             raise CheckpointError(f"{path} is damaged: the part of {name} in it does not have the SHA-256 of the index")
         return tensor
 
-    def _file(self, name: str, chunk: Chunk) -> Path:
+    def _download(self, path: RemotePath, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Read the bytes of one box from a remote safetensors file."""
+        if chunk.file not in self._headers:
+            length = int.from_bytes(path.read_bytes(0, 8), "little")
+            if length > self._sizes[chunk.file]:
+                raise ValueError("its header is longer than the file")
+            self._headers[chunk.file] = (8 + length, json.loads(path.read_bytes(8, 8 + length)))
+        start, header = self._headers[chunk.file]
+        begin, end = (start + int(offset) for offset in header[chunk.key]["data_offsets"])
+        if end - begin != math.prod(chunk.sizes) * dtype.itemsize:
+            raise ValueError(f"{chunk.key} has another size in its header")
+        content = bytearray(path.read_bytes(begin, end)) if begin < end else bytearray()
+        if not content:
+            return torch.empty(chunk.sizes, dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
+
+    def _file(self, name: str, chunk: Chunk) -> Folder:
         """Return the file of a box after checking that it is as large as its tensors in the index."""
         path = self.folder / self.index.data / chunk.file
         try:
-            size = index.inside(self.folder, self.index.data, chunk.file).stat().st_size
+            size = self._size(chunk.file)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: it holds a part of {name}") from None
         except OSError as error:
@@ -238,6 +264,15 @@ class Reader(StorageReader):
         if size < self._bytes[chunk.file]:
             raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, its tensors {self._bytes[chunk.file]:,}")
         return path
+
+    def _size(self, file: str) -> int:
+        if isinstance(self.folder, RemotePath):
+            # One listing, not a request for each file.
+            self._sizes = self._sizes or (self.folder / self.index.data).sizes()
+            if file not in self._sizes:
+                raise FileNotFoundError(file)
+            return self._sizes[file]
+        return index.inside(self.folder, self.index.data, file).stat().st_size
 
     def check_files(self) -> None:
         """Check that every file exists and is as large as its tensors in the index.
@@ -273,12 +308,15 @@ class Reader(StorageReader):
         return True
 
 
-def write_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, with the mode that the umask gives, and sync it to disk.
+def write_file(tensors: dict[str, Tensor], path: Folder, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. One on disk has the mode that the umask gives, and is synced.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
+    if isinstance(path, RemotePath):
+        path.write_bytes(save(tensors, metadata))
+        return
     # safetensors creates a file that only its owner may read; one of ours has the mode that it must have.
     with open(path, "wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

@@ -12,7 +12,7 @@ from zerograph.cli.progress import progress_bars
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of checkpoints with a file 'latest'")],
+    checkpoint: Annotated[str, typer.Argument(help="path or URL of a checkpoint, or of a folder of checkpoints")],
     out: Annotated[Path, typer.Argument(help="a file *.safetensors, or a folder")],
     module: Annotated[str | None, typer.Option(help="the graph's attribute, if it has several modules")] = None,
 ) -> None:

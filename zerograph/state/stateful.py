@@ -178,8 +178,8 @@ class Stateful:
         random generators on each rank. A checkpoint that was in ``path`` stays valid until the new one is complete.
 
         Args:
-            path: the folder of the checkpoint. With ``keep`` it is a folder of checkpoints, such as ``step-00000010``,
-                with a file ``latest``.
+            path: the folder of the checkpoint, or its URL in an object store, such as ``s3://bucket/run``. With
+                ``keep`` it is a folder of checkpoints, such as ``step-00000010``, with a file ``latest``.
             asynchronous: return once everything is copied, and write in the background. The next save, or
                 :meth:`wait_for_save`, waits for the end and raises its error.
             keep: number of checkpoints to keep in ``path``: those saved last, in order of saving, not of time stamps.
@@ -222,8 +222,8 @@ class Stateful:
         If the graph is compiled, each rank reads its shards only. Otherwise parameters and state are whole until it is.
 
         Args:
-            path: a checkpoint, or a folder of checkpoints: then the one that the file ``latest`` names. If that is
-                missing, the newest complete checkpoint is loaded, with a warning.
+            path: path or URL of a checkpoint, or of a folder of checkpoints: then the one that the file ``latest``
+                names. If that is missing, the newest complete checkpoint is loaded, with a warning.
 
         Raises:
             CheckpointError: there is no checkpoint, or a file is missing or damaged.

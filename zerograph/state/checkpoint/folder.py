@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import os
 import re
 import shutil
 import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from zerograph.base import source
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import Owner, owner_of, this_process
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 from zerograph.runtime.checkpoint.storage import Reader
 
 LATEST = "latest"
@@ -38,7 +38,7 @@ class Place:
         owner: the process that wrote it; None if version 0.1 wrote it.
     """
 
-    path: Path
+    path: Folder
     number: int
     steps: int
     owner: Owner | None
@@ -54,7 +54,7 @@ def numbered(document: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**document, _SAVED: {"number": number, "by": asdict(this_process())}}
 
 
-def check_kind(folder: Path, keep: int | None) -> None:
+def check_kind(folder: Folder, keep: int | None) -> None:
     """Check that the folder does not become both a checkpoint and a folder of checkpoints: ``load()`` reads either.
 
     Args:
@@ -75,7 +75,7 @@ def check_kind(folder: Path, keep: int | None) -> None:
         )
 
 
-def next_number(root: Path, last: int | None) -> int:
+def next_number(root: Folder, last: int | None) -> int:
     """Return the number of the next checkpoint that is saved in a folder, or as the folder itself.
 
     Args:
@@ -95,7 +95,7 @@ def next_number(root: Path, last: int | None) -> int:
     return newest.number + 1
 
 
-def place(folder: Path) -> Place:
+def place(folder: Folder) -> Place:
     """Read a folder's index; the number is 0 if there is no readable index."""
     try:
         stat = (folder / index.NAME).stat()
@@ -107,7 +107,7 @@ def place(folder: Path) -> Place:
 
 # The index of a large model has megabytes: an unchanged one is not read again at every save.
 @functools.lru_cache(maxsize=64)
-def _place(folder: Path, *_: int) -> Place:
+def _place(folder: Folder, *_: int) -> Place:
     body = json.loads((folder / index.NAME).read_bytes())
     document = body.get("document") if isinstance(body, dict) else None
     if not isinstance(document, dict):
@@ -121,17 +121,17 @@ def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 2**62 else 0
 
 
-def _steps_in(folder: Path) -> list[Place]:
+def _steps_in(folder: Folder) -> list[Place]:
     """Return the checkpoints in a folder, oldest first."""
     paths = [path for path in _step_folders(folder) if (path / index.NAME).is_file()]
     return sorted(map(place, paths), key=lambda checkpoint: checkpoint.order)
 
 
-def _step_folders(folder: Path) -> list[Path]:
+def _step_folders(folder: Folder) -> list[Folder]:
     return [path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
 
 
-def tidy(folder: Path, data: str) -> None:
+def tidy(folder: Folder, data: str) -> None:
     """Remove the files of earlier and of interrupted saves, which the index does not name.
 
     Args:
@@ -140,25 +140,19 @@ def tidy(folder: Path, data: str) -> None:
     for other in folder.glob("data-*"):
         # Names of another form are the user's.
         if other.name != data and re.fullmatch("data-[0-9a-f]{32}", other.name):
-            shutil.rmtree(other, ignore_errors=True)
+            remove_tree(other)
     for other in folder.glob(f".{index.NAME}.*"):
         other.unlink(missing_ok=True)
 
 
-def point(checkpoint: Path) -> None:
+def point(checkpoint: Folder) -> None:
     """Make ``latest`` name this checkpoint, atomically."""
     for interrupted in checkpoint.parent.glob(f".{LATEST}.*"):
         interrupted.unlink(missing_ok=True)
-    temporary = checkpoint.parent / f".{LATEST}.{uuid.uuid4().hex}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(checkpoint.name)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, checkpoint.parent / LATEST)
-    index.sync_folder(checkpoint.parent)
+    index.replace(checkpoint.parent, LATEST, checkpoint.name, uuid.uuid4().hex)
 
 
-def prune(written: Path, keep: int) -> None:
+def prune(written: Folder, keep: int) -> None:
     """Remove all checkpoints but the ``keep`` that were written last, and the files of interrupted saves.
 
     Checkpoints are ordered by number, not by step: a job that went back to an earlier checkpoint keeps what it writes
@@ -177,10 +171,19 @@ def prune(written: Path, keep: int) -> None:
             (old.path / index.NAME).unlink(missing_ok=True)
     for path in set(_step_folders(folder)) - kept:
         if all(entry.name.startswith(("data-", f".{index.NAME}.")) for entry in path.iterdir()):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
 
-def _latest_name(folder: Path) -> str | None:
+def remove_tree(folder: Folder) -> None:
+    """Remove a folder and all in it, as far as it can be removed."""
+    if isinstance(folder, RemotePath):
+        with contextlib.suppress(OSError):
+            folder.remove_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _latest_name(folder: Folder) -> str | None:
     """Return the name in the file ``latest``, or None if there is no such file.
 
     Raises:
@@ -188,13 +191,12 @@ def _latest_name(folder: Path) -> str | None:
         ValueError: it does not hold a file name.
     """
     try:
-        with open(index.inside(folder, LATEST), encoding="utf-8") as file:
-            return index.plain_name(file.read(300).strip())
+        return index.plain_name(index.inside(folder, LATEST).read_bytes()[:300].decode().strip())
     except FileNotFoundError:
         return None
 
 
-def latest(folder: Path) -> Path:
+def latest(folder: Folder) -> Folder:
     """Return the checkpoint that the file ``latest`` names, or the newest whole one if that does not exist.
 
     Raises:
@@ -227,7 +229,7 @@ def latest(folder: Path) -> Path:
     raise CheckpointError(f"{reason}, and no other checkpoint in {folder} is whole")
 
 
-def holds_checkpoints(folder: Path) -> bool:
+def holds_checkpoints(folder: Folder) -> bool:
     """Return whether the folder holds checkpoints, saved with ``keep``, and is not a checkpoint itself."""
     if (folder / index.NAME).exists() or not folder.is_dir():
         return False

@@ -22,13 +22,14 @@ from zerograph.ir.coded_state import decode_saved, plain_name, saved_name
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Chunk, Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
+from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
-from zerograph.state.checkpoint.save import folder_of, raise_interrupt
+from zerograph.state.checkpoint.save import raise_interrupt
 from zerograph.state.hyperparameter_checks import check_hyperparameters
 from zerograph.state.optimizer_checks import check_entries, check_groups
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import traceback
 import uuid
@@ -27,12 +26,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 from zerograph import _torch
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
-from zerograph.runtime.checkpoint.lock import FolderLock, lock
+from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
+from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures, reporting_failures
-from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, tidy
+from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, remove_tree, tidy
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Saver:
     _thread: threading.Thread | None = None
     _errors: list[BaseException] = field(default_factory=list)
     # By folder: number of the last checkpoint that this graph saved there; on rank 0 only.
-    _numbers: dict[Path, int] = field(default_factory=dict)
+    _numbers: dict[Folder, int] = field(default_factory=dict)
 
     def save(
         self,
@@ -72,7 +72,7 @@ class Saver:
         """
         self.wait()
         problem: BaseException | None = None
-        target = Path()
+        target: Folder = Path()
         pieces: Mapping[str, Pieces] = {}
         document: Mapping[str, Any] = {}
         try:
@@ -82,7 +82,7 @@ class Saver:
             check_kind(target, keep)
             target = target if keep is None else target / f"step-{steps_done:08d}"
             target.mkdir(parents=True, exist_ok=True)
-            if not os.access(target, os.W_OK):
+            if isinstance(target, Path) and not os.access(target, os.W_OK):
                 raise CheckpointError(f"{target} cannot be written to: no permission")
             pieces, document = contents()
         except OSError as error:
@@ -98,7 +98,7 @@ class Saver:
         with self._cleanup_on_error(job, save):
             with explaining_failures(job, "beginning to save a checkpoint"), _mark_interrupts():
                 save.begin(job, self._group, self._numbers.get(root))
-            save.writer = Writer(target, save.data, save.numbered(document), job.rank, save.tidy)
+            save.writer = Writer(target, save.data, save.numbered(document), job.rank, save.check_lock, save.tidy)
             with reporting_failures(job, "saving a checkpoint"), _mark_interrupts():
                 pieces = _copied(pieces) if asynchronous else pieces
             if asynchronous:
@@ -194,13 +194,13 @@ class _Save:
         number: its number among the checkpoints in ``root``; on rank 0 only.
     """
 
-    target: Path
-    root: Path
+    target: Folder
+    root: Folder
     keep: int | None
     data: str = ""
     number: int = 0
     writer: Writer = field(init=False)
-    _lock: FolderLock | None = None
+    _lock: FolderLock | ObjectLock | None = None
 
     def begin(self, job: Job, group: dist.ProcessGroup | None, last: int | None) -> None:
         """Lock the folder on rank 0, and broadcast the name of the data folder.
@@ -229,6 +229,11 @@ class _Save:
     def numbered(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the document with this save's number."""
         return numbered(document, self.number)
+
+    def check_lock(self) -> None:
+        """Check that no other job has taken the lock over, on rank 0."""
+        if self._lock is not None:
+            self._lock.check()
 
     def tidy(self) -> None:
         """Remove old files and update ``latest`` after the index is written, on rank 0."""
@@ -271,18 +276,6 @@ def _destroy(group: dist.ProcessGroup) -> None:
     # The end of the job may have destroyed it already.
     with contextlib.suppress(AssertionError, RuntimeError, ValueError):
         dist.destroy_process_group(group)
-
-
-def folder_of(path: object) -> Path:
-    """Return the user's path of a checkpoint as a ``Path``.
-
-    Raises:
-        CheckpointError: it is not a path.
-    """
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise CheckpointError(f"{path!r:.60} is not a path of a checkpoint: give the path of a folder")
-    return Path(text)
 
 
 def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
@@ -343,7 +336,7 @@ def raise_interrupt(error: CheckpointException, rank: int) -> None:
         raise own[0] from None
 
 
-def _installed(folder: Path, data: str) -> bool:
+def _installed(folder: Folder, data: str) -> bool:
     """Return whether the folder's index names this data folder."""
     try:
         return index.read(folder).data == data
@@ -351,11 +344,11 @@ def _installed(folder: Path, data: str) -> bool:
         return False
 
 
-def drop(folder: Path, data: str) -> None:
+def drop(folder: Folder, data: str) -> None:
     """Remove the files of a failed save, unless the index already names them: then the checkpoint is whole."""
     if _installed(folder, data):
         return
-    shutil.rmtree(folder / data, ignore_errors=True)
+    remove_tree(folder / data)
     with contextlib.suppress(OSError):
         (folder / f".{index.NAME}.{data}").unlink()
 
