@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 wire": {"wire": "bf16"},
     "int8 wire": {"wire": "int8"},
     "int8 gather, int4 reduce": {"wire": {"gather": "int8", "reduce": "int4"}},
+    "int8 gather, int4 reduce, feedback": {"wire": {"gather": "int8", "reduce": zg.wire("int4", feedback=True)}},
     "int8 state": {"optimizer_state": "int8"},
     "int8 wire and state": {"wire": "int8", "optimizer_state": "int8"},
 }

@@ -21,6 +21,7 @@ from zerograph.ir import blocks
 from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
+from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
@@ -86,6 +87,7 @@ class Store:
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
+        residuals: by mesh dimension, what this rank's codes of gradients have lacked; see :func:`residual`.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
     """
 
@@ -102,6 +104,7 @@ class Store:
     keeps_unused: bool = False
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
+    residuals: dict[int, Tensor] = field(default_factory=dict)
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -169,6 +172,45 @@ def accumulated(store: Store) -> Tensor:
         shape = local_shape(layout.shape, layout.gradient_sbp, store.job.mesh)
         store.accumulated = torch.zeros(shape, dtype=layout.dtype, device=layout.storage_device)
     return store.accumulated
+
+
+def residual(store: Store, dim: int, sbp: NdSbp, dtype: torch.dtype) -> Tensor:
+    """Return this rank's residual of the reductions along a mesh dimension.
+
+    Before the first step it has what a checkpoint held (:func:`keep_residual`), else zeros.
+
+    Args:
+        sbp: the placement of the gradients that are coded.
+        dtype: dtype of the residual.
+    """
+    if dim not in store.residuals:
+        layout = store.layout
+        shape = local_shape(layout.shape, sbp, store.job.mesh)
+        store.residuals[dim] = new = torch.zeros(shape, dtype=dtype, device=layout.device)
+        for parameter, slot in store.slots():
+            loaded = vars(parameter).get(_LOADED_RESIDUALS, {}).pop(dim, None)
+            if loaded is not None and shape == layout.shape == (layout.padded,):
+                new[slot.offset : slot.offset + slot.numel].copy_(loaded)
+    return store.residuals[dim]
+
+
+_LOADED_RESIDUALS = "_zerograph_residuals"
+
+
+def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[int, Tensor]]) -> None:
+    """Replace this rank's residuals of these parameters.
+
+    Args:
+        parameters: the parameters.
+        loaded: by ``id`` of a parameter, its parts of the residuals by mesh dimension, [numel]; others become 0.
+    """
+    for parameter in parameters:
+        vars(parameter).pop(_LOADED_RESIDUALS, None)
+        if id(parameter) in loaded:
+            vars(parameter)[_LOADED_RESIDUALS] = loaded[id(parameter)]
+        store = store_of(parameter)
+        if store is not None:
+            store.residuals.clear()
 
 
 def accumulated_gradients(store: Store) -> list[Tensor]:
@@ -382,7 +424,7 @@ def stored_bytes(stores: Iterable[Store]) -> int:
     for store in stores:
         # The shard is a view of the gather buffer.
         values += [store.flat if store.gather_buffer is None else store.gather_buffer, *store.state.values()]
-        values += [] if store.accumulated is None else [store.accumulated]
+        values += [*([] if store.accumulated is None else [store.accumulated]), *store.residuals.values()]
     return sum(nbytes(value) for value in values if isinstance(value, Tensor))
 
 

@@ -161,7 +161,8 @@ class Config:
         "exact",
         check_by(wire_complaint),
         """Format in which parameters and gradients are sent: ``"exact"`` (default), ``"bf16"``, ``"int8"``, ``"int4"``
-        or a :func:`zerograph.wire`, or a dict by ``"gather"`` and ``"reduce"``, or there by mesh dimension.""",
+        or a :func:`zerograph.wire`, such as one with error feedback, or a dict by ``"gather"`` and ``"reduce"``, or
+        there by mesh dimension.""",
     )
     optimizer_state: str = option(
         "exact",

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from zerograph.errors import PlacementError
+from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
 from zerograph.ir.wire import Kind, format_of
+from zerograph.passes.communication.error_feedback import feed_back
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
@@ -37,9 +39,16 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
         if change is None or change.tensor.kind == "value" or change.ranks == 1 or change.dim == context.time_dim:
             continue
         for use in _USES.get(change.kind, ()):
-            coded = _coded(node, change, use, context)
-            if coded is not None:
-                change = replace(change, reduced=coded) if use == "reduce" else replace(change, gathered=coded)
+            wanted = format_of(context.numerics.wire, use, change.dim)
+            coded = None if wanted is None else _coded(node, change, use, wanted.codec, context)
+            if coded is None:
+                continue
+            if use == "gather":
+                change = replace(change, gathered=coded)
+                continue
+            change = replace(change, reduced=coded)
+            if wanted is not None and wanted.feedback:
+                feed_back(node, change, coded.codec, context)
         meta(node)["boxing"] = change
     return module
 
@@ -58,16 +67,13 @@ def _check_dims(context: Context) -> None:
             )
 
 
-def _coded(node: fx.Node, change: Boxing, use: Kind, context: Context) -> Coded | None:
+def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Context) -> Coded | None:
     """Return how a boxing sends its tensor; None for exact values.
 
     Raises:
         PlacementError: the tensor cannot be coded.
     """
-    wanted = format_of(context.numerics.wire, use, change.dim)
-    if wanted is None:
-        return None
-    dtype, codec = node.meta["val"].dtype, wanted.codec
+    dtype = node.meta["val"].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         names = [slot.name for bucket in context.buckets if bucket.name == change.tensor.name for slot in bucket.slots]
         raise PlacementError(

@@ -53,12 +53,15 @@ def _reduce(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
     reduced = lower.change.reduced
     if reduced is None:
         return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
-    coded = _encoded(lower, parts, reduced)
+    # Error feedback has coded it already.
+    codes = (user for user in parts.users if user.target is blocks.encode and user.args[1:] == reduced.codec.arguments)
+    code = next(codes, None)
+    coded = _encoded(lower, parts, reduced) if code is None else _local(code)
     rows, *rest = coded.meta["val"].shape
     numel = coded.meta["val"].numel() // lower.ranks
     shape = [lower.ranks, rows // lower.ranks, *rest]
     received = _exchanged(lower, exchange_rows, coded, [numel] * lower.ranks, [1] * lower.ranks, shape)
-    return lower.emit(blocks.sum_decoded, received, *reduced.codec.arguments, parts.meta["val"].dtype)
+    return lower.emit(blocks.sum_decoded, received, *reduced.codec.arguments, lower.node.meta["val"].dtype)
 
 
 def _encoded(lower: Lowering, source: fx.Node, coded: Coded) -> fx.Node:

@@ -49,6 +49,20 @@ def test_codes_and_scales_are_counted_and_nothing_else_is_sent(code: str, bits: 
             assert one.format.startswith(code) == (one.tensor_bytes > 8)
 
 
+def test_residuals_are_predicted_as_bf16_of_the_whole_gradient() -> None:
+    exact, fed = (prepared(2, {"reduce": zg.wire("int4", feedback=feedback)}).memory for feedback in (False, True))
+    assert fed.at_rest - exact.at_rest == 2 * NUMEL
+
+
+def test_a_gather_has_no_feedback() -> None:
+    config = zg.Config()
+    for value in (zg.wire("int8", feedback=True), {"gather": {0: zg.wire("int8", feedback=True)}}):
+        with pytest.raises(zg.ConfigError, match="feedback=True is for gradients"):
+            config.wire = value
+    with pytest.raises(zg.ConfigError, match="give True or False"):
+        zg.wire("int4", feedback=1)  # type: ignore[arg-type]
+
+
 def test_formats_may_differ_between_mesh_dimensions() -> None:
     torch.manual_seed(0)
     module = nn.Linear(64, 64, bias=False)

@@ -32,6 +32,8 @@ RoleKind = Literal[
     "state",
     # The sum of gradients that earlier graphs have added up for a bucket.
     "accumulated",
+    # What this rank's codes of a bucket's gradient have lacked; see ``passes/communication/error_feedback``.
+    "residual",
     "hyperparameter",
     "seed",
     # A symbolic size, an integer.
@@ -57,8 +59,8 @@ class Role:
 
     @property
     def bucket(self) -> str | None:
-        """Name of the bucket whose shard, gather buffer, state or gradient this is; None for everything else."""
-        of_buckets = ("bucket", "gather_buffer", "state", "accumulated")
+        """Name of the bucket whose shard, gather buffer, state, gradient or residual this is; None for all else."""
+        of_buckets = ("bucket", "gather_buffer", "state", "accumulated", "residual")
         return self.name.partition(".")[0] if self.kind in of_buckets else None
 
     def __str__(self) -> str:

@@ -28,12 +28,16 @@ class WireFormat:
 
     Attributes:
         codec: how tensors are coded.
+        feedback: each code of a gradient makes up for what earlier codes of this rank have lacked.
     """
 
     codec: Codec
+    feedback: bool = False
 
 
-def wire(code: str, *, block: int | None = None, scales: torch.dtype | None = None) -> WireFormat:
+def wire(
+    code: str, *, block: int | None = None, scales: torch.dtype | None = None, feedback: bool = False
+) -> WireFormat:
     """Return a wire format for ``config.wire``.
 
     Args:
@@ -41,27 +45,31 @@ def wire(code: str, *, block: int | None = None, scales: torch.dtype | None = No
             magnitude of the block is 127 or 7.
         block: elements of a block, a power of two from 16 up. Default 256. Blocks begin anew in each parameter.
         scales: ``torch.float32`` (default for int8) or ``torch.bfloat16`` (default for int4).
+        feedback: for ``"reduce"``: each rank keeps the error of its codes, in bf16, and adds it to its next gradient
+            before that is coded. Default False.
 
     Raises:
         ConfigError: there is no such format.
     """
     if not is_one_of(code, *_CODES):
         raise ConfigError(f"zg.wire({code!r:.60}): choose one of {', '.join(map(repr, _CODES))}")
+    if not isinstance(feedback, bool):
+        raise ConfigError(f"zg.wire(feedback={feedback!r:.60}): give True or False")
     if code == "bf16":
         if block is not None or scales is not None:
             raise ConfigError("zg.wire('bf16') has no blocks and no scales: leave block= and scales= out")
-        return WireFormat(Codec("bf16"))
+        return WireFormat(Codec("bf16"), feedback)
     if block is not None and (not is_whole_number(block, _MIN_BLOCK) or block & (block - 1)):
         raise ConfigError(f"zg.wire(block={block!r:.60}): give a power of two, {_MIN_BLOCK} or more")
     if scales not in (None, torch.float32, torch.bfloat16):
         raise ConfigError(f"zg.wire(scales={scales!r:.60}): choose torch.float32 or torch.bfloat16")
-    return WireFormat(Codec(cast(Code, code), block or _BLOCK, scales or _SCALES[code]))
+    return WireFormat(Codec(cast(Code, code), block or _BLOCK, scales or _SCALES[code]), feedback)
 
 
 def wire_complaint(value: Any) -> str:
     """Return what is wrong with a value of ``config.wire``; empty for a valid one."""
     if not isinstance(value, Mapping):
-        return "" if _is_format(value) else _ADVICE
+        return _gather_complaint(value) if _is_format(value) else _ADVICE
     for kind, formats in value.items():
         if kind not in KINDS:
             return f"the kind {kind!r:.60}: choose 'gather' or 'reduce'"
@@ -71,6 +79,17 @@ def wire_complaint(value: Any) -> str:
                 return f"{kind}: the mesh dimension {dim!r:.60}: give a whole number, 0 or more"
             if not _is_format(one):
                 return f"{kind}: {one!r:.60}: {_ADVICE}"
+            if kind == "gather" and (complaint := _gather_complaint(one)):
+                return complaint
+    return ""
+
+
+def _gather_complaint(value: Any) -> str:
+    if isinstance(value, WireFormat) and value.feedback:
+        return (
+            "feedback=True is for gradients: a gather codes exact masters and has no error to make up for; "
+            "give {'gather': ..., 'reduce': zg.wire(..., feedback=True)}"
+        )
     return ""
 
 

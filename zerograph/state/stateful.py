@@ -18,7 +18,7 @@ from zerograph.errors import InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
+from zerograph.runtime.state import Store, reshard, set_residuals, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
 from zerograph.state.generate import Generation, check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
@@ -159,6 +159,8 @@ class Stateful:
             state_dict.load_modules(self._adopted(), whole)
         for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
             state_dict.load_optimizer(optimizer, saved)
+        # What earlier codes of gradients lacked belongs to another course of training.
+        set_residuals(self._adopted().parameters.values(), {})
         for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)

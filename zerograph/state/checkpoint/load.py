@@ -242,7 +242,7 @@ def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool)
     """Fill a store in place; with ``states`` also its optimizer state, which is cleared if none was saved."""
     has_state = states and _has_state(reader, store, named)
     pieces, finish = pieces_to_fill(store, named, states=has_state)
-    _read(job, reader, pieces)
+    read_pieces(job, reader, pieces)
     finish()
     if not states:
         return
@@ -257,7 +257,7 @@ def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool)
             scalar.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
 
 
-def _read(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
+def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
     """Read the pieces from the checkpoint's files into memory. Every rank calls it."""
     alone = job.size == 1
     with explaining_failures(job, "loading a checkpoint"), warnings.catch_warnings():

@@ -21,11 +21,12 @@ from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job, agree
-from zerograph.runtime.state import stores_of
+from zerograph.runtime.state import set_residuals, stores_of
 from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.state.checkpoint.document import encode
 from zerograph.state.checkpoint.load import load, open_checkpoint
 from zerograph.state.checkpoint.pretrained import configurations
+from zerograph.state.checkpoint.residuals import pieces_of_residuals, read_residuals
 from zerograph.state.checkpoint.written import Counts, Written, written
 from zerograph.state.hyperparameter_checks import check_scheduler
 from zerograph.state.state_dict import load_groups, numbered_groups
@@ -62,6 +63,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
     for store in stores_of(members.parameters.values()):
         pieces |= pieces_of_store(store, named)
     pieces |= pieces_of_plain(plain_tensors(members, parts.optimizers, named).items(), job.rank, job.size)
+    pieces |= pieces_of_residuals(members, job)
     pieces |= _generators(job)
     for name, piece in pieces.items():
         if piece.dtype not in DTYPES.values():
@@ -121,6 +123,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     assert reader is not None
     assert saved is not None
     groups = saved.groups
+    residuals = read_residuals(job, reader, parts.members)
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
@@ -130,6 +133,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     if parts.scaler is not None and saved.scaler is not None:
         parts.scaler.load_state_dict(saved.scaler)
     _set_generators(reader, generators)
+    set_residuals(parts.members.parameters.values(), residuals)
     return saved.counts
 
 

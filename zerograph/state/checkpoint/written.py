@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerograph.errors import CheckpointError
+from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.state.checkpoint.document import decode
 from zerograph.state.checkpoint.pretrained import FILES
 
 Counts = tuple[int, int, int | None]
 
-_NAMES = re.compile(r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|generators\.\d{1,9}\.(cpu|cuda)", re.S)
+_NAMES = re.compile(
+    r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|residuals\.\d{1,9}\..+"
+    r"|generators\.\d{1,9}\.(cpu|cuda)",
+    re.S,
+)
 
 
 @dataclass(frozen=True)
@@ -133,5 +138,7 @@ def _check_tensors(reader: Reader, document: Written) -> None:
         kind, number, *rest = name.split(".")
         if kind == "optimizers" and not (int(number) < len(sizes) and int(rest[1]) < sizes[int(number)]):
             raise ValueError(f"{name!r:.60} belongs to no parameter")
+        if kind == "residuals" and (len(entry.shape) != 2 or not DTYPES[entry.dtype].is_floating_point):
+            raise ValueError(f"{name!r:.60} has no row for each rank")
         if kind == "generators" and (entry.dtype != "uint8" or len(entry.shape) != 1):
             raise ValueError(f"{name!r:.60} is not a state of a generator")

@@ -1,0 +1,197 @@
+"""N ranks with error feedback compute, bit by bit, what plain PyTorch does that keeps each rank's coding errors."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zerograph as zg
+from tests.equivalence.test_wire_formats import assert_equal, model, optimizer, rounded, train
+from tests.equivalence.test_wire_formats import inputs as batches
+from tests.harness import LossStep, sum_of_squares
+from tests.models import part
+from tests.pool import Pool
+
+FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}
+Residuals = list[list[Tensor]]
+
+
+def train_plainly(
+    ranks: int, inputs: list[Tensor], micro_batches: int = 1, rows: int = 1
+) -> tuple[dict[str, Tensor], Residuals]:
+    """Train on one device by int4 gradients; return the parameters, and the residuals by rank and parameter.
+
+    With several ``rows`` of ranks the sums of each row are coded and summed once more, with residuals of their own.
+    """
+    module = model()
+    update = optimizer(module)
+    weights = list(module.parameters())
+    kept, of_rows = (
+        [[torch.zeros_like(weight, dtype=torch.bfloat16) for weight in weights] for _ in range(count)]
+        for count in (ranks, rows)
+    )
+    for x in inputs:
+        sums = [[torch.zeros_like(weight) for weight in weights] for _ in range(rows)]
+        for rank, own in enumerate(x.chunk(ranks)):
+            errors = [torch.zeros_like(weight) for weight in weights]
+            for some in own.chunk(micro_batches):
+                module.zero_grad()
+                sum_of_squares(module, some).backward()
+                for index, weight in enumerate(weights):
+                    assert weight.grad is not None
+                    wanted = weight.grad + kept[rank][index].float() * (1 / micro_batches)
+                    sent = rounded(wanted, "int4")
+                    sums[rank * rows // ranks][index] += sent
+                    errors[index] += wanted - sent
+            kept[rank] = [error.bfloat16() for error in errors]
+        for index, weight in enumerate(weights):
+            weight.grad = sums[0][index] if rows == 1 else torch.zeros_like(weight)
+            for row in range(rows if rows > 1 else 0):
+                wanted = sums[row][index] + of_rows[row][index].float()
+                sent = rounded(wanted, "int4")
+                of_rows[row][index] = (wanted - sent).bfloat16()
+                weight.grad += sent
+        update.step()
+    return {name: value.clone() for name, value in module.state_dict().items()}, kept
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_stage_adds_what_earlier_codes_of_the_rank_lacked(pool: Pool, ranks: int) -> None:
+    expected, _ = train_plainly(ranks, batches())
+    for result in pool.run(ranks, train, [0, 1, 2, 3] if ranks == 2 else [2], [FEEDBACK])[0]:
+        assert_equal(result, expected)
+
+
+@pytest.mark.long
+def test_each_reduction_of_a_grid_has_a_residual(pool: Pool) -> None:
+    for result in pool.run(4, on_a_grid)[0]:
+        assert_equal(result, train_plainly(4, batches(), rows=2)[0])
+
+
+def on_a_grid() -> list[dict[str, Tensor]]:
+    return train([2, 3], [FEEDBACK], placement=zg.placement("cpu", ranks=[[0, 1], [2, 3]]))
+
+
+def test_micro_batches_add_equal_shares(pool: Pool) -> None:
+    (once, each) = pool.run(2, accumulate, [1, 2])[0]
+    assert_equal(each, train_plainly(2, batches(), micro_batches=3)[0])
+    # Stage 1 sums a rank's micro-batches and codes the sum.
+    for name, value in train_plainly(2, batches())[0].items():
+        torch.testing.assert_close(once[name], value, rtol=1e-4, atol=1e-4)
+
+
+def accumulate(stages: list[int]) -> list[dict[str, Tensor]]:
+    return [train([stage], [FEEDBACK], on_nonfinite="ignore", gradient_accumulation_steps=3)[0] for stage in stages]
+
+
+def test_what_is_sent_over_all_steps_is_the_gradient_but_for_the_last_residual(pool: Pool) -> None:
+    """With plain SGD of a loss that is linear in the weights, the weights move by all gradients together."""
+    moved, exact, residual = pool.run(2, descend)[0]
+    assert (moved - exact - residual).abs().max() <= 1e-2 * exact.abs().max()
+    assert residual.abs().max() > 0
+
+
+def descend() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0))
+    step = _linear_step(lr=1.0)
+    for _ in range(20):
+        step(part(x))
+    residual = next(iter(step._stores()[0].residuals.values())).float()
+    total = torch.zeros_like(residual)
+    total.copy_(residual)
+    torch.distributed.all_reduce(total)
+    moved = -step.state_dict()["modules"]["model"]["weight"]
+    return moved.flatten(), 20 * x.sum(0).expand(8, 64).flatten(), -total[: 8 * 64]
+
+
+def _linear_step(lr: float, **options: Any) -> LossStep:
+    module = torch.nn.Linear(64, 8, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    return LossStep(
+        module,
+        torch.optim.SGD(module.parameters(), lr=lr),
+        2,
+        lambda model, x: model(x).sum(),
+        wire=FEEDBACK,
+        **options,
+    )
+
+
+def test_a_skipped_step_leaves_the_residual_as_it_was(pool: Pool) -> None:
+    before, after, later = pool.run(2, skip)[0]
+    assert torch.equal(before, after)
+    assert later.isfinite().all()
+    assert not torch.equal(before, later)
+
+
+def skip() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0))
+    step = _linear_step(lr=0.1, on_nonfinite="skip")
+    results = []
+    for factor in (1.0, float("inf"), 1.0):
+        with pytest.warns() if factor != 1 else contextlib.nullcontext():
+            step(part(x) * factor)
+        results.append(next(iter(step._stores()[0].residuals.values())).clone())
+    return results[0], results[1], results[2]
+
+
+def test_a_growing_loss_scale_keeps_the_size_of_residuals(pool: Pool) -> None:
+    scaled, plain = pool.run(2, scale)[0]
+    assert torch.equal(scaled, plain)
+
+
+def scale() -> list[Tensor]:
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for scaler in (zg.GradScaler(init_scale=4.0, growth_interval=2), None):
+        step = _linear_step(lr=0.1, grad_scaler=scaler)
+        for _ in range(5):
+            step(part(x))
+        results.append(step.state_dict()["modules"]["model"]["weight"])
+    return results
+
+
+def test_a_checkpoint_resumes_bitwise_and_its_residuals_are_summed_on_fewer_ranks(pool: Pool, tmp_path: Path) -> None:
+    inputs = batches()
+    expected, _ = train_plainly(2, inputs)
+    (resumed, again) = pool.run(2, resume, str(tmp_path / "two"))[0]
+    assert_equal(resumed, expected)
+    assert_equal(again, expected)
+    _, residuals = train_plainly(2, inputs[:2])
+    ((_, loaded),) = pool.run(1, load_alone, str(tmp_path / "two"))
+    for own, *parts in zip(loaded, *residuals, strict=True):
+        torch.testing.assert_close(own.view(parts[0].shape), sum(one.float() for one in parts), rtol=1e-2, atol=1e-6)
+
+
+def _step() -> LossStep:
+    module = model()
+    return LossStep(module, optimizer(module), 2, sum_of_squares, wire=FEEDBACK)
+
+
+def resume(path: str) -> list[dict[str, Tensor]]:
+    """Save after two steps; return the parameters after one more of the same graph, and of a new one that loads."""
+    first = _step()
+    *begin, last = batches()
+    for x in begin:
+        first(part(x))
+    first.save(path)
+    first(part(last))
+    results = [first.state_dict()["modules"]["model"]]
+    second = _step()
+    second.load(path)
+    second(part(last))
+    first.load(path)
+    first(part(last))
+    assert_equal(first.state_dict()["modules"]["model"], results[0])
+    return [*results, second.state_dict()["modules"]["model"]]
+
+
+def load_alone(path: str) -> tuple[int, list[Tensor]]:
+    step = _step()
+    step.load(path)
+    return 0, [next(iter(vars(parameter)["_zerograph_residuals"].values())) for parameter in step.model.parameters()]

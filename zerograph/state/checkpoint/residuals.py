@@ -1,0 +1,77 @@
+"""The residuals of error feedback in a checkpoint: one tensor for each parameter, with a row for each rank."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from zerograph.compiler.members import Members
+from zerograph.runtime.checkpoint.index import DTYPES
+from zerograph.runtime.checkpoint.pieces import Pieces
+from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.state import stores_of
+from zerograph.state.checkpoint.load import read_pieces
+
+_PREFIX = "residuals"
+
+
+def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
+    """Return this rank's row of each parameter's residual, ``residuals.<mesh dimension>.<parameter>``.
+
+    Only residuals of whole gradients are saved. On a grid of ranks those of the second reduction, of sums that are
+    split, begin anew.
+    """
+    pieces: dict[str, Pieces] = {}
+    names = members.names()
+    for store in stores_of(members.parameters.values()):
+        for dim, residual in store.residuals.items():
+            if tuple(residual.shape) != (store.layout.padded,):
+                continue
+            for parameter, slot in store.slots():
+                if id(parameter) in names and slot.numel:
+                    name = f"{_PREFIX}.{dim}.{names[id(parameter)]}"
+                    pieces[name] = piece = Pieces((job.size, slot.numel), residual.dtype)
+                    start = job.rank * slot.numel
+                    piece.add(start, start + slot.numel, functools.partial(_flat, residual), slot.offset)
+    return pieces
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1)
+
+
+def read_residuals(job: Job, reader: Reader, members: Members) -> dict[int, dict[int, Tensor]]:
+    """Return this rank's residuals of a checkpoint, by ``id`` of the parameter and mesh dimension. A collective.
+
+    On another number of ranks row i goes to rank i modulo their number, and rows of one rank are added: all ranks
+    together owe what they owed.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    residuals: dict[int, dict[int, Tensor]] = {}
+    rows: dict[str, Tensor] = {}
+    saved = [name for name in reader.index.tensors if name.startswith(f"{_PREFIX}.")]
+    ranks = max((reader.index.tensors[name].shape[0] for name in saved), default=0)
+    totals: dict[str, Tensor] = {}
+    for first in range(0, ranks, job.size):
+        pieces: dict[str, Pieces] = {}
+        for name in saved:
+            entry = reader.index.tensors[name]
+            count, numel = entry.shape
+            row = first + job.rank
+            if row < count:
+                rows[name] = torch.empty(numel, dtype=DTYPES[entry.dtype])
+                pieces[name] = Pieces((count, numel), DTYPES[entry.dtype])
+                pieces[name].add(row * numel, (row + 1) * numel, functools.partial(_flat, rows[name]), 0)
+        read_pieces(job, reader, pieces)
+        for name in pieces:
+            totals[name] = totals[name] + rows[name].float() if name in totals else rows[name]
+    for name, total in totals.items():
+        _, dim, parameter = name.split(".", 2)
+        if parameter in members.parameters and total.numel() == members.parameters[parameter].numel():
+            residuals.setdefault(id(members.parameters[parameter]), {})[int(dim)] = total
+    return residuals
